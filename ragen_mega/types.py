@@ -184,19 +184,23 @@ class TokenBatch:
         """A copy with the named [T] fields set; shape, dtype and finiteness are checked."""
         return replace(self, **{name: value.to(_TOKEN_FIELDS[name]) for name, value in tensors.items()})
 
+    def positions(self, trajectory_ids: Sequence[int]) -> Tensor:
+        """Positions of the given trajectories, in the given order, as an index."""
+        offsets = self.cu_seqlens.tolist()
+        return torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in trajectory_ids])
+
     def select(self, trajectory_ids: Sequence[int]) -> TokenBatch:
         """The batch of the given trajectories, in the given order, without padding."""
-        offsets = self.cu_seqlens.tolist()
-        positions = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in trajectory_ids])
-        lengths = torch.tensor([offsets[i + 1] - offsets[i] for i in trajectory_ids])
+        positions = self.positions(trajectory_ids)
+        ids = torch.tensor(list(trajectory_ids))
         cu_seqlens = torch.zeros(len(trajectory_ids) + 1, dtype=torch.int32)
-        cu_seqlens[1:] = lengths.cumsum(0)
-        selected = {
-            name: value[positions] for name in _TOKEN_FIELDS if (value := getattr(self, name)) is not None
-        }
-        return replace(
-            self, cu_seqlens=cu_seqlens, group_ids=self.group_ids[torch.tensor(list(trajectory_ids))], **selected
-        )
+        cu_seqlens[1:] = self.lengths[ids].cumsum(0)
+        selected = {name: value[positions] for name in _TOKEN_FIELDS if (value := getattr(self, name)) is not None}
+        return replace(self, cu_seqlens=cu_seqlens, group_ids=self.group_ids[ids], **selected)
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same batch on `device`."""
+        return replace(self, **{name: value.to(device) for name, value in self.tensors()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for item in fields(self):

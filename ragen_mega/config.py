@@ -1,0 +1,455 @@
+"""The configuration: one frozen dataclass per concern, validated where it is built, flat Megatron-style flags.
+
+Field docstrings are the text of `--help`. A value that cannot work, or that would do nothing, is a ValueError that names
+the rule, the values and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ragen_mega.environments.base import make
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    load: str | None = None
+    """Hugging Face model name or directory to start from. Without it a small Qwen2 is built and warm-started."""
+    resume: bool = False
+    """Continue the run of the same name from its newest checkpoint."""
+    hidden_size: int = 128
+    """Width of the small model (only without --load)."""
+    num_layers: int = 3
+    """Depth of the small model (only without --load)."""
+    num_attention_heads: int = 4
+    """Attention heads of the small model (only without --load)."""
+    num_query_groups: int = 2
+    """Key-value heads of the small model (only without --load)."""
+    ffn_hidden_size: int = 384
+    """Width of the small model's SwiGLU (only without --load)."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every matrix (TP)."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages (PP)."""
+    sequence_parallel: bool = False
+    """Shard activations between tensor-parallel regions over the sequence (needs TP > 1)."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: the core attention only, or whole layers."""
+    bf16: bool = False
+    """Parameters and activations in bfloat16, optimizer state in float32."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}; set {_flag(name)} 1")
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel shards over tensor-parallel ranks and does nothing at tensor_model_parallel_size 1; "
+                "drop --sequence-parallel or raise --tensor-model-parallel-size"
+            )
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ValueError unless the layout fits `world_size` ranks."""
+        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        if world_size % model_parallel:
+            raise ValueError(
+                f"tensor_model_parallel_size ({self.tensor_model_parallel_size}) x pipeline_model_parallel_size "
+                f"({self.pipeline_model_parallel_size}) must divide the world size ({world_size}); start "
+                f"torchrun with --nproc-per-node {model_parallel} or a multiple, or lower the parallel sizes"
+            )
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    environments: str = "frozen_lake"
+    """Environments and their shares of the groups of a step, e.g. `frozen_lake` or `sokoban:4,frozen_lake:4`."""
+    environment_options: str = "{}"
+    """JSON object of options per environment, e.g. '{"sokoban": {"observation": "grid_coord"}}'."""
+    max_turns: int = 5
+    """Turns per trajectory (K)."""
+    max_actions_per_turn: int = 5
+    """Actions executed per turn; more are dropped."""
+    max_actions: int = 10
+    """Actions per trajectory."""
+    format_penalty: float = -0.1
+    """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it earned."""
+    think: bool = True
+    """Force a `<think>` at the start of every turn."""
+    prompt_style: Literal["full", "system", "compact"] = "full"
+    """Instructions in the first user message, in the system message, or (small models) none at all."""
+
+    def __post_init__(self) -> None:
+        try:
+            options = json.loads(self.environment_options)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"environment_options must be a JSON object per environment, not {self.environment_options!r} ({error}); "
+                'write e.g. \'{"sokoban": {"observation": "grid"}}\''
+            ) from None
+        if not isinstance(options, dict) or not all(isinstance(value, dict) for value in options.values()):
+            raise ValueError(
+                f"environment_options must map environment names to objects, not {self.environment_options!r}; "
+                'write e.g. \'{"sokoban": {"observation": "grid"}}\''
+            )
+        shares = self.shares
+        for name in options:
+            if name not in shares:
+                raise ValueError(
+                    f"environment_options names {name!r}, which is not trained ({', '.join(shares)}); "
+                    "drop it or add it to --environments"
+                )
+        for name in shares:
+            make(name, **options.get(name, {}))
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Environment name -> share of the groups."""
+        shares: dict[str, int] = {}
+        for part in self.environments.split(","):
+            name, _, share = part.strip().partition(":")
+            if (share and not share.isdigit()) or share == "0" or not name or name in shares:
+                raise ValueError(
+                    f"environments must be distinct names with positive shares, not {self.environments!r}; "
+                    "write e.g. sokoban:4,frozen_lake:4"
+                )
+            shares[name] = int(share or 1)
+        return shares
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Options of one environment's constructor."""
+        return json.loads(self.environment_options).get(name, {})
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    num_groups: int = 8
+    """Initial states per step (P)."""
+    group_size: int = 16
+    """Trajectories per initial state (N)."""
+    max_response_length: int = 400
+    """Tokens that may be sampled in one turn."""
+    max_context_length: int = 3600
+    """Tokens of a trajectory; one that would grow longer is closed as truncated."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same."""
+    rollout_engine: Literal["embedded"] = "embedded"
+    """Who samples: `embedded` decodes in this process with a key-value cache per trajectory."""
+    max_train_seed: int = 1_000_000_000
+    """Initial states are drawn with seeds below it, never one of the evaluation boards."""
+    curriculum: str | None = None
+    """Easier initial states first, e.g. `sokoban.max_shortest=3@0,5@40,0@80`: option, value@from-step (0: no limit)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_groups", "group_size", "max_response_length", "max_context_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}; set {_flag(name)}")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature must be positive in training, not {self.temperature}: a greedy policy explores nothing; "
+                "set --temperature 1"
+            )
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    filter_strategy: Literal["none", "top_fraction", "top_p_linear", "top_p_softmax", "top_k", "min_p"] = "top_fraction"
+    """How groups are kept, by the standard deviation of their raw returns (StarPO-S: top_fraction)."""
+    filter_value: float | None = None
+    """Fraction, probability mass or count of the strategy (default of top_fraction: 0.25)."""
+    filter_keep_zero: bool = False
+    """Keep groups whose trajectories all earned the same."""
+    soft_reweighting: bool = False
+    """Scale each kept group's advantages by its share of the largest standard deviation."""
+
+    def __post_init__(self) -> None:
+        if self.filter_strategy == "none" and self.filter_value is not None:
+            raise ValueError(
+                f"filter_value {self.filter_value} does nothing with filter_strategy none; drop --filter-value or name a strategy"
+            )
+        if self.filter_strategy == "none" and self.filter_keep_zero:
+            raise ValueError("filter_keep_zero does nothing with filter_strategy none, which keeps all; drop the flag")
+        if self.filter_strategy not in ("none", "top_fraction") and self.filter_value is None:
+            raise ValueError(f"filter_strategy {self.filter_strategy} needs its value; add --filter-value")
+
+    @property
+    def value(self) -> float:
+        return 0.25 if self.filter_value is None else self.filter_value
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    advantage_estimator: Literal["gae", "bilevel_gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "gae"
+    """`gae` and `bilevel_gae` train a critic (PPO); the others compare trajectories of a group or batch."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE lambda per token."""
+    turn_gamma: float | None = None
+    """Discount per turn (bilevel_gae only; default 0.95)."""
+    turn_lam: float | None = None
+    """GAE lambda per turn (bilevel_gae only; default 1)."""
+    reward_placement: Literal["trajectory", "turn"] = "trajectory"
+    """Where reward enters: the whole return at the last token, or each turn's reward at the turn's end."""
+    reward_normalization: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
+    """Normalisation of returns before the estimator (placement `trajectory` only)."""
+    reward_normalization_scope: Literal["group", "environment", "batch"] = "group"
+    """Trajectories that are normalised together."""
+    whiten_advantages: bool | None = None
+    """Normalise advantages over the batch (default: with a critic)."""
+    kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
+    """KL to the reference policy subtracted from the reward of each token."""
+    kl_reward_coef: float = 0.0
+    """Its coefficient."""
+
+    def __post_init__(self) -> None:
+        bilevel = self.advantage_estimator == "bilevel_gae"
+        if not bilevel and (self.turn_gamma is not None or self.turn_lam is not None):
+            raise ValueError(
+                f"turn_gamma and turn_lam do nothing with advantage_estimator {self.advantage_estimator}; "
+                "drop them or set --advantage-estimator bilevel_gae"
+            )
+        if bilevel and self.reward_placement != "turn":
+            raise ValueError("bilevel_gae discounts turn rewards; add --reward-placement turn")
+        if not self.uses_critic and self.reward_placement == "turn" and self.advantage_estimator != "reinforce_plus_plus":
+            raise ValueError(
+                f"{self.advantage_estimator} compares whole returns, so reward_placement turn does nothing; "
+                "drop --reward-placement"
+            )
+        if self.reward_normalization != "identity" and self.reward_placement == "turn":
+            raise ValueError("reward_normalization acts on whole returns; drop it or --reward-placement turn")
+        if self.reward_normalization == "identity" and self.reward_normalization_scope != "group":
+            raise ValueError("reward_normalization_scope does nothing with identity; add --reward-normalization mean")
+        if (self.kl_in_reward == "none") != (self.kl_reward_coef == 0.0):
+            raise ValueError(
+                f"kl_in_reward ({self.kl_in_reward}) and kl_reward_coef ({self.kl_reward_coef}) need each other; set both or none"
+            )
+        if self.kl_in_reward != "none" and self.advantage_estimator in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"{self.advantage_estimator} uses whole returns, so a per-token KL reward does nothing; use --kl-kind instead"
+            )
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage_estimator in ("gae", "bilevel_gae")
+
+    @property
+    def whitens(self) -> bool:
+        return self.uses_critic if self.whiten_advantages is None else self.whiten_advantages
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    clip_ratio_low: float = 0.2
+    """Lower clip bound of the ratio, 1 - this."""
+    clip_ratio_high: float = 0.28
+    """Upper clip bound of the ratio, 1 + this (StarPO-S: clip-higher)."""
+    dual_clip: float | None = None
+    """Bound of the loss where the advantage is negative (arXiv:1912.09729), e.g. 3."""
+    kl_kind: Literal["none", "k1", "k2", "k3"] = "none"
+    """KL to the reference policy as a loss term."""
+    kl_coef: float = 0.0
+    """Its coefficient."""
+    entropy_coef: float = 0.001
+    """Coefficient of the entropy bonus."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    """Mean over tokens of the minibatch, or over trajectories of their token mean or token sum."""
+    importance_cap: float | None = None
+    """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
+    value_clip: float | None = 0.5
+    """Clip range of the critic's change of value."""
+
+    def __post_init__(self) -> None:
+        if (self.kl_kind == "none") != (self.kl_coef == 0.0):
+            raise ValueError(f"kl_kind ({self.kl_kind}) and kl_coef ({self.kl_coef}) need each other; set both or none")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    num_steps: int = 200
+    """StarPO steps: one rollout and its updates."""
+    minibatch_size: int = 32
+    """Trajectories per optimizer step (E)."""
+    updates_per_rollout: int = 1
+    """Passes over the kept trajectories of a rollout (Online-k)."""
+    max_tokens_per_microbatch: int = 16384
+    """Positions in one forward pass."""
+    lr: float = 1e-6
+    """Learning rate of the policy."""
+    critic_lr: float = 1e-5
+    """Learning rate of the critic."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule over the run."""
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    clip_grad: float = 1.0
+    """Largest global gradient norm."""
+    critic_warmup: int = 0
+    """First steps in which only the critic is updated."""
+    seed: int = 0
+    """Seed of initial states, outcomes, sampling and minibatches."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "minibatch_size", "updates_per_rollout", "max_tokens_per_microbatch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}; set {_flag(name)}")
+        for name in ("lr", "critic_lr", "clip_grad"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}; set {_flag(name)}")
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    warm_start_steps: int = 1200
+    """Optimizer steps of behaviour cloning on scripted play (only without --load)."""
+    warm_start_batch: int = 32
+    """Scripted trajectories per step."""
+    warm_start_lr: float = 2e-3
+    """Peak learning rate of the warm start."""
+    warm_start_skill: float = 0.0
+    """Probability that the scripted player acts optimally instead of uniformly at random."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    eval_interval: int = 20
+    """Steps between evaluations (0: only at the end)."""
+    eval_prompts: int = 256
+    """Held-out initial states per evaluation."""
+    eval_temperature: float = 0.5
+    """Sampling temperature of evaluation."""
+    boards: str | None = None
+    """Boards file to evaluate on instead of the packaged one."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    name: str | None = None
+    """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed)."""
+    output: str = "runs"
+    """Directory of all runs."""
+    checkpoint_interval: int = 0
+    """Steps between checkpoints (0: only at the end)."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project."""
+    overwrite: bool = False
+    """Delete an earlier run of the same name."""
+
+
+@dataclass(frozen=True)
+class StarPOConfig:
+    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        total = sum(self.environment.shares.values())
+        if self.rollout.num_groups % total:
+            raise ValueError(
+                f"num_groups ({self.rollout.num_groups}) must be a multiple of the sum of environment shares ({total}); "
+                f"set --num-groups {total * max(1, self.rollout.num_groups // total)}"
+            )
+        if self.rollout.group_size == 1 and not self.advantage.uses_critic:
+            raise ValueError(
+                f"{self.advantage.advantage_estimator} compares trajectories of a group, but group_size is 1; raise --group-size"
+            )
+        if self.rollout.group_size == 1 and self.filter.filter_strategy != "none":
+            raise ValueError(
+                "the filter ranks groups by the spread of their returns, but group_size is 1; "
+                "raise --group-size or set --filter-strategy none"
+            )
+        if not self.advantage.uses_critic and self.train.critic_warmup:
+            raise ValueError(
+                f"critic_warmup does nothing: advantage_estimator {self.advantage.advantage_estimator} has no critic; drop it"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy takes part."""
+        return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
+
+    @property
+    def run_directory(self) -> Path:
+        name = self.logging.name or "-".join(
+            (self.environment.environments.replace(":", "").replace(",", "+"), self.advantage.advantage_estimator)
+        ) + f"-seed{self.train.seed}"
+        return Path(self.logging.output) / name
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> StarPOConfig:
+        """Inverse of `to_dict`; unknown keys raise ValueError."""
+        sections = {item.name: item.default_factory for item in dataclasses.fields(cls)}
+        for section, entries in values.items():
+            known = {item.name for item in dataclasses.fields(sections[section])} if section in sections else set()
+            if unknown := set(entries) - known:
+                raise ValueError(f"config has unknown keys {sorted(unknown)} in {section!r}; was it written by another version?")
+        return cls(**{section: sections[section](**entries) for section, entries in values.items()})
+
+
+def parse(argv: Sequence[str], *, prints: bool = True) -> StarPOConfig:
+    """Parse flat flags; a later flag wins. Raises ValueError on an unknown flag or a combination that cannot work."""
+    known = {_flag(item.name): item for section in dataclasses.fields(StarPOConfig)
+             for item in dataclasses.fields(section.default_factory)}
+    for argument in argv:
+        flag = argument.split("=", 1)[0].replace("_", "-")
+        positive = "--" + flag.removeprefix("--no-")
+        if flag.startswith("--") and flag not in known and positive not in known and flag not in ("--help",):
+            close = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(f"unknown flag {argument.split('=', 1)[0]}; {hint}--help lists all")
+    return tyro.cli(
+        Annotated[StarPOConfig, tyro.conf.OmitArgPrefixes],
+        args=_last_wins(argv),
+        prog="examples/pretrain_starpo.sh",
+        console_outputs=prints,
+    )
+
+
+def _last_wins(argv: Sequence[str]) -> list[str]:
+    """Drop earlier occurrences of a repeated flag with their values, so that the command line overrides a recipe."""
+    groups: list[list[str]] = []
+    for argument in argv:
+        if argument.startswith("--") or not groups:
+            groups.append(argument.split("=", 1) if argument.startswith("--") else [argument])
+        else:
+            groups[-1].append(argument)
+    last = {group[0].replace("_", "-").replace("--no-", "--"): group for group in groups}
+    return [argument for group in last.values() for argument in group]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def fail(message: str) -> None:
+    """Print one line to standard error and leave with exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,137 @@
+"""Everything that megatron-core needs to run on a CPU over gloo; no other file knows of it.
+
+megatron-core 0.16 creates some tensors on the literal device "cuda", asks for `torch.cuda.current_device()` and compares
+type names with "torch.cuda.FloatTensor". `install()` rebinds the name `torch` inside the modules that do so to a proxy
+with CPU answers; the real `torch` is never changed, and where CUDA exists nothing happens at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+_MODULES = (
+    "models.common.embeddings.rotary_pos_embedding",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.mappings",
+    "tensor_parallel.layers",
+    "tensor_parallel.random",
+    "utils",
+    "distributed.param_and_grad_buffer",
+    "optimizer.optimizer",
+    "optimizer.distrib_optimizer",
+    "optimizer.clip_grads",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.state_dict_saver",
+)
+
+
+class _CudaOnCpu(types.ModuleType):
+    """Stands in for `torch.cuda` inside the modules above."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    current_device = staticmethod(lambda: CPU)
+    synchronize = staticmethod(lambda *args: None)
+    empty_cache = staticmethod(lambda: None)
+    get_rng_state = staticmethod(lambda *args: torch.get_rng_state())
+    manual_seed = staticmethod(torch.manual_seed)
+
+
+class _TorchOnCpu(types.ModuleType):
+    """Stands in for `torch` inside the modules above."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def is_active() -> bool:
+    """Whether this process trains on the CPU."""
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Make megatron-core usable without CUDA; idempotent, and without effect where CUDA is available."""
+    if not is_active():
+        return
+    proxy = _TorchOnCpu("torch")
+    proxy.cuda = _CudaOnCpu("torch.cuda")
+    for name in ("zeros", "ones", "empty", "tensor"):
+        setattr(proxy, name, _factory_on_cpu(getattr(torch, name)))
+    for name in _MODULES:
+        module = importlib.import_module(f"megatron.core.{name}")
+        if not isinstance(module.torch, _TorchOnCpu):
+            module.torch = proxy
+
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # The one CPU generator is the forked one here, so megatron-core's warning about it is always raised and never true.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+    optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
+    optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
+
+
+def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Inside: `.cuda()` is the identity, `.type()` reports CUDA names, device="cuda" means the CPU.
+
+    The distributed and the bf16 optimizer need it while they are built, stepped and saved.
+    """
+    return _CudaLiteralMode() if is_active() else contextlib.nullcontext()
+
+
+class _CudaLiteralMode(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types_: Iterable[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: object) -> bool:
+    return (
+        (isinstance(device, str) and device.startswith("cuda"))
+        or (isinstance(device, torch.device) and device.type == "cuda")
+        or (isinstance(device, int) and not isinstance(device, bool))
+    )
+
+
+def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+@torch.no_grad()
+def _clip_grad_by_total_norm(
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+) -> None:
+    """megatron-core's clipping without its assertion that gradients are CUDA tensors."""
+    scale = max_norm / (total_norm + 1.0e-6)
+    if scale < 1.0:
+        attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+        gradients = [getattr(p, attribute) for p in parameters if getattr(p, attribute, None) is not None]
+        torch._foreach_mul_(gradients, scale)

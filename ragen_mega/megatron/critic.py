@@ -1,0 +1,74 @@
+"""The critic: values of the states before sampled tokens, and clipped value regression."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from ragen_kernels import value_loss
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.megatron.model import QwenCritic, transformer_config
+from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.megatron.weights import load_weights
+from ragen_mega.starpo.loss import aggregation_weights
+from ragen_mega.types import TokenBatch
+
+
+class MegatronCritic:
+    """A value model with the policy's backbone and layout and an optimizer of its own. All methods are collective."""
+
+    def __init__(
+        self,
+        hf: PretrainedConfig,
+        groups: ProcessGroupCollection,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        loss: LossConfig,
+    ) -> None:
+        self.value_clip = loss.value_clip
+        self.aggregation = loss.loss_aggregation
+        self.module = QwenCritic(hf, transformer_config(hf, parallel), groups)
+        self.trainer = Trainer(
+            self.module, groups, parallel, train, lr=train.critic_lr, num_steps=train.num_steps, lr_decay=train.lr_decay
+        )
+
+    def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+        """Start from the Hugging Face tensors that `read` returns; without a value head in them values start at 0."""
+        load_weights(self.module, read)
+        self.trainer.optimizer.reload_model_params()
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """[T] value of the state in which each label is chosen, 0 where the label was not sampled."""
+        return self.trainer.per_token(batch, lambda micro, output: output * micro.loss_mask)
+
+    def update(self, minibatch: TokenBatch) -> dict[str, float]:
+        """One step of clipped value regression towards `returns`. Returns its metrics."""
+        weights = aggregation_weights(
+            minibatch.loss_mask,
+            minibatch.cu_seqlens,
+            mode="token-mean",
+            num_tokens=int(minibatch.loss_mask.sum()),
+            num_trajectories=minibatch.num_trajectories,
+        )
+
+        def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
+            value, is_clipped = value_loss(output, micro.values, micro.returns, micro.weights, clip=self.value_clip)
+            return value, torch.stack([value.detach().float(), is_clipped.sum()])
+
+        sums, grad_norm = self.trainer.step(minibatch.with_fields(weights=weights), loss, 2)
+        mask = minibatch.loss_mask
+        num_tokens = max(1, int(mask.sum()))
+        residual = (minibatch.returns - minibatch.values)[mask]
+        variance = float(minibatch.returns[mask].var(unbiased=False))
+        return {
+            "loss": float(sums[0]),
+            "clip_fraction": float(sums[1]) / num_tokens,
+            "explained_variance": 1.0 - float(residual.var(unbiased=False)) / variance if variance > 0 else 0.0,
+            "grad_norm": grad_norm,
+            "skipped": float(not math.isfinite(grad_norm)),
+        }

@@ -1,0 +1,231 @@
+"""Qwen2, Qwen2.5 and Qwen3 dense models on megatron-core, as a policy that returns hidden states and as a critic.
+
+The policy stops before the vocabulary: its loss is computed from hidden states and the LM-head weight by
+`ragen_kernels.linear_policy_loss`, which never holds the full logits. Architecture: arXiv:2407.10671, arXiv:2505.09388.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from ragen_mega import distributed
+from ragen_mega.config import ParallelConfig
+from ragen_mega.megatron import cpu
+from ragen_mega.megatron.attention import PackedAttention, RMSNorm
+from ragen_mega.types import TokenBatch
+
+SUPPORTED = ("qwen2", "qwen3")
+
+
+def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
+    """Raise ValueError unless this architecture can be cut as `parallel` says."""
+    if hf.model_type not in SUPPORTED:
+        raise ValueError(
+            f"model_type must be one of {', '.join(SUPPORTED)} (dense Qwen2, Qwen2.5, Qwen3), not {hf.model_type!r}; "
+            "pick another --load"
+        )
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    for what, count in (
+        ("attention heads", hf.num_attention_heads),
+        ("key-value heads", hf.num_key_value_heads),
+        ("intermediate size", hf.intermediate_size),
+    ):
+        if count % tp:
+            raise ValueError(
+                f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); "
+                f"lower --tensor-model-parallel-size to a divisor"
+            )
+    if hf.num_hidden_layers % pp:
+        raise ValueError(
+            f"pipeline_model_parallel_size ({pp}) must divide the model's layers ({hf.num_hidden_layers}); "
+            "lower --pipeline-model-parallel-size to a divisor"
+        )
+    if getattr(hf, "use_sliding_window", False):
+        raise ValueError("sliding-window attention is not supported; set use_sliding_window to false in config.json")
+    if rope_parameters(hf).get("rope_type", "default") != "default":
+        raise ValueError(f"rope scaling {rope_parameters(hf)} is not supported; load a checkpoint without it")
+
+
+def rope_parameters(hf: PretrainedConfig) -> dict[str, Any]:
+    """RoPE settings of a transformers config (`rope_theta` moved into a dictionary in transformers 5)."""
+    return getattr(hf, "rope_parameters", None) or {"rope_theta": hf.rope_theta}
+
+
+def head_dim(hf: PretrainedConfig) -> int:
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def padded_vocab_size(hf: PretrainedConfig, tensor_model_parallel_size: int) -> int:
+    """Vocabulary rows, padded only as far as tensor parallelism needs; Qwen's own sizes need no padding."""
+    return -(-hf.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
+
+
+def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """megatron-core's configuration of a Hugging Face model."""
+    check_model(hf, parallel)
+    dtype = torch.bfloat16 if parallel.bf16 else torch.float32
+    recompute: dict[str, Any] = {}
+    if parallel.recompute == "full":
+        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif parallel.recompute == "selective":
+        recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head_dim(hf),
+        ffn_hidden_size=hf.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        qk_layernorm=hf.model_type == "qwen3",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=getattr(hf, "attention_bias", False) or hf.model_type == "qwen2",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # megatron-core demands it with variable lengths, dense models too
+        calculate_per_token_loss=True,  # gradients are summed over microbatches and ranks; weights[t] normalises
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=parallel.bf16,
+        use_cpu_initialization=cpu.is_active(),
+        perform_initialization=False,  # weights always come from a checkpoint
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **recompute,
+    )
+
+
+def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+class QwenModel(GPTModel):
+    """This rank's part of the policy; on the last stage its output is hidden states, not logits."""
+
+    def __init__(
+        self, hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection, share_embeddings: bool
+    ) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_layer_spec(config),
+            vocab_size=padded_vocab_size(hf, config.tensor_model_parallel_size),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=groups.pp.rank() == 0,
+            post_process=groups.pp.rank() == groups.pp.size() - 1,
+            share_embeddings_and_output_weights=share_embeddings,
+            position_embedding_type="rope",
+            rotary_base=rope_parameters(hf)["rope_theta"],
+            pg_collection=groups,
+        )
+        self.hf = hf
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        with cpu.cuda_literals_as_cpu():
+            super().setup_embeddings_and_output_layer()
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states  # [T/sp, 1, H]
+
+    def head_weight(self) -> Tensor:
+        """[V/tp, H] LM-head weight of the last stage, the embedding itself when tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def head_input(self, output: Tensor) -> Tensor:
+        """Hidden states [T, H] of all positions, with the collective in backward that a column-parallel head needs."""
+        if self.config.sequence_parallel:
+            output = tensor_parallel.gather_from_sequence_parallel_region(output, group=self.tp_group)
+        else:
+            output = tensor_parallel.copy_to_tensor_model_parallel_region(output, group=self.tp_group)
+        return output.squeeze(1)
+
+    def vocab_arguments(self) -> dict[str, Any]:
+        """Where this rank's rows of the vocabulary start, how many ids are real, and who holds the others."""
+        rows = self.vocab_size // self.tp_group.size()
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        return dict(vocab_start=self.tp_group.rank() * rows, vocab_valid=self.hf.vocab_size, group=group)
+
+
+class ValueHead(nn.Linear):
+    """Hidden state -> value in float32, equal on all tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=torch.float32, device=distributed.device())
+        self.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel
+        nn.init.zeros_(self.weight)  # an untrained critic predicts 0, the same on every rank
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [T/sp, 1, H] -> [T]
+        values = super().forward(hidden.float())
+        if self.sequence_parallel:
+            values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values.flatten()
+
+
+class QwenCritic(QwenModel):
+    """The same backbone with a scalar head in place of the vocabulary."""
+
+    def __init__(self, hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(hf, config, groups, share_embeddings=False)
+        if self.post_process:
+            self.output_layer = ValueHead(config)
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return self.output_layer(hidden_states) if self.post_process else hidden_states
+
+
+def model_inputs(batch: TokenBatch) -> dict[str, Any]:
+    """Arguments of `QwenModel.forward` for one packed microbatch."""
+    lengths = batch.lengths
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=int(lengths.max()),
+        max_seqlen_kv=int(lengths.max()),
+    )
+    return dict(
+        input_ids=batch.tokens.unsqueeze(0),
+        position_ids=batch.position_ids.unsqueeze(0),
+        attention_mask=None,
+        packed_seq_params=packed,
+    )
+
+
+ModelBuilder = Callable[[PretrainedConfig, TransformerConfig, ProcessGroupCollection], QwenModel]
+
+
+def build_policy_model(
+    hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
+) -> QwenModel:
+    """The policy's part of this rank, with tied embeddings where the checkpoint ties them."""
+    return QwenModel(hf, config, groups, share_embeddings=hf.tie_word_embeddings)

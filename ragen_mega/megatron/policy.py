@@ -1,0 +1,160 @@
+"""The policy: log-probabilities of sampled tokens, StarPO updates, and its weights for the rollout engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from ragen_kernels import PolicyObjective, linear_logprobs, linear_policy_loss, logprob_entropy
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.megatron.weights import export_weights, load_weights
+from ragen_mega.starpo.loss import aggregation_weights
+from ragen_mega.types import TokenBatch
+
+_METRICS = (
+    "loss", "entropy", "approx_kl", "clip_fraction_low", "clip_fraction_high", "dual_clip_fraction", "importance", "ref_kl",
+)
+
+
+class MegatronPolicy:
+    """An actor on tensor, pipeline and data-parallel ranks. All methods are collective."""
+
+    def __init__(
+        self,
+        hf: PretrainedConfig,
+        groups: ProcessGroupCollection,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        loss: LossConfig,
+        *,
+        temperature: float,
+        keep_reference: bool = False,
+    ) -> None:
+        self.hf = hf
+        self.groups = groups
+        self.temperature = temperature
+        self.aggregation = loss.loss_aggregation
+        self.objective = PolicyObjective(
+            clip_ratio_low=loss.clip_ratio_low,
+            clip_ratio_high=loss.clip_ratio_high,
+            dual_clip=loss.dual_clip,
+            kl_kind=None if loss.kl_kind == "none" else loss.kl_kind,
+            kl_coef=loss.kl_coef,
+            entropy_coef=loss.entropy_coef,
+            importance_cap=loss.importance_cap,
+        )
+        self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
+        self.trainer = Trainer(
+            self.module, groups, parallel, train, lr=train.lr, num_steps=train.num_steps, lr_decay=train.lr_decay
+        )
+        self._keep_reference = keep_reference
+        self._reference: list[Tensor] | None = None
+
+    def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+        """Start from the Hugging Face tensors that `read` returns; they are also the reference policy."""
+        load_weights(self.module, read)
+        self.trainer.optimizer.reload_model_params()
+        if self._keep_reference:
+            self._reference = [parameter.detach().clone() for parameter in self.module.parameters()]
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor); every rank must consume it."""
+        return export_weights(self.module, self.groups)
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """[T] log-probability of each sampled label at the rollout temperature, 0 elsewhere."""
+
+        def compute(micro: TokenBatch, output: Tensor) -> Tensor:
+            logprobs, _ = linear_logprobs(
+                self.module.head_input(output),
+                self.module.head_weight(),
+                micro.labels,
+                temperature=self.temperature,
+                active=micro.loss_mask,
+                **self.module.vocab_arguments(),
+            )
+            return logprobs
+
+        return self.trainer.per_token(batch, compute)
+
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        """[T] log-probabilities under the frozen weights that training started from."""
+        assert self._reference is not None, "built without a reference policy"
+        current = [parameter.detach().clone() for parameter in self.module.parameters()]
+        try:
+            self._set_parameters(self._reference)
+            return self.logprobs(batch)
+        finally:
+            self._set_parameters(current)
+
+    def update(self, minibatch: TokenBatch) -> dict[str, float]:
+        """One clipped-surrogate step on a minibatch with old log-probabilities and advantages. Returns its metrics."""
+        weighted = self._weigh(minibatch, self.aggregation)
+
+        def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
+            value, stats = linear_policy_loss(
+                self.module.head_input(output),
+                self.module.head_weight(),
+                micro.labels,
+                micro.old_logprobs,
+                micro.advantages,
+                micro.weights,
+                self.objective,
+                ref_logprobs=micro.ref_logprobs,
+                rollout_logprobs=micro.rollout_logprobs,
+                temperature=self.temperature,
+                **self.module.vocab_arguments(),
+            )
+            per_token = (
+                stats.entropy, stats.kl, stats.is_clipped_low, stats.is_clipped_high, stats.is_dual_clipped,
+                stats.importance, torch.zeros_like(stats.kl) if stats.ref_kl is None else stats.ref_kl,
+            )
+            return value, torch.stack([value.detach().float(), *(term.sum() for term in per_token)])
+
+        sums, grad_norm = self.trainer.step(weighted, loss, len(_METRICS))
+        num_tokens = max(1, int(minibatch.loss_mask.sum()))
+        metrics = {name: float(total) / num_tokens for name, total in zip(_METRICS, sums)}
+        metrics["loss"] = float(sums[0])
+        if self.objective.kl_kind is None:
+            del metrics["ref_kl"]
+        return metrics | _step_metrics(grad_norm, self.trainer.lr)
+
+    def clone(self, minibatch: TokenBatch) -> dict[str, float]:
+        """One behaviour-cloning step: mean negative log-likelihood of the tokens under the loss mask."""
+        weighted = self._weigh(minibatch, "token-mean")
+
+        def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
+            active = micro.weights != 0
+            logits = self.module.head_input(output)[active] @ self.module.head_weight().t()
+            logprobs, _ = logprob_entropy(logits, micro.labels[active], **self.module.vocab_arguments())
+            value = -(micro.weights[active] * logprobs).sum()
+            return value, value.detach().float().reshape(1)
+
+        sums, grad_norm = self.trainer.step(weighted, loss, 1)
+        return {"loss": float(sums[0])} | _step_metrics(grad_norm, self.trainer.lr)
+
+    def _weigh(self, minibatch: TokenBatch, mode: str) -> TokenBatch:
+        weights = aggregation_weights(
+            minibatch.loss_mask,
+            minibatch.cu_seqlens,
+            mode=mode,
+            num_tokens=int(minibatch.loss_mask.sum()),
+            num_trajectories=minibatch.num_trajectories,
+        )
+        return minibatch.with_fields(weights=weights)
+
+    @torch.no_grad()
+    def _set_parameters(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.module.parameters(), values):
+            parameter.copy_(value)
+
+
+def _step_metrics(grad_norm: float, lr: float) -> dict[str, float]:
+    return {"grad_norm": grad_norm, "skipped": float(not math.isfinite(grad_norm)), "lr": lr}

@@ -1,0 +1,195 @@
+"""One model on megatron-core's schedules: per-token forward passes and optimizer steps over packed trajectories.
+
+Forward and loss are written once; the schedule of megatron-core owns pipelining, its DDP and optimizer own reduction,
+clipping and the update. Every rank holds the whole batch; each data-parallel rank computes a balanced share of it, and
+per-token results and metrics are exchanged over the control group, so that all ranks go on with the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from ragen_mega import distributed
+from ragen_mega.config import ParallelConfig, TrainConfig
+from ragen_mega.megatron import cpu
+from ragen_mega.megatron.model import QwenModel, model_inputs
+from ragen_mega.megatron.weights import mark_tensor_parallel
+from ragen_mega.packing import microbatches, pad
+from ragen_mega.types import TokenBatch
+
+PerToken = Callable[[TokenBatch, Tensor], Tensor]
+"""(microbatch, model output) -> [T] float32"""
+Loss = Callable[[TokenBatch, Tensor], tuple[Tensor, Tensor]]
+"""(microbatch, model output) -> scalar loss, [M] float32 sums of metrics"""
+
+
+class Trainer:
+    """A model, its gradient buffers, its optimizer and its learning-rate schedule."""
+
+    def __init__(
+        self,
+        module: QwenModel,
+        groups: ProcessGroupCollection,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        *,
+        lr: float,
+        num_steps: int,
+        lr_decay: str = "constant",
+        lr_warmup_steps: int = 0,
+    ) -> None:
+        mark_tensor_parallel(module)
+        self.module = module
+        self.groups = groups
+        self.max_tokens = train.max_tokens_per_microbatch
+        self.alignment = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        self.model = DistributedDataParallel(
+            module.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
+            ),
+            module,
+        )
+        module.config.finalize_model_grads_func = _sum_gradients
+        with cpu.cuda_literals_as_cpu():
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=lr,
+                    weight_decay=train.weight_decay,
+                    adam_beta1=train.adam_beta1,
+                    adam_beta2=train.adam_beta2,
+                    clip_grad=train.clip_grad,
+                    bf16=parallel.bf16,
+                    params_dtype=module.config.params_dtype,
+                    use_distributed_optimizer=parallel.use_distributed_optimizer,
+                ),
+                [self.model],
+                use_gloo_process_groups=False,
+                pg_collection=groups,
+            )
+        # It also applies weight decay per group: without a scheduler megatron-core decays norms and biases.
+        self.schedule = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=lr,
+            min_lr=lr if lr_decay == "constant" else 0.0,
+            lr_warmup_steps=lr_warmup_steps,
+            lr_decay_steps=max(num_steps, lr_warmup_steps + 1),
+            lr_decay_style=lr_decay,
+            start_wd=train.weight_decay,
+            end_wd=train.weight_decay,
+            wd_incr_steps=num_steps,
+            wd_incr_style="constant",
+        )
+
+    def per_token(self, batch: TokenBatch, compute: PerToken) -> Tensor:
+        """[T] of `compute` over all trajectories of `batch`, without gradients, equal on every rank."""
+        result = torch.zeros(batch.num_positions)
+        parts = self._share(batch)
+        if parts:
+            self.model.eval()
+            with torch.no_grad():
+                outputs = self._run(parts, [self._micro(batch, ids) for ids in parts], compute, forward_only=True)
+            if self._reports:
+                for ids, output in zip(parts, outputs):
+                    positions = batch.positions(ids)
+                    result[positions] = output[: len(positions)].float().cpu()
+        return distributed.sum_over_ranks(result)
+
+    def step(self, batch: TokenBatch, loss: Loss, num_metrics: int) -> tuple[Tensor, float]:
+        """One optimizer step. Returns the metric sums [M] over the batch and the gradient norm before clipping.
+
+        A non-finite gradient leaves the weights as they are; the returned norm says so (nan or inf).
+        """
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = self._share(batch)
+        microbatch_list = [self._micro(batch, ids) for ids in parts]
+        if not parts:  # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
+            parts, microbatch_list = [[0]], [self._micro(batch.with_fields(weights=torch.zeros(batch.num_positions)), [0])]
+        sums = self._run(parts, microbatch_list, loss, forward_only=False)
+        totals = torch.zeros(num_metrics, dtype=torch.float64)
+        if self._reports:
+            totals += torch.stack(sums).double().sum(0).cpu()
+        totals = distributed.sum_over_ranks(totals)
+        if not self._gradients_are_finite():
+            return totals, math.nan
+        with cpu.cuda_literals_as_cpu():
+            _, grad_norm, _ = self.optimizer.step()
+        return totals, float(grad_norm)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Reduced, clipped gradient of every local parameter after `step` (not with the distributed optimizer)."""
+        return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank holds results that others do not: one tensor-parallel rank of the last stage."""
+        return self.module.post_process and self.groups.tp.rank() == 0
+
+    def _share(self, batch: TokenBatch) -> list[list[int]]:
+        """Trajectory ids of this data-parallel rank's microbatches."""
+        share = distributed.balanced_split(batch.lengths.tolist(), self.groups.dp.size())[self.groups.dp.rank()]
+        return microbatches(batch, self.max_tokens, share)
+
+    def _micro(self, batch: TokenBatch, trajectory_ids: Sequence[int]) -> TokenBatch:
+        return pad(batch.select(trajectory_ids), self.alignment).to(distributed.device())
+
+    def _run(
+        self,
+        parts: list[list[int]],
+        microbatch_list: list[TokenBatch],
+        function: Callable[[TokenBatch, Tensor], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Tensor]:
+        """Drive megatron-core's schedule. On the last stage: one tensor per microbatch; elsewhere nothing."""
+
+        def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
+            micro = next(iterator)
+            output = model(**model_inputs(micro))
+            return output, partial(loss_function, micro)
+
+        def loss_function(micro: TokenBatch, output: Tensor, non_loss_data: bool = False) -> Any:
+            if non_loss_data:
+                return function(micro, output)
+            loss, metrics = function(micro, output)
+            return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatch_list),
+            model=[self.model],
+            num_microbatches=len(parts),
+            seq_length=self.max_tokens,  # unused: shapes are exchanged between stages
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _gradients_are_finite(self) -> bool:
+        buffers = self.model.buffers + self.model.expert_parallel_buffers
+        finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
+        return int(distributed.sum_over_ranks(torch.tensor([0 if finite else 1]))) == 0
+
+
+def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """megatron-core's reduction without its division: `TokenBatch.weights` already holds the global normaliser."""
+    finalize_model_grads(model, None, **kwargs)

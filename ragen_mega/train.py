@@ -1,0 +1,90 @@
+"""StarPO (arXiv:2504.20073): alternate multi-turn rollouts with updates over whole trajectories. The loop comes first."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from ragen_mega import build, distributed
+from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.credit import estimate_advantages
+from ragen_mega.metrics import Metrics
+from ragen_mega.packing import pack
+from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights, stability
+
+
+def train(run: build.Run) -> None:
+    """One StarPO step after another, until `num_steps`."""
+    config, policy, critic, engine = run.config, run.policy, run.critic, run.engine
+
+    for step in range(run.step, config.train.num_steps):
+        metrics = Metrics()
+
+        # Rollout: from each of P initial states sample N trajectories of at most K turns.
+        with run.phase("rollout"), engine.awake():
+            engine.load_weights(policy.export_weights())
+            groups = run.collect(run.tasks.sample(step))
+        metrics.add("rollout", run.summarize(groups))
+
+        # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
+        kept = run.filter(groups)
+        metrics.add("filter", filter_metrics(groups, kept))
+        if not kept:
+            run.finish_step(step, metrics)  # no initial state tells good from bad: nothing to learn
+            continue
+
+        # Advantages: everything the loss needs, under the weights that sampled the trajectories.
+        with run.phase("advantages"):
+            trajectories = [trajectory for group in kept for trajectory in group.trajectories]
+            batch = pack(trajectories)
+            batch = batch.with_fields(old_logprobs=policy.logprobs(batch))
+            if critic:
+                batch = batch.with_fields(values=critic.values(batch))
+            if config.needs_reference:
+                batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
+            batch = estimate_advantages(
+                batch, trajectories, config.advantage, group_weights=group_weights(kept, config.filter)
+            )
+        metrics.add("mismatch", engine_vs_policy(batch))
+
+        # Update: clipped surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times (Online-k).
+        with run.phase("update"):
+            for minibatch in run.minibatches(batch, step):
+                if critic:
+                    metrics.add("critic", critic.update(minibatch))
+                if step >= config.train.critic_warmup:
+                    metrics.add("actor", policy.update(minibatch))
+
+        # Diagnose: is the run on its way into the Echo Trap?
+        metrics.add("collapse", stability(run.monitor, metrics))
+        run.finish_step(step, metrics)
+
+    run.finish()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse flags, build everything, train. Bad input is one line and exit code 2, on every rank."""
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv, prints=distributed.rank_from_environment() == 0)
+        run = build.build(config)
+    except (ValueError, OSError) as error:
+        if distributed.rank_from_environment() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    try:
+        train(run)
+    finally:
+        run.close()
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+__all__ = ["StarPOConfig", "main", "train"]
+
+if __name__ == "__main__":
+    main()

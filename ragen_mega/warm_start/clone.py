@@ -1,0 +1,70 @@
+"""Behaviour cloning of a scripted player, so that reinforcement learning starts from the format and true thoughts.
+
+The scripted player's actions are as good as chance (or as `skill` says): what is cloned is how to answer and how to
+describe the state, never how to play.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ragen_mega.environments.episode import Episode
+from ragen_mega.packing import minibatches, pack
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.types import Completion, Trajectory
+from ragen_mega.warm_start.scripted import scripted_response
+
+CloneStep = Callable[..., dict[str, float]]
+
+
+def scripted_texts(make_episode: Callable[[], Episode], seeds: Sequence[int], *, skill: float) -> list[str]:
+    """Everything that is said in scripted episodes, one string per message: the corpus of the tokenizer."""
+    texts = ["system\nuser\nassistant\n"]
+    episode = make_episode()
+    for seed in seeds:
+        generator = np.random.default_rng([seed, 1])
+        texts.extend(message.content for message in episode.start(seed, outcome_seed=seed))
+        while not episode.done:
+            response = scripted_response(episode, generator, skill=skill)
+            texts.append(response)
+            if (message := episode.respond(response).message) is not None:
+                texts.append(message.content)
+    return texts
+
+
+def scripted_trajectory(episode: Episode, renderer: ChatRenderer, seed: int, *, skill: float) -> Trajectory:
+    """One episode of the scripted player as a trajectory; its loss mask covers what the player says."""
+    generator = np.random.default_rng([seed, 1])
+    trajectory = Trajectory(group_id=seed, seed=seed, outcome_seed=seed)
+    trajectory.append_observation(renderer.start(episode.start(seed, outcome_seed=seed)))
+    while not episode.done:
+        response = scripted_response(episode, generator, skill=skill)
+        tokens = [*renderer.tokenizer.encode(response, add_special_tokens=False), renderer.end_of_turn]
+        turn = trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
+        result = episode.respond(response)
+        turn.reward, turn.info = result.reward, result.info
+        if result.message is not None:
+            trajectory.append_observation(renderer.observe(result.message, finished_cleanly=True))
+    return trajectory
+
+
+def clone(
+    step: CloneStep,
+    trajectories: Sequence[Trajectory],
+    *,
+    batch_size: int,
+    num_steps: int,
+    seed: int,
+    report: Callable[[int, dict[str, float]], None],
+) -> None:
+    """Take `num_steps` cloning steps over the trajectories, as many passes as that needs."""
+    batch = pack(trajectories)
+    generator = torch.Generator().manual_seed(seed)
+    passes = -(-num_steps * batch_size // batch.num_trajectories) + 1
+    for index, minibatch in enumerate(minibatches(batch, batch_size, num_passes=passes, generator=generator)):
+        if index == num_steps:
+            return
+        report(index, step(minibatch))

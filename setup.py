@@ -1,0 +1,49 @@
+"""Packaging: `ragen_mega`, and `ragen_kernels` from the folder `kernels/`.
+
+`kernels/` has no `__init__.py` and is never importable itself: a top-level package of that name would shadow the
+`kernels` distribution that transformers and SGLang import. Tested versions are in constraints.txt.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+PACKAGE = Path(__file__).parent / "ragen_mega"
+
+
+def read_version() -> str:
+    """`__version__` of the package, read without importing it: torch is not there while this file runs."""
+    for line in (PACKAGE / "__init__.py").read_text().splitlines():
+        if line.startswith("__version__"):
+            return line.split('"')[1]
+    raise ValueError(f"{PACKAGE / '__init__.py'} must contain a line __version__ = \"...\"")
+
+
+setup(
+    name="ragen-mega",
+    version=read_version(),
+    description="StarPO on Megatron-Core: reinforcement learning of language-model agents over whole trajectories",
+    python_requires=">=3.11",
+    packages=find_packages(include=["ragen_mega", "ragen_mega.*"]) + find_packages("kernels"),
+    package_dir={"ragen_kernels": "kernels/ragen_kernels"},
+    package_data={"ragen_mega.environments": ["data/*.jsonl"]},
+    install_requires=[
+        "torch>=2.7,<3",
+        "megatron-core>=0.16.1,<0.17",
+        "transformers>=5.0,<6",
+        "tokenizers>=0.22,<0.24",
+        "safetensors>=0.5",
+        "numpy>=2.0,<2.4",
+        "psutil>=6",  # megatron-core's checkpoint writer imports it without requiring it
+        "gymnasium>=1.0,<2",
+        "tyro>=1.0,<2",
+        "rich>=14",
+        "tensorboard>=2.18",
+        "matplotlib>=3.9",
+    ],
+    extras_require={
+        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100"],
+        "triton": ["triton==3.6.0"],
+        "wandb": ["wandb>=0.19"],
+    },
+)

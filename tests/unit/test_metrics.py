@@ -1,0 +1,213 @@
+"""Aggregation against hand-computed numbers, and the run directory as another process finds it."""
+
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ragen_mega.metrics import Max, Mean, Metrics, RunLogger, Sum, read_metrics, write_json
+
+
+def logger(directory: Path, **options) -> RunLogger:
+    return RunLogger(directory, is_writer=True, **{"tensorboard": False, **options})
+
+
+def finished_run(directory: Path, steps: int = 3) -> None:
+    run = logger(directory)
+    run.write_config({"seed": 1})
+    for step in range(steps):
+        run.log(step, {"actor/loss": float(step)})
+    run.write_summary({"steps": steps})
+    run.close()
+
+
+class TestMetrics:
+    def test_repeated_values_are_averaged_and_keys_are_stage_slash_name(self):
+        metrics = Metrics()
+        metrics.add("actor", {"loss": 1.0, "kl": torch.tensor(0.5)})
+        metrics.add("actor", loss=np.float32(4.0))
+        metrics.add("critic", loss=7)
+        assert metrics.result() == {"actor/loss": 2.5, "actor/kl": 0.5, "critic/loss": 7.0}
+        assert all(type(value) is float for value in metrics.result().values())
+
+    def test_a_mapping_and_names_are_one_call(self):
+        metrics = Metrics()
+        metrics.add("time", {"rollout": Sum(1.0)}, update=Sum(2.0))
+        metrics.add("time", rollout=Sum(0.5), update=Sum(0.25))
+        assert metrics.result() == {"time/rollout": 1.5, "time/update": 2.25}
+
+    @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.integers(1, 1000)), min_size=1, max_size=20))
+    def test_weighted_mean_equals_the_mean_over_all_tokens(self, parts):
+        metrics = Metrics()
+        for value, weight in parts:
+            metrics.add("actor", entropy=Mean(value, weight))
+        tokens = np.repeat([value for value, _ in parts], [weight for _, weight in parts])
+        assert metrics.result()["actor/entropy"] == pytest.approx(tokens.mean(), rel=1e-9, abs=1e-9)
+
+    def test_weight_zero_counts_for_nothing_even_if_its_value_is_nan(self):
+        metrics = Metrics()
+        metrics.add("actor", entropy=Mean(math.nan, 0))
+        assert math.isnan(metrics.result()["actor/entropy"])
+        metrics.add("actor", entropy=Mean(3.0, 2))
+        assert metrics.result() == {"actor/entropy": 3.0}
+
+    def test_max_keeps_the_largest_and_does_not_hide_nan(self):
+        metrics = Metrics()
+        for value in (-3.0, -1.0, -2.0):
+            metrics.add("mismatch", largest=Max(value))
+        assert metrics.result() == {"mismatch/largest": -1.0}
+        metrics.add("mismatch", largest=Max(math.nan))
+        metrics.add("mismatch", largest=Max(5.0))
+        assert math.isnan(metrics.result()["mismatch/largest"])
+
+    def test_a_key_has_one_reduction(self):
+        metrics = Metrics()
+        metrics.add("time", step=Sum(1.0))
+        with pytest.raises(ValueError, match="time/step was added as Sum and now as Mean"):
+            metrics.add("time", step=1.0)
+
+    def test_negative_weight(self):
+        with pytest.raises(ValueError, match=">= 0, not -1.0"):
+            Mean(1.0, -1)
+
+
+class TestRunLogger:
+    def test_files(self, tmp_path):
+        directory = tmp_path / "runs" / "a"
+        finished_run(directory)
+        assert [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()] == [
+            {"step": 0, "actor/loss": 0.0}, {"step": 1, "actor/loss": 1.0}, {"step": 2, "actor/loss": 2.0},
+        ]
+        assert json.loads((directory / "config.json").read_text()) == {"seed": 1}
+        assert json.loads((directory / "summary.json").read_text()) == {"steps": 3}
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert sorted(path.name for path in directory.iterdir()) == ["config.json", "metrics.jsonl", "summary.json"]
+
+    def test_other_ranks_touch_nothing(self, tmp_path):
+        run = RunLogger(tmp_path / "a", is_writer=False)
+        run.write_config({})
+        run.log(0, {"x": 1.0})
+        run.write_summary({})
+        run.close()
+        assert not (tmp_path / "a").exists()
+
+    def test_non_finite_values_are_null_with_a_warning_that_names_them(self, tmp_path):
+        run = logger(tmp_path / "a")
+        with pytest.warns(RuntimeWarning, match="step 0 .*actor/loss = nan, actor/grad_norm = inf"):
+            run.log(0, {"actor/loss": math.nan, "actor/grad_norm": math.inf, "actor/kl": 1.0})
+        line = (tmp_path / "a" / "metrics.jsonl").read_text()
+        record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert record == {"step": 0, "actor/loss": None, "actor/grad_norm": None, "actor/kl": 1.0}
+        with pytest.warns(RuntimeWarning, match="frozen_lake/success = nan"):
+            run.write_summary({"frozen_lake": {"success": math.nan}})
+        assert json.loads((tmp_path / "a" / "summary.json").read_text()) == {"frozen_lake": {"success": None}}
+
+    def test_steps_increase(self, tmp_path):
+        run = logger(tmp_path / "a")
+        run.log(4, {})
+        with pytest.raises(ValueError, match="4 was logged after 4"):
+            run.log(4, {})
+
+    @pytest.mark.parametrize("finished", [True, False])
+    def test_an_existing_run_is_refused_and_left_as_it_was(self, tmp_path, finished):
+        finished_run(tmp_path / "a")
+        if not finished:
+            (tmp_path / "a" / "summary.json").unlink()
+        with pytest.raises(ValueError, match=f"holds {'a finished' if finished else 'an unfinished'} run; add --resume"):
+            logger(tmp_path / "a")
+        assert len(read_metrics(tmp_path / "a" / "metrics.jsonl")) == 3
+
+    def test_overwrite_deletes_a_run_but_never_a_directory_that_is_none(self, tmp_path):
+        finished_run(tmp_path / "a")
+        logger(tmp_path / "a", overwrite=True)
+        assert list((tmp_path / "a").iterdir()) == []
+        (tmp_path / "thesis.tex").write_text("years of work")
+        for options in ({}, {"overwrite": True}):
+            with pytest.raises(ValueError, match="holds files that are no run"):
+                logger(tmp_path, **options)
+        assert (tmp_path / "thesis.tex").exists()
+
+    def test_resume_drops_what_was_logged_from_its_first_step_on(self, tmp_path):
+        finished_run(tmp_path / "a", steps=6)
+        run = logger(tmp_path / "a", resume=True)
+        assert not (tmp_path / "a" / "summary.json").exists()
+        run.log(4, {"actor/loss": -4.0})
+        run.log(5, {"actor/loss": -5.0})
+        losses = [record["actor/loss"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")]
+        assert losses == [0.0, 1.0, 2.0, 3.0, -4.0, -5.0]
+
+    def test_resume_needs_a_run(self, tmp_path):
+        with pytest.raises(ValueError, match="no run to resume"):
+            logger(tmp_path / "a", resume=True)
+        with pytest.raises(ValueError, match="drop --resume or --overwrite"):
+            logger(tmp_path / "a", resume=True, overwrite=True)
+
+    def test_a_line_that_was_cut_short_is_dropped_but_only_at_the_end(self, tmp_path):
+        finished_run(tmp_path / "a", steps=2)
+        path = tmp_path / "a" / "metrics.jsonl"
+        path.write_text(path.read_text() + '{"step": 2, "actor/lo')
+        assert [record["step"] for record in read_metrics(path)] == [0, 1]
+        logger(tmp_path / "a", resume=True).log(2, {"actor/loss": 9.0})
+        assert [record["step"] for record in read_metrics(path)] == [0, 1, 2]
+        path.write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
+        with pytest.raises(ValueError, match="line 2 must be a JSON object with a step, not 'nonsense'"):
+            read_metrics(path)
+
+    def test_metrics_are_readable_after_a_kill(self, tmp_path):
+        script = textwrap.dedent(
+            """
+            import sys, time
+            from ragen_mega.metrics import RunLogger
+            run = RunLogger(sys.argv[1], is_writer=True, tensorboard=False)
+            run.log(0, {"a/b": 1.0})
+            print("logged", flush=True)
+            time.sleep(60)
+            """
+        )
+        process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "a"], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "logged\n"
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert read_metrics(tmp_path / "a" / "metrics.jsonl") == [{"step": 0, "a/b": 1.0}]
+
+    def test_tensorboard_holds_the_same_numbers(self, tmp_path):
+        run = logger(tmp_path / "a", tensorboard=True)
+        run.log(0, {"actor/loss": 0.5})
+        with pytest.warns(RuntimeWarning):
+            run.log(1, {"actor/loss": math.nan})
+        run.log(2, {"actor/loss": 0.25})
+        run.close()
+        events = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
+        assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [(0, 0.5), (2, 0.25)]
+
+    def test_wandb_that_is_missing_is_an_error_before_anything_is_written(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
+        sys.modules.pop("wandb")
+        with pytest.raises(ValueError, match="pip install wandb or drop --wandb-project"):
+            logger(tmp_path / "a", wandb_project="starpo")
+        assert not (tmp_path / "a").exists()
+
+
+def test_write_json_replaces_whole_files(tmp_path, monkeypatch):
+    write_json(tmp_path / "x.json", {"a": 1})
+
+    def broken(source, target):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError):
+        write_json(tmp_path / "x.json", {"a": 2})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
