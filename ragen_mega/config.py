@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,10 +148,6 @@ class RolloutConfig:
     """Sampling temperature; the trainer divides its logits by the same."""
     rollout_engine: Literal["embedded"] = "embedded"
     """Who samples: `embedded` decodes in this process with a key-value cache per trajectory."""
-    max_train_seed: int = 1_000_000_000
-    """Initial states are drawn with seeds below it, never one of the evaluation boards."""
-    curriculum: str | None = None
-    """Easier initial states first, e.g. `sokoban.max_shortest=3@0,5@40,0@80`: option, value@from-step (0: no limit)."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "group_size", "max_response_length", "max_context_length"):
@@ -294,6 +289,8 @@ class TrainConfig:
     """Learning rate of the critic."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the run."""
+    lr_warmup: int = 0
+    """Steps of linear warm-up of both learning rates."""
     weight_decay: float = 0.01
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -319,6 +316,8 @@ class WarmStartConfig:
     """Optimizer steps of behaviour cloning on scripted play (only without --load)."""
     warm_start_batch: int = 32
     """Scripted trajectories per step."""
+    warm_start_trajectories: int = 4000
+    """Scripted trajectories in all; the steps take as many passes over them as they need."""
     warm_start_lr: float = 2e-3
     """Peak learning rate of the warm start."""
     warm_start_skill: float = 0.0
@@ -447,9 +446,3 @@ def _last_wins(argv: Sequence[str]) -> list[str]:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def fail(message: str) -> None:
-    """Print one line to standard error and leave with exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)

@@ -1,9 +1,8 @@
-"""What a person sees of a run: progress of the current phase, one row per step, a table of evaluated sets, one-line errors."""
+"""What a person sees of a run: progress of a phase, one row per step, a table of evaluated sets, one-line errors."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import sys
 import time
@@ -32,8 +31,9 @@ class Column:
     keys: tuple[str, ...]
 
     def cell(self, metrics: Mapping[str, float]) -> str:
+        """The text of one step, right-aligned."""
         values = [metrics[key] for key in self.keys if key in metrics]
-        text = self.form.format(sum(values)) if values and all(map(math.isfinite, values)) else ("nan" if values else "-")
+        text = self.form.format(sum(values)) if values else "-"
         return text.rjust(self.width)
 
 
@@ -74,7 +74,7 @@ class Phase:
 
 
 class Console:
-    """Prints on the rank with `is_writer`, nothing elsewhere. A terminal gets progress bars, a file or pipe plain lines."""
+    """Prints on the rank with `is_writer` only. A terminal gets progress bars, a file or a pipe plain lines."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Console:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Show the progress of a phase, e.g. `rollout` over `total` trajectories, while the block runs. Phases may nest."""
+        """Show the progress of a phase, e.g. `rollout` over `total` trajectories, during the block. Phases may nest."""
         if not self._is_writer:
             yield Phase(name, total)
         elif self._rich.is_terminal:
@@ -180,7 +180,7 @@ def _is_first_to_say(message: str) -> bool:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     if error_file == os.devnull:
         return True
-    # <attempt>/<local rank>/error.json: torchrun makes the attempt's directory for these ranks and removes it with them.
+    # <attempt>/<local rank>/error.json: torchrun makes one directory for the attempt of these ranks.
     marker = Path(error_file).parents[1] / f"said-{hashlib.sha256(message.encode()).hexdigest()[:16]}"
     try:
         marker.touch(exist_ok=False)

@@ -27,7 +27,7 @@ class Mean:
 
     def __post_init__(self) -> None:
         if not float(self.weight) >= 0.0:
-            raise ValueError(f"the weight of a mean must be >= 0, not {float(self.weight)}; pass a count of what was averaged")
+            raise ValueError(f"the weight of a mean must be >= 0, not {float(self.weight)}; pass a count of its terms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Accumulator:
 
 
 class Metrics:
-    """The numbers of one step under keys `stage/name`; several of one key are averaged unless `Sum` or `Max` says else."""
+    """The numbers of one step under keys `stage/name`; several of one key are averaged unless `Sum` or `Max`."""
 
     def __init__(self) -> None:
         self._accumulators: dict[str, _Accumulator] = {}
@@ -97,7 +97,7 @@ class Metrics:
 
 
 def write_json(path: Path | str, value: Mapping[str, Any]) -> None:
-    """Write one JSON object so that a reader finds the old file or the whole new one; non-finite numbers become null."""
+    """Write one JSON object; a reader finds the old file or the whole new one. Non-finite numbers become null."""
     _replace_file(Path(path), json.dumps(_finite(value, where=Path(path).name), indent=2, allow_nan=False) + "\n")
 
 
@@ -230,13 +230,14 @@ def _claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
     is_run = (directory / CONFIG_FILE).exists()
     if resume:
         if not is_run:
-            raise ValueError(f"there is no run to resume in {directory} (no {CONFIG_FILE}); drop --resume or correct --name")
+            raise ValueError(f"no run to resume in {directory} (no {CONFIG_FILE}); drop --resume or correct --name")
         (directory / SUMMARY_FILE).unlink(missing_ok=True)  # not finished any more
         return
     if directory.exists() and any(directory.iterdir()):
         if not is_run:
             raise ValueError(
-                f"run directory {directory} holds files that are no run (no {CONFIG_FILE}) and stay untouched; choose another --name"
+                f"run directory {directory} holds files that are no run (no {CONFIG_FILE}) and stay untouched; "
+                "choose another --name"
             )
         if not overwrite:
             state = "a finished" if (directory / SUMMARY_FILE).exists() else "an unfinished"
@@ -265,7 +266,8 @@ def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 
     cleaned = clean("", values)
     if lost:
-        warnings.warn(f"non-finite values of {where} are written as null: {', '.join(lost)}", RuntimeWarning, stacklevel=3)
+        message = f"non-finite values of {where} are written as null: {', '.join(lost)}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
     return cleaned
 
 

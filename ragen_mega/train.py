@@ -12,7 +12,7 @@ from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.credit import estimate_advantages
 from ragen_mega.metrics import Metrics
 from ragen_mega.packing import pack
-from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights, stability
+from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights, observe
 
 
 def train(run: build.Run) -> None:

@@ -60,15 +60,25 @@ def build_head(
     return VocabHead(weight.detach()[: shard.num_valid].to(dtype), shard, temperature, logits_dtype)
 
 
-def split_rows(num_rows: int, num_columns: int, itemsize: int, chunk_tokens: int | None) -> Iterator[slice]:
-    """Slices of `chunk_tokens` rows, or of what CHUNK_BYTES of logits allow; one empty slice for no rows."""
-    size = chunk_tokens or max(MIN_CHUNK_TOKENS, CHUNK_BYTES // max(1, num_columns * itemsize))
+def split_rows(num_rows: int, size: int) -> Iterator[slice]:
+    """Slices of `size` rows; one empty slice for no rows, so that every rank takes part in the collectives."""
     for start in range(0, max(1, num_rows), size):
         yield slice(start, min(start + size, num_rows))
 
 
-def check_linear_arguments(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> None:
-    """Raise ValueError for operands that cannot be multiplied."""
+def default_chunk_tokens(head: VocabHead) -> int:
+    """Rows whose logits fit into CHUNK_BYTES."""
+    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // max(1, len(head.weight) * head.weight.itemsize))
+
+
+def check_linear_arguments(
+    hidden: Tensor, weight: Tensor, chunk_tokens: int | None, mode: LinearMode = "chunk"
+) -> None:
+    """Raise ValueError for operands that cannot be multiplied, a chunk without rows, or an unknown mode."""
+    if mode not in LINEAR_MODES:
+        raise ValueError(f"mode must be one of {LINEAR_MODES}, got {mode!r}")
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}; cast one")
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"need hidden [T, H] and weight [V/tp, H], got {tuple(hidden.shape)} and {tuple(weight.shape)}; "
@@ -119,7 +129,7 @@ def linear_logprobs(
     shard.check_labels(labels)
     head = build_head(hidden, weight, shard, temperature, fp32_logits)
     result = head.weight.new_empty((2, len(labels)))  # log-probabilities and entropies
-    for part in split_rows(len(labels), len(head.weight), head.weight.itemsize, chunk_tokens):
+    for part in split_rows(len(labels), chunk_tokens or default_chunk_tokens(head)):
         local, _, _ = row_statistics(head.logits(hidden[part]), labels[part], shard.start)
         statistics = reduce_over_group(local, group)
         result[0, part], result[1, part] = statistics.logprobs, statistics.entropy
@@ -241,9 +251,7 @@ def linear_policy_loss(
     Raises:
         ValueError: bad shapes, mode, temperature, vocabulary bounds, chunk_tokens, or an active label out of range.
     """
-    if mode not in LINEAR_MODES:
-        raise ValueError(f"mode must be one of {LINEAR_MODES}, got {mode!r}")
-    check_linear_arguments(hidden, weight, chunk_tokens)
+    check_linear_arguments(hidden, weight, chunk_tokens, mode)
     objective.check_inputs(ref_logprobs, rollout_logprobs)
     num_tokens = len(hidden)
     rows = weights.nonzero().squeeze(1)
@@ -259,7 +267,7 @@ def linear_policy_loss(
         "rollout_logprobs": None if rollout_logprobs is None else rollout_logprobs[rows],
     }
     head = build_head(hidden, weight, shard, temperature, fp32_logits)
-    chunks = list(split_rows(len(rows), len(head.weight), head.weight.itemsize, chunk_tokens))
+    chunks = list(split_rows(len(rows), chunk_tokens or default_chunk_tokens(head)))
     loss, *stats = _LinearPolicyLoss.apply(hidden, weight, labels, terms, objective, head, chunks, mode)
     full = [None if x is None else x.new_zeros(num_tokens).index_copy_(0, rows, x) for x in stats]
     return loss, PolicyStats(*full)

@@ -139,8 +139,7 @@ def group_normalize(
         group_ids: [S] int, any labels.
         scale_by_std: divide by the group's standard deviation.
     """
-    if scores.shape != group_ids.shape or scores.dim() != 1:
-        raise ValueError(f"need scores [S] and group_ids [S], got {tuple(scores.shape)} and {tuple(group_ids.shape)}")
+    check_groups(scores, group_ids)
     _, groups = torch.unique(group_ids, return_inverse=True)
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     counts = torch.bincount(groups, minlength=num_groups)
@@ -151,6 +150,18 @@ def group_normalize(
         variance = zeros.index_add(0, groups, centred.square()) / (counts - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + epsilon)[groups]
     return centred.float()
+
+
+def check_groups(scores: Tensor, group_ids: Tensor) -> None:
+    """Raise ValueError unless every trajectory has one score and one group."""
+    if scores.shape != group_ids.shape or scores.dim() != 1:
+        raise ValueError(f"need scores [S] and group_ids [S], got {tuple(scores.shape)} and {tuple(group_ids.shape)}")
+
+
+def check_value_clip(clip: float | None) -> None:
+    """Raise ValueError for a bound that lets no value move."""
+    if clip is not None and not clip > 0.0:
+        raise ValueError(f"clip must be > 0, got {clip}; use 0.5, or None to switch it off")
 
 
 def value_loss(
@@ -169,8 +180,7 @@ def value_loss(
     Returns:
         The scalar loss and is_clipped [T] float32, 1 where the clipped branch was taken.
     """
-    if clip is not None and not clip > 0.0:
-        raise ValueError(f"clip must be > 0, got {clip}; use 0.5, or None to switch it off")
+    check_value_clip(clip)
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     active = weights != 0
     values, old_values, returns, weights = (

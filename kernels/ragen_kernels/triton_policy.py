@@ -17,10 +17,8 @@ from torch.distributed import ProcessGroup, get_world_size
 from ragen_kernels.device import num_persistent_programs
 from ragen_kernels.objective import PolicyObjective, PolicyStats
 from ragen_kernels.triton_rows import (
-    BLOCK,
     LN2,
     LOG2E,
-    NUM_WARPS,
     group_size,
     launch_gradient,
     launch_statistics,
@@ -39,6 +37,10 @@ from ragen_kernels.triton_token import (
     unpack_outputs,
 )
 from ragen_kernels.vocab import RowStatistics, VocabShard, check_rows, reduce_over_group, vocab_shard
+
+# One program per multiprocessor has to keep enough bytes in flight alone: wider than the kernels of one row each.
+BLOCK = 16384
+NUM_WARPS = 16
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -118,7 +120,7 @@ def policy_row_kernel(
 
 def launch_policy_rows(
     logits: Tensor, out: Tensor | None, labels: Tensor, terms: dict[str, Tensor | None], objective: PolicyObjective,
-    shard: VocabShard, temperature: float, block: int = BLOCK,
+    shard: VocabShard, temperature: float,
 ) -> Tensor:
     """Outputs [10, T] of an unsplit vocabulary; the gradient goes to `out`, which may be `logits`, unless it is None."""
     assert shard.start == 0, "a split vocabulary needs its statistics reduced first"
@@ -132,7 +134,7 @@ def launch_policy_rows(
             terms["ref_logprobs"], terms["rollout_logprobs"], outputs, num_rows, logits.stride(0), target.stride(0),
             shard.num_valid, logits.shape[1], shard.num_entries, LOG2E.value / temperature,
             **objective_arguments(objective), ENTROPY_GRADIENT=objective.entropy_coef != 0,
-            WRITE_GRADIENT=out is not None, BLOCK=block, GROUP=group_size(logits.dtype), num_warps=NUM_WARPS,
+            WRITE_GRADIENT=out is not None, BLOCK=BLOCK, GROUP=group_size(logits.dtype), num_warps=NUM_WARPS,
         )
     return outputs
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ragen_kernels.device import num_persistent_programs
 from ragen_kernels.vocab import RowStatistics, VocabShard
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -20,6 +21,8 @@ LOWEST = tl.constexpr(-1e30)  # finite, so that no running peak turns into inf -
 
 BLOCK = 8192
 NUM_WARPS = 8
+SCALE_BLOCK = 2048
+SCALE_PROGRAMS_PER_UNIT = 8
 
 
 @triton.jit
@@ -180,24 +183,27 @@ def gradient_kernel(
     )
 
 
-@triton.jit
-def scale_kernel(X, FACTOR, num_columns, stride, BLOCK: tl.constexpr):
-    """Rows times a factor on the device; with the usual factor 1 the program ends after one load."""
+@triton.jit(do_not_specialize=["num_rows"])
+def scale_kernel(X, FACTOR, num_rows, num_columns, stride, BLOCK: tl.constexpr):
+    """Rows times a factor on the device; with the usual factor 1 a program ends after one load."""
     factor = tl.load(FACTOR).to(tl.float32)
     if factor != 1.0:
-        X += tl.program_id(0).to(tl.int64) * stride
-        for start in range(0, num_columns, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            mask = columns < num_columns
-            x = tl.load(X + columns, mask=mask).to(tl.float32)
-            tl.store(X + columns, (x * factor).to(X.dtype.element_ty), mask=mask)
+        first = tl.program_id(0).to(tl.int64)
+        for turn in range(0, tl.cdiv(num_rows - tl.program_id(0), tl.num_programs(0))):
+            row = X + (first + turn * tl.num_programs(0)) * stride
+            for start in range(0, num_columns, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                mask = columns < num_columns
+                x = tl.load(row + columns, mask=mask).to(tl.float32)
+                tl.store(row + columns, (x * factor).to(X.dtype.element_ty), mask=mask)
 
 
 def scale_(rows: Tensor, factor: Tensor) -> Tensor:
-    """Multiply [T, N] in place with a scalar tensor, at the price of a launch only when that is 1."""
+    """Multiply [T, N] in place with a scalar tensor; nearly free where that is 1, without asking the device."""
     if rows.numel():
-        scale_kernel[(rows.shape[0],)](
-            rows, factor, rows.shape[1], rows.stride(0), BLOCK=1024, num_warps=NUM_WARPS
+        num_programs = min(len(rows), SCALE_PROGRAMS_PER_UNIT * num_persistent_programs(rows.device))
+        scale_kernel[(num_programs,)](
+            rows, factor, len(rows), rows.shape[1], rows.stride(0), BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS
         )
     return rows
 
@@ -208,7 +214,7 @@ def group_size(dtype: torch.dtype) -> int:
 
 
 def launch_statistics(
-    logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float, block: int = BLOCK
+    logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float
 ) -> RowStatistics:
     """Shard statistics of logits [T, V/tp] with unit column stride; [T] float32 each."""
     assert logits.stride(1) == 1, "the kernel walks rows of contiguous columns"
@@ -216,14 +222,14 @@ def launch_statistics(
     if len(labels):
         statistics_kernel[(len(labels),)](
             logits, labels, *statistics, logits.stride(0), shard.num_valid, shard.num_entries, shard.start,
-            LOG2E.value / temperature, BLOCK=block, GROUP=group_size(logits.dtype), num_warps=NUM_WARPS,
+            LOG2E.value / temperature, BLOCK=BLOCK, GROUP=group_size(logits.dtype), num_warps=NUM_WARPS,
         )
     return statistics
 
 
 def launch_gradient(
     logits: Tensor, out: Tensor, labels: Tensor, rows: RowStatistics, d_logprobs: Tensor, d_entropy: Tensor | None,
-    shard: VocabShard, temperature: float, block: int = BLOCK,
+    shard: VocabShard, temperature: float,
 ) -> Tensor:
     """d loss / d logits [T, V/tp] into `out`, which may be `logits`."""
     assert logits.stride(1) == 1 and out.stride(1) == 1, "the kernel walks rows of contiguous columns"
@@ -231,6 +237,6 @@ def launch_gradient(
         gradient_kernel[(len(labels),)](
             logits, out, labels, rows.lse, rows.mean, d_logprobs, d_entropy, logits.stride(0), out.stride(0),
             shard.num_valid, logits.shape[1], shard.num_entries, shard.start, LOG2E.value / temperature,
-            BLOCK=block, WITH_ENTROPY=d_entropy is not None, num_warps=NUM_WARPS,
+            BLOCK=BLOCK, WITH_ENTROPY=d_entropy is not None, num_warps=NUM_WARPS,
         )
     return out

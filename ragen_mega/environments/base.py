@@ -79,7 +79,8 @@ _REGISTRY: dict[str, Registration] = {
     "bandit_test": Registration(_BANDIT, {"low_arm": "Trader", "high_arm": "Librarian"}),
     "bandit_reversed": Registration(_BANDIT, {"low_arm": "Librarian", "high_arm": "Trader"}),
     "sokoban": Registration(_SOKOBAN),
-    "sokoban_large": Registration(_SOKOBAN, {"dim": 8, "num_boxes": 2, "search_depth": 10}),
+    # 8 backward moves, counted exactly, give the difficulty of the original depth-first search of depth 10.
+    "sokoban_large": Registration(_SOKOBAN, {"dim": 8, "num_boxes": 2, "search_depth": 8}),
     "sokoban_new_vocabulary": Registration(_SOKOBAN, {"vocabulary": "new", "search_depth": 30}),
     "frozen_lake": Registration(_FROZEN_LAKE),
 }

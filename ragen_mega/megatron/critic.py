@@ -33,9 +33,7 @@ class MegatronCritic:
         self.value_clip = loss.value_clip
         self.aggregation = loss.loss_aggregation
         self.module = QwenCritic(hf, transformer_config(hf, parallel), groups)
-        self.trainer = Trainer(
-            self.module, groups, parallel, train, lr=train.critic_lr, num_steps=train.num_steps, lr_decay=train.lr_decay
-        )
+        self.trainer = Trainer(self.module, groups, parallel, train, lr=train.critic_lr)
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns; without a value head in them values start at 0."""

@@ -51,9 +51,7 @@ class MegatronPolicy:
             importance_cap=loss.importance_cap,
         )
         self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
-        self.trainer = Trainer(
-            self.module, groups, parallel, train, lr=train.lr, num_steps=train.num_steps, lr_decay=train.lr_decay
-        )
+        self.trainer = Trainer(self.module, groups, parallel, train, lr=train.lr)
         self._keep_reference = keep_reference
         self._reference: list[Tensor] | None = None
 

@@ -45,9 +45,6 @@ class Trainer:
         train: TrainConfig,
         *,
         lr: float,
-        num_steps: int,
-        lr_decay: str = "constant",
-        lr_warmup_steps: int = 0,
     ) -> None:
         mark_tensor_parallel(module)
         self.module = module
@@ -84,13 +81,13 @@ class Trainer:
             self.optimizer,
             init_lr=0.0,
             max_lr=lr,
-            min_lr=lr if lr_decay == "constant" else 0.0,
-            lr_warmup_steps=lr_warmup_steps,
-            lr_decay_steps=max(num_steps, lr_warmup_steps + 1),
-            lr_decay_style=lr_decay,
+            min_lr=lr if train.lr_decay == "constant" else 0.0,
+            lr_warmup_steps=train.lr_warmup,
+            lr_decay_steps=max(train.num_steps, train.lr_warmup + 1),
+            lr_decay_style=train.lr_decay,
             start_wd=train.weight_decay,
             end_wd=train.weight_decay,
-            wd_incr_steps=num_steps,
+            wd_incr_steps=train.num_steps,
             wd_incr_style="constant",
         )
 

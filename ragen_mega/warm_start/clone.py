@@ -14,10 +14,10 @@ import torch
 from ragen_mega.environments.episode import Episode
 from ragen_mega.packing import minibatches, pack
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.types import Completion, Trajectory
+from ragen_mega.types import Completion, TokenBatch, Trajectory
 from ragen_mega.warm_start.scripted import scripted_response
 
-CloneStep = Callable[..., dict[str, float]]
+CloneStep = Callable[[TokenBatch], dict[str, float]]
 
 
 def scripted_texts(make_episode: Callable[[], Episode], seeds: Sequence[int], *, skill: float) -> list[str]:
@@ -35,10 +35,10 @@ def scripted_texts(make_episode: Callable[[], Episode], seeds: Sequence[int], *,
     return texts
 
 
-def scripted_trajectory(episode: Episode, renderer: ChatRenderer, seed: int, *, skill: float) -> Trajectory:
+def scripted_trajectory(episode: Episode, renderer: ChatRenderer, name: str, seed: int, *, skill: float) -> Trajectory:
     """One episode of the scripted player as a trajectory; its loss mask covers what the player says."""
     generator = np.random.default_rng([seed, 1])
-    trajectory = Trajectory(group_id=seed, seed=seed, outcome_seed=seed)
+    trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
     trajectory.append_observation(renderer.start(episode.start(seed, outcome_seed=seed)))
     while not episode.done:
         response = scripted_response(episode, generator, skill=skill)
@@ -58,7 +58,7 @@ def clone(
     batch_size: int,
     num_steps: int,
     seed: int,
-    report: Callable[[int, dict[str, float]], None],
+    report: Callable[[dict[str, float]], None],
 ) -> None:
     """Take `num_steps` cloning steps over the trajectories, as many passes as that needs."""
     batch = pack(trajectories)
@@ -67,4 +67,4 @@ def clone(
     for index, minibatch in enumerate(minibatches(batch, batch_size, num_passes=passes, generator=generator)):
         if index == num_steps:
             return
-        report(index, step(minibatch))
+        report(step(minibatch))

@@ -88,7 +88,9 @@ class TestRunLogger:
         directory = tmp_path / "runs" / "a"
         finished_run(directory)
         assert [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()] == [
-            {"step": 0, "actor/loss": 0.0}, {"step": 1, "actor/loss": 1.0}, {"step": 2, "actor/loss": 2.0},
+            {"step": 0, "actor/loss": 0.0},
+            {"step": 1, "actor/loss": 1.0},
+            {"step": 2, "actor/loss": 2.0},
         ]
         assert json.loads((directory / "config.json").read_text()) == {"seed": 1}
         assert json.loads((directory / "summary.json").read_text()) == {"steps": 3}
@@ -125,7 +127,8 @@ class TestRunLogger:
         finished_run(tmp_path / "a")
         if not finished:
             (tmp_path / "a" / "summary.json").unlink()
-        with pytest.raises(ValueError, match=f"holds {'a finished' if finished else 'an unfinished'} run; add --resume"):
+        state = "a finished" if finished else "an unfinished"
+        with pytest.raises(ValueError, match=f"holds {state} run; add --resume"):
             logger(tmp_path / "a")
         assert len(read_metrics(tmp_path / "a" / "metrics.jsonl")) == 3
 
@@ -193,9 +196,7 @@ class TestRunLogger:
         assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [(0, 0.5), (2, 0.25)]
 
     def test_wandb_that_is_missing_is_an_error_before_anything_is_written(self, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "wandb", None)
-        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
-        sys.modules.pop("wandb")
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ValueError, match="pip install wandb or drop --wandb-project"):
             logger(tmp_path / "a", wandb_project="starpo")
         assert not (tmp_path / "a").exists()

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+""":" # For Bash these lines are a program that becomes torchrun on this file; for Python they are a string.
+. "$(dirname "$0")/../tools/setup_env.sh" && setup_env
+exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "${NPROC_PER_NODE:-1}" "$0" "$@"
+":"""
+
+# Train an agent by StarPO:     bash examples/pretrain_starpo.sh [--recipe NAME] [flags]
+#                            or torchrun [--nproc-per-node N] examples/pretrain_starpo.sh [--recipe NAME] [flags]
+# A recipe is a file of flags in examples/recipes; flags of the command line win. Without one: frozen_lake.
+
+if __name__ == "__main__":  # checkpoint writers start processes that import this file
+    import sys
+    from pathlib import Path
+
+    from ragen_mega.recipes import with_recipe
+    from ragen_mega.train import main
+
+    main(with_recipe(sys.argv[1:], directory=Path(__file__).parent / "recipes", default="frozen_lake"))

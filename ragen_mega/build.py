@@ -1,0 +1,175 @@
+"""Configuration -> run: policy, critic, engine, tasks, logger. The only file that picks a backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PretrainedConfig, Qwen2Config
+
+from ragen_mega import distributed
+from ragen_mega.config import ModelConfig, StarPOConfig
+from ragen_mega.console import Console
+from ragen_mega.engines.embedded import EmbeddedEngine
+from ragen_mega.environments.base import make
+from ragen_mega.environments.boards import load_boards
+from ragen_mega.evaluation import reference_players
+from ragen_mega.huggingface import load_config, load_tokenizer, local_directory, random_weights, save_huggingface
+from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.model import check_model
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.weights import CheckpointReader
+from ragen_mega.metrics import RunLogger
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.run import Run
+from ragen_mega.tasks import TaskSampler, episode_maker
+from ragen_mega.types import Trajectory
+from ragen_mega.warm_start.clone import clone, scripted_texts, scripted_trajectory
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+BASE, WARM_START = "base", "warm_start"
+"""Subdirectories of a run without --load: the random small model, and what cloning made of it."""
+WARM_START_SEEDS = 100_000
+"""First prompt seed of scripted play: above the evaluation sets, below training."""
+
+
+def build(config: StarPOConfig) -> Run:
+    """Everything a run needs, warm start included. Raises ValueError before any training if something cannot work."""
+    groups = initialize(config.parallel, config.train.seed)
+    boards = {
+        name: load_boards(config.evaluation.boards, make(name, **config.environment.options(name)))
+        for name in config.environment.shares
+    }
+    if config.model.load is None:
+        check_model(small_model(config.model, vocab_size=512), config.parallel)
+    else:
+        check_model(load_config(str(local_directory(config.model.load))), config.parallel)
+    references = {
+        name: reference_players(config.environment, name, boards[name], config.evaluation.eval_prompts)
+        for name in config.environment.shares
+    }
+    logger = RunLogger(
+        config.run_directory,
+        is_writer=distributed.is_main(),
+        wandb_project=config.logging.wandb_project,
+        overwrite=config.logging.overwrite,
+    )
+    logger.write_config(config.to_dict())
+    distributed.barrier()
+    console = Console(is_writer=distributed.is_main(), num_steps=config.train.num_steps)
+
+    if config.model.load is None:
+        start = config.run_directory / BASE
+        if distributed.is_main():
+            write_small_model(config, start)
+        distributed.barrier()
+    else:
+        start = local_directory(config.model.load)
+    hf = load_config(str(start))
+    renderer = ChatRenderer(load_tokenizer(str(start)), think=config.environment.think)
+    policy = MegatronPolicy(
+        hf,
+        groups,
+        config.parallel,
+        config.train,
+        config.loss,
+        temperature=config.rollout.temperature,
+        keep_reference=config.needs_reference,
+    )
+    engine = EmbeddedEngine(
+        hf,
+        max_context=config.rollout.max_context_length,
+        max_sessions=-(-config.rollout.num_groups * config.rollout.group_size // distributed.world_size()),
+    )
+    critic = None
+    if config.advantage.uses_critic:
+        critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
+    run = Run(
+        config, policy, critic, engine, renderer, TaskSampler(config), boards, references, logger, console
+    )
+    if config.model.load is None:
+        start = warm_start(run, start)
+    reader = CheckpointReader(start)
+    policy.load_weights(reader)
+    if critic:
+        critic.load_weights(reader)
+    run.record_warm_start(run.evaluate(0))
+    return run
+
+
+def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
+    """The small Qwen2 of runs without --load."""
+    return Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_query_groups,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+def write_small_model(config: StarPOConfig, directory: Path) -> None:
+    """Train the tokenizer on scripted play and write a randomly initialised model beside it."""
+    texts = []
+    for name in config.environment.shares:
+        texts += scripted_texts(
+            episode_maker(config.environment, name), range(200), skill=config.warm_start.warm_start_skill
+        )
+    tokenizer = train_tokenizer(texts)
+    rows = config.parallel.tensor_model_parallel_size * 8  # so that no layout needs padded vocabulary rows
+    hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
+    hf.eos_token_id, hf.pad_token_id, hf.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
+    weights = random_weights(hf, config.train.seed)
+    save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
+
+
+def warm_start(run: Run, start: Path) -> Path:
+    """Clone the scripted player from the model in `start`; returns the directory of the result. Collective."""
+    config, warm = run.config, run.config.warm_start
+    train = replace(
+        config.train, lr=warm.warm_start_lr, lr_decay="cosine", lr_warmup=warm.warm_start_steps // 20,
+        num_steps=warm.warm_start_steps, weight_decay=0.0,
+    )
+    student = MegatronPolicy(run.policy.hf, run.policy.groups, config.parallel, train, config.loss, temperature=1.0)
+    student.load_weights(CheckpointReader(start))
+    trajectories = _scripted_trajectories(run)
+    with run.console.phase("warm start", warm.warm_start_steps) as progress:
+
+        def report(metrics: dict[str, float]) -> None:
+            student.trainer.schedule.step(1)
+            progress.advance(note=f"loss {metrics['loss']:.3f}")
+
+        clone(
+            student.clone,
+            trajectories,
+            batch_size=warm.warm_start_batch,
+            num_steps=warm.warm_start_steps,
+            seed=config.train.seed,
+            report=report,
+        )
+    directory = config.run_directory / WARM_START
+    save_huggingface(
+        directory, student.hf, run.renderer.tokenizer, student.export_weights(), is_writer=distributed.is_main()
+    )
+    distributed.barrier()
+    return directory
+
+
+def _scripted_trajectories(run: Run) -> list[Trajectory]:
+    """The warm start's data, each rank writing its part; the same list on every rank."""
+    config, warm = run.config.environment, run.config.warm_start
+    shares = config.shares
+    with run.console.phase("scripted play", warm.warm_start_trajectories // distributed.world_size()) as progress:
+        mine = []
+        for index in range(distributed.rank(), warm.warm_start_trajectories, distributed.world_size()):
+            name = list(shares)[index % len(shares)]
+            episode = episode_maker(config, name)()
+            seed = WARM_START_SEEDS + index
+            mine.append(scripted_trajectory(episode, run.renderer, name, seed, skill=warm.warm_start_skill))
+            progress.advance()
+    return [trajectory for part in distributed.gather_objects(mine) for trajectory in part]

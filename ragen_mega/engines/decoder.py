@@ -1,0 +1,218 @@
+"""The Qwen2, Qwen2.5 and Qwen3 dense decoder for inference in plain torch, with fused projections.
+
+Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2); rotary embeddings are RoFormer's
+(arXiv:2104.09864, Eq. 34). Attention itself is a callback, so that one decoder serves prefill and decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen2Config, Qwen3Config
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads * d]. q is scaled by d ** -0.5."""
+
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes and variants of the architecture."""
+
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+    rms_norm_eps: float
+    rope_theta: float
+
+    @classmethod
+    def from_config(cls, config: Qwen2Config | Qwen3Config) -> DecoderShape:
+        """Raises ValueError for an architecture or a variant that this decoder does not compute."""
+        if config.model_type not in ("qwen2", "qwen3"):
+            raise ValueError(f"model_type must be qwen2 or qwen3, not {config.model_type!r}; use the sglang engine for others")
+        rope = config.rope_parameters
+        if config.hidden_act != "silu" or rope["rope_type"] != "default" or any(
+            kind != "full_attention" for kind in config.layer_types
+        ):
+            raise ValueError(
+                "the embedded engine computes silu, default rotary embeddings and full attention only, not hidden_act "
+                f"{config.hidden_act}, rope_type {rope['rope_type']}, layer_types {sorted(set(config.layer_types))}; "
+                "use the sglang engine"
+            )
+        is_qwen3 = config.model_type == "qwen3"
+        if is_qwen3 and config.attention_bias:
+            raise ValueError("Qwen3 with attention_bias=True is not supported; no released checkpoint has it")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            num_layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            qkv_bias=not is_qwen3,
+            qk_norm=is_qwen3,
+            tied=config.tie_word_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=rope["rope_theta"],
+        )
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor under its Hugging Face name, `lm_head.weight` included."""
+        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden,),
+            "self_attn.q_proj.weight": (q_rows, self.hidden),
+            "self_attn.k_proj.weight": (kv_rows, self.hidden),
+            "self_attn.v_proj.weight": (kv_rows, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, q_rows),
+            "post_attention_layernorm.weight": (self.hidden,),
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
+        }
+        if self.qkv_bias:
+            layer |= {f"self_attn.{x}_proj.bias": (rows,) for x, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))}
+        if self.qk_norm:
+            layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+        expected = {f"model.layers.{i}.{name}": shape for i in range(self.num_layers) for name, shape in layer.items()}
+        expected["model.embed_tokens.weight"] = (self.vocab, self.hidden)
+        expected["model.norm.weight"] = (self.hidden,)
+        expected["lm_head.weight"] = (self.vocab, self.hidden)
+        return expected
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(heads + 2 * kv_heads) * d, hidden]
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [heads + kv_heads, d]
+    output: Tensor  # [heads * d, hidden], transposed
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [intermediate, hidden], transposed
+
+
+class Decoder:
+    """The weights of one version, fused, and the forward pass over them.
+
+    Rows of q and k are reordered so that the two halves which a rotary embedding mixes are neighbours: a rotation is then
+    one complex product. Scores do not change, because q and k are reordered alike.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, weights: Iterable[tuple[str, Tensor]], *, max_context: int, dtype: torch.dtype
+    ) -> None:
+        if dtype not in _COMPLEX:
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, not {dtype}; the embedded engine is a CPU engine")
+        self.shape = shape
+        received = _receive(shape, weights, dtype)
+        self.embedding = received["model.embed_tokens.weight"]
+        self.head = received["lm_head.weight"]
+        self._norm = received["model.norm.weight"]
+        self._layers = [self._fuse(received, f"model.layers.{i}.") for i in range(shape.num_layers)]
+        # The frequencies in float32, as transformers and megatron-core hold them: at theta 1e6 the rounding is visible.
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        angles = torch.outer(torch.arange(max_context + 1, dtype=torch.float32), 1.0 / shape.rope_theta**exponents)
+        rotations = torch.polar(torch.ones_like(angles), angles)
+        self._rotations = rotations.to(_COMPLEX[dtype])[:, None]  # [max_context + 1, 1, d / 2]
+
+    def _fuse(self, received: dict[str, Tensor], prefix: str) -> _Layer:
+        shape = self.shape
+        scale = shape.head_dim**-0.5
+
+        def stack(kind: str) -> Tensor:
+            q, k, v = (received[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
+            # With q norm the scale belongs behind the norm.
+            q = _pair_halves(q, shape.heads) * (1.0 if shape.qk_norm else scale)
+            return torch.cat([q, _pair_halves(k, shape.kv_heads), v])
+
+        qk_norm = None
+        if shape.qk_norm:
+            q_norm = _pair_halves(received[f"{prefix}self_attn.q_norm.weight"], 1) * scale
+            k_norm = _pair_halves(received[f"{prefix}self_attn.k_norm.weight"], 1)
+            qk_norm = torch.cat([q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1)])
+        return _Layer(
+            input_norm=received[f"{prefix}input_layernorm.weight"],
+            qkv=stack("weight"),
+            qkv_bias=stack("bias") if shape.qkv_bias else None,
+            qk_norm=qk_norm,
+            output=received[f"{prefix}self_attn.o_proj.weight"].t(),
+            post_norm=received[f"{prefix}post_attention_layernorm.weight"],
+            gate_up=torch.cat([received[f"{prefix}mlp.gate_proj.weight"], received[f"{prefix}mlp.up_proj.weight"]]),
+            down=received[f"{prefix}mlp.down_proj.weight"].t(),
+        )
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens [T], positions [T] -> hidden states before the final norm [T, hidden]."""
+        shape = self.shape
+        num_qk = shape.heads + shape.kv_heads
+        rotations = self._rotations[positions]  # [T, 1, d / 2]
+        x = self.embedding[tokens]  # [T, hidden]
+        for index, layer in enumerate(self._layers):
+            qkv = F.linear(self._rms_norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            heads = qkv.view(-1, num_qk + shape.kv_heads, shape.head_dim)
+            qk = heads[:, :num_qk]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (shape.head_dim,), None, shape.rms_norm_eps) * layer.qk_norm
+            pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)))
+            rotated = torch.view_as_real(pairs * rotations).flatten(-2)
+            attended = attend(index, rotated[:, : shape.heads], rotated[:, shape.heads :], heads[:, num_qk:])
+            x.addmm_(attended, layer.output)
+            gate_up = F.linear(self._rms_norm(x, layer.post_norm), layer.gate_up)
+            gate, up = gate_up.chunk(2, dim=-1)
+            x.addmm_(F.silu(gate).mul_(up), layer.down)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] -> [T, vocab]."""
+        return F.linear(self._rms_norm(hidden, self._norm), self.head)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.shape.hidden,), weight, self.shape.rms_norm_eps)
+
+
+def _pair_halves(rows: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head from [a0 a1 .. b0 b1 ..] to [a0 b0 a1 b1 ..]."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _receive(shape: DecoderShape, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copy the stream and check it: exactly the expected names, each once, in the expected shapes."""
+    expected = shape.expected_weights()
+    received: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if name not in expected:
+            raise ValueError(f"unexpected weight {name!r}; the model expects {len(expected)} names, e.g. {min(expected)!r}")
+        if name in received:
+            raise ValueError(f"weight {name!r} arrived twice; each name must be exported by one rank only")
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"weight {name!r} must have the full shape {expected[name]} ({prod(expected[name])} elements), "
+                f"not {tuple(tensor.shape)}; check the model config and that shards were gathered"
+            )
+        received[name] = tensor.detach().to(device="cpu", dtype=dtype, copy=True)
+    if shape.tied:
+        embedding = received.get("model.embed_tokens.weight")
+        head = received.setdefault("lm_head.weight", embedding) if embedding is not None else None
+        if head is not embedding and not torch.equal(head, embedding):
+            raise ValueError("the model ties its embeddings, but lm_head.weight differs from model.embed_tokens.weight")
+    missing = sorted(expected.keys() - received.keys())
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(expected)} weights are missing, first {missing[0]!r}; export all layers")
+    return received

@@ -1,0 +1,137 @@
+"""Success on fixed initial states, beside the uniform-random and the optimal player under the same budget.
+
+Protocol of arXiv:2504.20073 appendix B: 256 prompts, 5 turns, 10 actions, temperature 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import comb
+from typing import Any
+
+from ragen_mega import distributed
+from ragen_mega.config import EnvironmentConfig
+from ragen_mega.environments.boards import Board
+from ragen_mega.environments.solvers import Baselines, baselines, wilson_interval
+from ragen_mega.rollout.collector import Task, collect
+from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.tasks import episode_config, evaluation_tasks
+from ragen_mega.types import TrajectoryGroup
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """One evaluated set. `success` is over all samples; its 95% Wilson interval counts prompts, not samples."""
+
+    environment: str
+    num_prompts: int
+    samples_per_prompt: int
+    temperature: float
+    success: float
+    ci_low: float
+    ci_high: float
+    random: float
+    optimum: float
+    reward: float
+    valid_format_rate: float
+    pass_at_k: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def collect_on_all_ranks(
+    engine: RolloutEngine,
+    renderer: ChatRenderer,
+    groups: Sequence[Sequence[Task]],
+    *,
+    advance: Callable[[], None] | None = None,
+    **sampling: Any,
+) -> list[TrajectoryGroup]:
+    """Play all tasks, each rank a part against its engine, and give every rank all groups, in order."""
+    rank, world = distributed.rank(), distributed.world_size()
+    # Contiguous parts, so that most groups stay whole and their common prompt is computed once.
+    tasks = [task for group in groups for task in group]
+    part = tasks[len(tasks) * rank // world : len(tasks) * (rank + 1) // world]
+    mine = collect(engine, renderer, part, advance=advance, **sampling)
+    merged: dict[int, TrajectoryGroup] = {}
+    for partial in distributed.gather_objects(mine):
+        for group in partial:
+            merged.setdefault(group.group_id, TrajectoryGroup(group.group_id, [])).trajectories.extend(group.trajectories)
+    return list(merged.values())
+
+
+def evaluate(
+    engine: RolloutEngine,
+    renderer: ChatRenderer,
+    config: EnvironmentConfig,
+    name: str,
+    *,
+    boards: Sequence[Board] | None,
+    num_prompts: int,
+    temperature: float,
+    max_tokens: int,
+    max_context: int,
+    samples_per_prompt: int = 1,
+    seed: int = 0,
+    reference: Baselines | None = None,
+    advance: Callable[[], None] | None = None,
+) -> EvaluationResult:
+    """Play `samples_per_prompt` episodes from each of `num_prompts` initial states of environment `name`.
+
+    `reference` saves computing the random and the optimal player again.
+    """
+    groups = evaluation_tasks(
+        config, name, boards=boards, num_prompts=num_prompts, samples_per_prompt=samples_per_prompt
+    )
+    reference = reference or reference_players(config, name, boards, num_prompts)
+    played = collect_on_all_ranks(
+        engine,
+        renderer,
+        groups,
+        advance=advance,
+        max_tokens=max_tokens,
+        max_context=max_context,
+        temperature=temperature,
+        seed=seed,
+    )
+    trajectories = [trajectory for group in played for trajectory in group.trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    success = sum(trajectory.success for trajectory in trajectories) / len(trajectories)
+    ci_low, ci_high = wilson_interval(success * len(played), len(played))
+    return EvaluationResult(
+        environment=name,
+        num_prompts=len(played),
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        success=success,
+        ci_low=ci_low,
+        ci_high=ci_high,
+        random=reference.random,
+        optimum=reference.optimum,
+        reward=sum(trajectory.total_reward for trajectory in trajectories) / len(trajectories),
+        valid_format_rate=sum(bool(turn.info.get("is_format_valid")) for turn in turns) / max(1, len(turns)),
+        pass_at_k=pass_at_k([[t.success for t in group.trajectories] for group in played]),
+    )
+
+
+def reference_players(
+    config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
+) -> Baselines:
+    """The uniform-random and the optimal player on the same initial states under the same budget."""
+    return baselines(
+        name, boards=boards, num_prompts=num_prompts, protocol=episode_config(config), options=config.options(name)
+    )
+
+
+def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374 Eq. 1)."""
+    num_samples = min(len(row) for row in successes)
+    result, k = {}, 1
+    while k <= num_samples:
+        estimates = [1.0 - comb(len(row) - sum(row), k) / comb(len(row), k) for row in successes]
+        result[f"pass@{k}"] = sum(estimates) / len(estimates)
+        k *= 2
+    return result

@@ -1,0 +1,48 @@
+"""The protocol of a rollout engine: token ids in, sampled token ids and their log-probabilities out.
+
+The weight stream is the whole coupling of trainer and engine: `engine.load_weights(policy.export_weights())`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from ragen_mega.types import Completion, SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """Samples completions for many trajectories at once, each at its own pace."""
+
+    weight_version: int
+    """How many weight streams have been loaded; 0 before the first."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Weights and KV cache are on the device only inside."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take new weights: Hugging Face names, full tensors.
+
+        Raises ValueError unless exactly the expected names and shapes arrive (`lm_head.weight` of a tied model is
+        optional).
+        """
+        ...
+
+    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+        """Sample what follows `tokens`, the whole trajectory so far.
+
+        `session` names the trajectory: what its cache already holds of `tokens` is not computed again.
+        """
+        ...
+
+    def release(self, session: int) -> None:
+        """The trajectory is over; its cache may go."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give back everything that the engine holds, for good."""
+        ...

@@ -1,0 +1,201 @@
+"""One run: the objects that the loop works with, and what happens around a step - timing, evaluation, files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ragen_mega import distributed
+from ragen_mega.config import StarPOConfig
+from ragen_mega.console import Console
+from ragen_mega.environments.boards import Board
+from ragen_mega.environments.solvers import Baselines
+from ragen_mega.evaluation import EvaluationResult, collect_on_all_ranks, evaluate
+from ragen_mega.huggingface import save_huggingface
+from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.metrics import Metrics, RunLogger, Sum
+from ragen_mega.packing import minibatches
+from ragen_mega.rollout.collector import Task
+from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.summary import summarize
+from ragen_mega.starpo.diagnostics import EchoTrapMonitor
+from ragen_mega.starpo.filtering import filter_groups
+from ragen_mega.tasks import TaskSampler
+from ragen_mega.types import TokenBatch, TrajectoryGroup
+
+FINAL_EXPORT = "huggingface"
+
+
+@dataclass
+class Run:
+    """Everything that `train.train` uses. Methods that play or compute are collective."""
+
+    config: StarPOConfig
+    policy: MegatronPolicy
+    critic: MegatronCritic | None
+    engine: RolloutEngine
+    renderer: ChatRenderer
+    tasks: TaskSampler
+    boards: dict[str, list[Board]]
+    references: dict[str, Baselines]
+    logger: RunLogger
+    console: Console
+    step: int = 0
+    monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
+    started: float = field(default_factory=time.monotonic)
+    totals: Metrics = field(default_factory=Metrics)
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the step; its seconds are logged as time/<name>."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+
+    def collect(self, groups: Sequence[Sequence[Task]]) -> list[TrajectoryGroup]:
+        """Play the tasks of one step under the training temperature."""
+        rollout = self.config.rollout
+        num_tasks = sum(len(group) for group in groups)
+        with self.console.phase("rollout", num_tasks // distributed.world_size()) as progress:
+            return collect_on_all_ranks(
+                self.engine,
+                self.renderer,
+                groups,
+                advance=progress.advance,
+                max_tokens=rollout.max_response_length,
+                max_context=rollout.max_context_length,
+                temperature=rollout.temperature,
+                seed=self.config.train.seed,
+            )
+
+    def summarize(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+        """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
+        shares = self.config.environment.shares
+        weights = {name: share / sum(shares.values()) for name, share in shares.items()}
+        return summarize(groups) | {
+            "random": sum(weights[name] * self.references[name].random for name in shares),
+            "optimum": sum(weights[name] * self.references[name].optimum for name in shares),
+        }
+
+    def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Apply the configured filter to raw returns."""
+        config = self.config.filter
+        return filter_groups(
+            groups, strategy=config.filter_strategy, value=config.value, keep_zero=config.filter_keep_zero
+        )
+
+    def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
+        """The minibatches of a step, the same on every rank."""
+        train = self.config.train
+        generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
+        total = max(1, round(batch.num_trajectories / train.minibatch_size)) * train.updates_per_rollout
+        with self.console.phase("update", total) as progress:
+            for minibatch in minibatches(
+                batch, train.minibatch_size, num_passes=train.updates_per_rollout, generator=generator
+            ):
+                yield minibatch
+                progress.advance()
+
+    def finish_step(self, step: int, metrics: Metrics) -> None:
+        """Close a step: schedules, evaluation when due, one row of metrics."""
+        self.policy.trainer.schedule.step(1)
+        if self.critic:
+            self.critic.trainer.schedule.step(1)
+        sampled = metrics.result()["rollout/sampled_tokens"]
+        trained = self._seconds.get("advantages", 0.0) + self._seconds.get("update", 0.0)
+        self.totals.add("total", rollout_tokens=Sum(sampled), rollout_seconds=Sum(self._seconds["rollout"]))
+        self.totals.add("total", train_seconds=Sum(trained), trained_tokens=Sum(self._trained_tokens(metrics)))
+        metrics.add("rollout", tokens_per_second=sampled / self._seconds["rollout"])
+        metrics.add("time", self._seconds, step=sum(self._seconds.values()))
+        self._seconds = {}
+        is_last = step + 1 == self.config.train.num_steps
+        interval = self.config.evaluation.eval_interval
+        if not is_last and interval and (step + 1) % interval == 0:
+            self.evaluate(step + 1, metrics)
+        result = metrics.result()
+        self.logger.log(step, result)
+        self.console.step(step, result)
+        self.step = step + 1
+
+    def evaluate(self, step: int, metrics: Metrics | None = None) -> dict[str, EvaluationResult]:
+        """Evaluate every trained environment on its held-out boards under the current weights."""
+        config, rollout = self.config.evaluation, self.config.rollout
+        results = {}
+        with self.engine.awake():
+            self.engine.load_weights(self.policy.export_weights())
+            for name in self.config.environment.shares:
+                with self.console.phase(f"evaluate {name}", config.eval_prompts // distributed.world_size()) as progress:
+                    results[name] = evaluate(
+                        self.engine,
+                        self.renderer,
+                        self.config.environment,
+                        name,
+                        boards=self.boards[name],
+                        num_prompts=config.eval_prompts,
+                        temperature=config.eval_temperature,
+                        max_tokens=rollout.max_response_length,
+                        max_context=rollout.max_context_length,
+                        reference=self.references[name],
+                        advance=progress.advance,
+                    )
+        for name, result in results.items():
+            suffix = "" if len(results) == 1 else f"_{name}"
+            if metrics is not None:
+                metrics.add("eval", {f"success{suffix}": result.success, f"reward{suffix}": result.reward})
+            self.console.say(
+                f"step {step} {name}: success {result.success:.1%} [{result.ci_low:.1%}, {result.ci_high:.1%}]  "
+                f"random {result.random:.1%}  optimum {result.optimum:.1%}"
+            )
+        return results
+
+    def finish(self) -> None:
+        """Evaluate, export the policy for transformers, write the summary."""
+        results = {name: result.to_dict() for name, result in self.evaluate(self.step).items()}
+        save_huggingface(
+            self.logger.directory / FINAL_EXPORT,
+            self.policy.hf,
+            self.renderer.tokenizer,
+            self.policy.export_weights(),
+            is_writer=distributed.is_main(),
+        )
+        totals = self.totals.result()
+        self.logger.write_summary(
+            {
+                "sets": results,
+                "steps": self.step,
+                "seconds": time.monotonic() - self.started,
+                "rollout_tokens_per_second": _rate(totals, "total/rollout_tokens", "total/rollout_seconds"),
+                "train_tokens_per_second": _rate(totals, "total/trained_tokens", "total/train_seconds"),
+                "warm_start": self._evaluations,
+            }
+        )
+        self.console.evaluations("evaluation", results)
+        self.console.say(f"run directory: {self.logger.directory}")
+
+    def record_warm_start(self, results: dict[str, EvaluationResult]) -> None:
+        """Keep what the policy could do before reinforcement learning; it goes into the summary."""
+        self._evaluations = {name: result.to_dict() for name, result in results.items()}
+
+    def close(self) -> None:
+        """Stop the engine and flush all files; safe after any failure."""
+        self.engine.shutdown()
+        self.logger.close()
+
+    @staticmethod
+    def _trained_tokens(metrics: Metrics) -> float:
+        return metrics.result().get("update/tokens", 0.0)
+
+
+def _rate(totals: dict[str, float], amount: str, seconds: str) -> float:
+    return totals[amount] / totals[seconds] if totals.get(seconds) else 0.0

@@ -1,0 +1,124 @@
+"""Which initial states are played: fresh ones in training, never an evaluation board, and fixed ones in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ragen_mega.config import EnvironmentConfig, StarPOConfig
+from ragen_mega.environments.base import make, stable_seed
+from ragen_mega.environments.boards import Board, load_boards
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.rollout.collector import Task
+
+TRAINING_SEEDS = (1_000_000, 1_000_000_000)
+"""Training draws prompt seeds from this range; evaluation sets and held-out checks use smaller ones."""
+
+
+def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
+    """Budgets and wording of every episode of a run."""
+    return EpisodeConfig(
+        max_turns=config.max_turns,
+        max_actions_per_turn=config.max_actions_per_turn,
+        max_actions=config.max_actions,
+        format_penalty=config.format_penalty,
+        think=config.think,
+        prompt_style=config.prompt_style,
+    )
+
+
+def episode_maker(config: EnvironmentConfig, name: str) -> Callable[[], Episode]:
+    """A function that builds one episode of environment `name`."""
+    rules = episode_config(config)
+    options = config.options(name)
+    return lambda: Episode(make(name, **options), rules)
+
+
+class TaskSampler:
+    """Groups of training tasks, a pure function of seed and step."""
+
+    def __init__(self, config: StarPOConfig) -> None:
+        self.config = config
+        shares = config.environment.shares
+        rotation = [name for name, share in shares.items() for _ in range(share)]
+        self._names = [rotation[i % len(rotation)] for i in range(config.rollout.num_groups)]
+        self._makers = {name: episode_maker(config.environment, name) for name in shares}
+        self._held_out = {name: held_out_states(config.environment, name) for name in shares}
+
+    def sample(self, step: int) -> list[list[Task]]:
+        """The P groups of N tasks of a step."""
+        generator = np.random.default_rng([self.config.train.seed, step])
+        num_groups, group_size = self.config.rollout.num_groups, self.config.rollout.group_size
+        groups = []
+        for index, name in enumerate(self._names):
+            group_id = step * num_groups + index
+            seed = self._fresh_seed(name, generator)
+            groups.append(
+                [
+                    Task(
+                        group_id=group_id,
+                        environment=name,
+                        seed=seed,
+                        outcome_seed=stable_seed(self.config.train.seed, f"outcome {group_id} {member}"),
+                        board=None,
+                        make_episode=self._makers[name],
+                    )
+                    for member in range(group_size)
+                ]
+            )
+        return groups
+
+    def _fresh_seed(self, name: str, generator: np.random.Generator) -> int:
+        while True:
+            seed = int(generator.integers(*TRAINING_SEEDS))
+            if not self._held_out[name]:
+                return seed
+            if initial_state(self._makers[name](), seed) not in self._held_out[name]:
+                return seed
+
+
+def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = None) -> str:
+    """The first observation, by which boards are told apart."""
+    return episode.environment.reset(seed, board=board)
+
+
+def held_out_states(config: EnvironmentConfig, name: str) -> frozenset[str]:
+    """First observations of the packaged evaluation boards of `name`; empty if it has none."""
+    episode = episode_maker(config, name)()
+    return frozenset(initial_state(episode, board.seed, board.rows) for board in packaged_boards(config, name))
+
+
+def packaged_boards(config: EnvironmentConfig, name: str) -> list[Board]:
+    """The standard evaluation boards that fit environment `name` with its options."""
+    return load_boards(None, make(name, **config.options(name)))
+
+
+def evaluation_tasks(
+    config: EnvironmentConfig,
+    name: str,
+    *,
+    boards: Sequence[Board] | None,
+    num_prompts: int,
+    samples_per_prompt: int = 1,
+) -> list[list[Task]]:
+    """`num_prompts` fixed initial states: the given boards, or seeds 123, 124, ... where an environment has no boards."""
+    maker = episode_maker(config, name)
+    if boards:
+        states = [(board.seed, board.rows) for board in boards[:num_prompts]]
+    else:
+        states = [(123 + index, None) for index in range(num_prompts)]
+    return [
+        [
+            Task(
+                group_id=index,
+                environment=name,
+                seed=seed,
+                outcome_seed=stable_seed(seed, f"evaluation {member}"),
+                board=rows,
+                make_episode=maker,
+            )
+            for member in range(samples_per_prompt)
+        ]
+        for index, (seed, rows) in enumerate(states)
+    ]

@@ -1,0 +1,174 @@
+"""The launch scripts as a person starts them: two languages in one file, recipes, threads, exit codes, signals."""
+
+import ast
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.config import parse
+from ragen_mega.recipes import read_flags, with_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples/pretrain_starpo.sh"
+RECIPES = ROOT / "examples/recipes"
+LAUNCH = (sys.executable, str(ROOT / "tools/launch.py"))
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This environment with the tests' interpreter first on PATH, as after activation, and no trace of a torchrun."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "OMP_", "NPROC_"))}
+    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | changes
+
+
+def execute(*command: object, timeout: float = 120, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=timeout, env=environment(**changes)
+    )
+
+
+def program(directory: Path, source: str) -> Path:
+    path = directory / "program.py"
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+class TestPolyglot:
+    def test_is_python(self):
+        ast.parse(SCRIPT.read_text())
+
+    def test_is_bash_up_to_the_closing_quotes(self):
+        bash_half = SCRIPT.read_text().split('":"""')[0]
+        process = subprocess.run(["bash", "-n"], input=bash_half, capture_output=True, text=True)
+        assert (process.returncode, process.stderr) == (0, "")
+        assert bash_half.rstrip().splitlines()[-1].startswith("exec "), "signals must reach torchrun, not a shell"
+
+    @pytest.mark.parametrize(
+        "command",
+        [("bash",), (sys.executable, "-m", "torch.distributed.run"), ("torchrun", "--nproc-per-node", "2")],
+        ids=["bash", "torchrun as a module", "torchrun with 2 ranks"],
+    )
+    def test_help(self, command):
+        process = execute(*command, SCRIPT, "--help")
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.count("usage:") == 1, "one rank prints the help"
+        assert "--tensor-model-parallel-size" in process.stdout
+
+    def test_is_importable_without_training(self):
+        # Checkpoint writers start processes that run the main file under another name.
+        process = execute(sys.executable, "-c", f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__mp_main__')")
+        assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
+
+    @pytest.mark.parametrize("num_ranks", ["1", "2"])
+    def test_unknown_flag_is_one_line_and_a_failure(self, num_ranks):
+        process = execute("bash", SCRIPT, "--learning-rat", "1", NPROC_PER_NODE=num_ranks)
+        assert process.returncode == 2
+        assert len(process.stderr.splitlines()) == 1, process.stderr
+        assert "--learning-rat" in process.stderr
+
+    def test_unknown_recipe_is_one_line_and_a_failure(self):
+        process = execute("bash", SCRIPT, "--recipe", "chess", NPROC_PER_NODE="2")
+        assert process.returncode == 2
+        assert len(process.stderr.splitlines()) == 1, process.stderr
+        assert "frozen_lake" in process.stderr and "'chess'" in process.stderr
+
+
+class TestRecipes:
+    def test_command_line_comes_last(self, tmp_path):
+        (tmp_path / "lake.flags").write_text("# why\n--lr 1e-3  # because\n--environment-options '{\"a\": 1}'\n\n--bf16\n")
+        expected = ["--lr", "1e-3", "--environment-options", '{"a": 1}', "--bf16", "--lr", "2"]
+        for argv in (["--lr", "2"], ["--lr", "2", "--recipe", "lake"], ["--recipe=lake", "--lr", "2"]):
+            assert with_recipe(argv, directory=tmp_path, default="lake") == expected
+        assert with_recipe(["--recipe", "none", "--lr", "2"], directory=tmp_path, default="lake") == ["--lr", "2"]
+
+    @pytest.mark.parametrize("argv", [["--recipe", "sea"], ["--recipe"], ["--recipe", "../lake"]])
+    def test_unknown(self, tmp_path, capsys, argv):
+        (tmp_path / "lake.flags").write_text("")
+        with pytest.raises(SystemExit):
+            with_recipe(argv, directory=tmp_path, default="lake")
+        assert "must name one of lake, none" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.flags")), ids=lambda path: path.stem)
+    def test_shipped_recipes_are_valid_and_the_command_line_wins(self, path):
+        assert parse([*read_flags(path), "--seed", "7"]).train.seed == 7
+
+
+class TestLaunch:
+    @pytest.mark.parametrize("num_ranks", [1, 2])
+    def test_cores_are_shared_among_ranks_unless_said_otherwise(self, tmp_path, num_ranks):
+        script = program(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['WORLD_SIZE'])")
+        expected = f"{max(1, len(os.sched_getaffinity(0)) // num_ranks)} {num_ranks}"
+        process = execute(*LAUNCH, "--nproc-per-node", num_ranks, script)
+        assert process.stdout.splitlines() == [expected] * num_ranks
+        assert process.stderr == ""
+        assert execute(*LAUNCH, script, OMP_NUM_THREADS="3").stdout == "3 1\n"
+
+    def test_the_exit_code_is_that_of_the_rank_that_failed(self, tmp_path):
+        script = program(
+            tmp_path,
+            """
+            import os, sys, time
+            if os.environ["RANK"] == "1":
+                sys.exit("error: the reason")
+            time.sleep(60)
+            """,
+        )
+        start = time.monotonic()
+        process = execute(*LAUNCH, "--nproc-per-node", 2, script)
+        assert (process.returncode, process.stderr) == (1, "error: the reason\n")
+        assert time.monotonic() - start < 30
+
+    def test_a_killed_rank_is_reported(self, tmp_path):
+        script = program(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        process = execute(*LAUNCH, script)
+        assert process.returncode == 128 + signal.SIGKILL
+        assert process.stderr.startswith("error: rank 0 was killed by SIGKILL")
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_signals_stop_every_rank(self, tmp_path, number):
+        script = program(
+            tmp_path,
+            """
+            import os, sys, time
+            print(os.getpid(), flush=True)
+            time.sleep(60)
+            """,
+        )
+        process = subprocess.Popen(
+            [*LAUNCH, "--nproc-per-node", "2", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(),
+        )  # fmt: skip
+        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 128 + number
+        for rank in ranks:
+            with pytest.raises(ProcessLookupError):
+                os.kill(rank, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_fresh_copy_installs_itself(tmp_path):
+    """What a newcomer has: a clone, Python, and no environment."""
+    copy = tmp_path / "clone"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "build", "*.egg-info", "__pycache__"))
+    bare = environment(PATH="/usr/local/bin:/usr/bin:/bin", PYTHON="")
+    del bare["PYTHON"]
+    base = tmp_path / "bin"
+    base.mkdir()
+    (base / "python3.11").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    bare["PATH"] = f"{base}:{bare['PATH']}"
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH"):
+        bare.pop(name, None)
+    for attempt, expected in enumerate((1, 0)):  # only the first command installs
+        process = subprocess.run(
+            ["bash", "examples/pretrain_starpo.sh", "--help"], cwd=copy, env=bare, capture_output=True, text=True
+        )
+        assert process.returncode == 0, process.stderr
+        assert process.stderr.count("setup: installing") == expected, f"command {attempt + 1}: {process.stderr}"

@@ -1,0 +1,135 @@
+"""What a run prints, to a pipe and to a terminal, and that an error is one line however many ranks meet it."""
+
+import io
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from ragen_mega.console import COLUMNS, ROWS_BETWEEN_HEADERS, Console, fail
+
+METRICS = {
+    "rollout/success": 0.3125, "rollout/random": 0.212, "rollout/optimum": 0.477, "rollout/reward": 0.25,
+    "rollout/in_group_std": 0.4, "actor/entropy": 1.5, "actor/grad_norm": 0.75, "actor/clip_fraction_low": 0.01,
+    "actor/clip_fraction_high": 0.02, "mismatch/mean_abs": 3e-6, "time/step": 4.2, "rollout/tokens_per_second": 1234.0,
+}  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_a_step_is_one_row_under_its_headings():
+    output = io.StringIO()
+    Console(is_writer=True, num_steps=200, file=output).step(7, METRICS)
+    header, row = output.getvalue().splitlines()
+    assert row.split() == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234".split()
+    assert len(header) == len(row)
+    for column in COLUMNS:
+        end = header.index(column.title) + len(column.title)
+        assert row[:end].endswith(column.cell(METRICS).strip())
+
+
+def test_what_was_not_measured_is_a_dash_and_a_lost_number_is_seen():
+    output = io.StringIO()
+    Console(is_writer=True, num_steps=200, file=output).step(0, {"actor/entropy": float("nan")})
+    assert output.getvalue().splitlines()[1].split() == ["0", "-", "-", "-", "-", "-", "nan", "-", "-", "-", "-", "-"]
+
+
+def test_headings_are_repeated():
+    output = io.StringIO()
+    console = Console(is_writer=True, num_steps=200, file=output)
+    for step in range(ROWS_BETWEEN_HEADERS + 1):
+        console.step(step, METRICS)
+    headers = [number for number, line in enumerate(output.getvalue().splitlines()) if "success" in line]
+    assert headers == [0, ROWS_BETWEEN_HEADERS + 1]
+
+
+def test_other_ranks_are_silent():
+    output = Terminal()
+    console = Console(is_writer=False, num_steps=1, file=output)
+    console.say("x")
+    console.step(0, METRICS)
+    console.evaluations("x", {})
+    with console.phase("rollout", total=3) as phase:
+        phase.advance(2)
+        assert phase.done == 2
+    assert output.getvalue() == ""
+
+
+def test_without_a_terminal_a_phase_prints_plain_lines_and_not_too_many():
+    output, now = io.StringIO(), [0.0]
+    console = Console(is_writer=True, num_steps=1, file=output, clock=lambda: now[0])
+    with console.phase("warm start", total=100) as phase:
+        for step in range(100):
+            now[0] += 0.3
+            phase.advance(note=f"loss {step}")
+    assert output.getvalue().splitlines() == ["warm start 34/100 loss 33", "warm start 68/100 loss 67"]
+    assert "\x1b" not in output.getvalue()
+
+
+def test_a_terminal_gets_bars_also_nested_ones_and_they_leave_no_trace():
+    output = Terminal()
+    console = Console(is_writer=True, num_steps=1, file=output)
+    with console.phase("rollout", total=4) as rollout, console.phase("update") as update:
+        rollout.advance(3)
+        update.advance(note="loss 0.5")
+        console.say("above [the] bars")
+    text = output.getvalue()
+    assert "rollout" in text and "above [the] bars" in text and "\x1b[" in text
+    console.say("last")
+    assert output.getvalue().endswith("last\n")
+
+
+def test_an_error_in_a_phase_ends_its_bar():
+    console = Console(is_writer=True, num_steps=1, file=Terminal())
+    with pytest.raises(KeyError), console.phase("rollout"):
+        raise KeyError
+    with console.phase("rollout"):  # a second live display would be refused while the first is on
+        pass
+
+
+def test_table_of_evaluated_sets():
+    output = io.StringIO()
+    result = {"success": 0.41, "ci_low": 0.352, "ci_high": 0.471, "random": 0.212, "optimum": 0.477, "num_prompts": 256}
+    Console(is_writer=True, num_steps=1, file=output).evaluations("256 boards", {"frozen_lake_4x4_p0.8": result})
+    for text in ("frozen_lake_4x4_p0.8", "41.0%", "35.2% - 47.1%", "21.2%", "47.7%", "256"):
+        assert text in output.getvalue()
+
+
+def test_fail_is_one_line_and_an_exit_code(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        fail("a rule\n  over two lines")
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err == "error: a rule over two lines\n"
+
+
+def test_ranks_of_one_torchrun_say_each_error_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os
+            from ragen_mega.console import fail
+            fail("all fail alike" if os.environ["RANK"] != "2" else "rank 2 has its own")
+            """
+        )
+    )
+    (tmp_path / "attempt").mkdir()
+    ranks = []
+    for rank in range(4):
+        error_file = tmp_path / "attempt" / str(rank) / "error.json"
+        environment = {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        ranks.append(subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, env=environment))
+    lines = sorted(line for rank in ranks for line in rank.communicate()[1].splitlines())
+    assert lines == ["error: all fail alike", "error: rank 2 has its own"]
+    assert [rank.returncode for rank in ranks] == [2, 2, 2, 2]

@@ -1,0 +1,260 @@
+"""Stability signals on analytic cases and on the curves of arXiv:2504.20073 Fig. 6."""
+
+import json
+import math
+import statistics
+
+import pytest
+import torch
+
+from ragen_mega.starpo.diagnostics import (
+    EchoTrapMonitor,
+    EchoTrapThresholds,
+    distinct_response_rate,
+    in_group_reward_std,
+    mutual_information,
+)
+
+# In-group reward std and entropy of Fig. 6, one value per 10 steps from step 10 on; grad norm of the PPO runs.
+REWARD_STD = {
+    "FrozenLake PPO": [.358, .435, .386, .244, .352, .334, .327, .288, .253, .185, .132, .0545, .017, .003],
+    "FrozenLake GRPO": [.645, .833, .916, .923, .843, .818, .782, .733, .729, .658, .663, .665, .657, .612, .605, .648,
+                        .667, .669, .661, .711],
+    "Bandit PPO": [.179, .144, .108, .127, .135, .121, .145, .146, .132, .139, .159, .114, .11, .132, .121, .0976,
+                   .0998, .104, .0802, .0604],
+    "Sokoban PPO": [1.55, .706, 1.11, 1.14, .95, .813, .712, .935, .715, .67, .497, .457, .0112, .0025],
+    "Sokoban GRPO": [.962, .243, .247, .356, .362, .194, .145, .121, .0494],
+}
+ENTROPY = {
+    "FrozenLake PPO": [1.242, 1.197, 1.308, 1.225, 1.193, 1.133, 1.09, 1.062, 1.041, 1.052, 1.029, .984, .867, .742],
+    "FrozenLake GRPO": [1.428, 1.563, 1.285, 1.289, 1.312, 1.242, 1.105, .99, .843, .745, .633, .555, .515, .5, .501,
+                        .48, .464, .448, .432, .412],
+    "Bandit PPO": [2.106, 1.956, 1.795, 1.637, 1.801, 1.645, 1.452, 1.258, 1.091, .96, .833, .759, .73, .7, .651, .623,
+                   .576, .525, .462, .4],
+    "Bandit GRPO": [2.074, 2.091, 2.205, 2.394, 2.294, 2.497, 2.784, 3.146, 3.593, 4.054],
+    "Sokoban PPO": [1.242, 1.087, 1.071, 1.025, 1.086, .992, .928, .872, .794, .729, .718, .72, .813, .939, 1.041],
+    "Sokoban GRPO": [1.035, .878, .952, 1.011, .986, 1.002, 1.074, 1.189, 1.411, 1.816],
+}
+GRAD_NORM = {
+    "Bandit PPO": [10.6, 34.7, 80, 25, 34.7, 34.2, 48.1, 40.5, 42.4, 45, 57.1, 52.5, 49.8, 52.2, 49, 47.2, 3660, 7030],
+    "Sokoban PPO": [8, 8.55, 8.92, 12.1, 10.6, 11.4, 18, 21.1, 58.9, 75.9, 2910, 2980],
+    "FrozenLake GRPO": [10.4, 14.8, 8.31, 13.3, 13.9, 13.2, 12.7, 13.1, 20.4, 23.7, 26.7, 28.7, 28, 37.9, 33.8, 31,
+                        27.2, 26.3, 7.65, 4.98],
+}
+
+
+def per_step(curve):
+    """Linear between the points of step 10, 20, ...; the first value before step 10."""
+    steps = [curve[0]] * 10
+    for low, high in zip(curve, curve[1:]):
+        steps += [low + (high - low) * n / 10 for n in range(1, 11)]
+    return steps
+
+
+def first_warnings(run):
+    """Rule -> step at which the monitor first warns on a run of Fig. 6."""
+    curves = {"reward_std": REWARD_STD, "entropy": ENTROPY, "grad_norm": GRAD_NORM}
+    signals = {name: per_step(curve[run]) for name, curve in curves.items() if run in curve}
+    monitor, steps = EchoTrapMonitor(), {}
+    for step in range(1, max(map(len, signals.values())) + 1):
+        now = {name: values[step - 1] for name, values in signals.items() if step <= len(values)}
+        for warning in monitor.observe(now):
+            steps.setdefault(warning.rule, step)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("run", "rule", "before"),
+    [  # `before`: the step at which success (Fig. 5) is down to a tenth of its peak, or the end of the curve
+        ("FrozenLake PPO", "reward_std_cliff", 111),
+        ("Sokoban PPO", "reward_std_cliff", 120),
+        ("Sokoban GRPO", "reward_std_cliff", 40),
+        ("Bandit PPO", "reward_std_cliff", 201),
+        ("Bandit GRPO", "entropy_rise", 80),
+        ("Sokoban GRPO", "entropy_rise", 90),
+        ("Sokoban PPO", "entropy_rise", 151),
+        ("Sokoban PPO", "grad_norm_spike", 111),
+        ("Bandit PPO", "grad_norm_spike", 170),
+    ],
+)
+def test_collapsing_runs_of_the_paper_warn(run, rule, before):
+    assert first_warnings(run)[rule] < before
+
+
+def test_the_healthy_run_of_the_paper_does_not_warn():
+    assert first_warnings("FrozenLake GRPO") == {}
+
+
+def feed(monitor, name, values):
+    return [[warning.rule for warning in monitor.observe({name: value})] for value in values]
+
+
+def test_reward_std_rules_fire_once_and_rearm():
+    monitor = EchoTrapMonitor()
+    rules = feed(monitor, "reward_std", [1.0] * 10 + [0.4] * 12 + [1.0] * 12 + [0.05] * 12)
+    flat = [(step, rule) for step, fired in enumerate(rules, start=1) for rule in fired]
+    # The level is a median of 10 values, (0.4 + 1) / 2 = 0.7 after five of them, 0.4 after six.
+    assert flat == [(16, "reward_std_cliff"), (40, "reward_std_cliff"), (44, "reward_std_lost")]
+
+
+def test_no_spread_from_the_start_warns():
+    assert feed(EchoTrapMonitor(), "reward_std", [0.0] * 10)[-1] == ["reward_std_lost"]
+
+
+def test_single_outliers_do_not_move_a_level():
+    values = [1.0] * 10 + ([0.0] + [1.0] * 4) * 5
+    assert not any(feed(EchoTrapMonitor(), "reward_std", values))
+    assert not any(feed(EchoTrapMonitor(), "entropy", [1.0] * 10 + ([9.0] + [1.0] * 4) * 5))
+
+
+@pytest.mark.parametrize(("success", "expected"), [(1.0, []), (0.2, ["reward_std_cliff", "reward_std_lost"])])
+def test_a_solved_task_may_lose_its_reward_std(success, expected):
+    monitor = EchoTrapMonitor()
+    fired = []
+    for step in range(40):
+        warnings = monitor.observe({"reward_std": 1.0 if step < 20 else 0.0, "success_rate": success})
+        fired += [warning.rule for warning in warnings]
+    assert fired == expected
+
+
+def test_entropy_rules():
+    assert not any(feed(EchoTrapMonitor(), "entropy", [2.0 * 0.99**n for n in range(200)])), "steady decay to 13%"
+    assert ["entropy_collapse"] in feed(EchoTrapMonitor(), "entropy", [2.0] * 10 + [0.1] * 10)
+    assert ["entropy_rise"] in feed(EchoTrapMonitor(), "entropy", [2.0] * 10 + [1.0] * 10 + [1.5] * 10)
+    assert not any(feed(EchoTrapMonitor(), "entropy", [2.0] * 10 + [1.0] * 10 + [1.3] * 10))
+
+
+def test_grad_norm_rule():
+    rules = feed(EchoTrapMonitor(), "grad_norm", [1.0] * 10 + [4.9, 5.1, 1.0, math.nan, math.inf])
+    assert rules[9:] == [[], [], ["grad_norm_spike"], [], ["grad_norm_spike"], []]
+    assert feed(EchoTrapMonitor(), "grad_norm", [math.inf]) == [["grad_norm_spike"]]
+    assert feed(EchoTrapMonitor(), "grad_norm", [1.0, 100.0]) == [[], []], "too few steps for a median"
+
+
+def test_warning_says_rule_values_and_remedy():
+    monitor = EchoTrapMonitor()
+    feed(monitor, "grad_norm", [2.0] * 10)
+    (warning,) = monitor.observe({"grad_norm": 50.0})
+    assert (warning.rule, warning.value, warning.limit) == ("grad_norm_spike", 50.0, 10.0)
+    assert "grad_norm_spike: 50 crossed the limit 10; " in str(warning) and "learning rate" in str(warning)
+
+
+@pytest.mark.parametrize("cut", [3, 12, 30, 75])
+def test_resuming_continues_exactly(cut):
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(100, 3, generator=generator).tolist()
+    steps = [
+        {
+            "reward_std": (0.2 if 40 < n < 60 else 1.0) * a,
+            "entropy": 2.0 + b * n / 40,
+            "grad_norm": 1.0 + 9.0 * c * (n % 17 == 0),
+        }
+        for n, (a, b, c) in enumerate(noise)
+    ]
+    monitor = EchoTrapMonitor()
+    expected = [monitor.observe(signals) for signals in steps]
+    assert sum(map(len, expected)) >= 3
+    first, second = EchoTrapMonitor(), EchoTrapMonitor()
+    actual = [first.observe(signals) for signals in steps[:cut]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    actual += [second.observe(signals) for signals in steps[cut:]]
+    assert actual == expected
+    assert second.state_dict() == monitor.state_dict()
+
+
+def test_monitor_errors():
+    monitor = EchoTrapMonitor()
+    with pytest.raises(ValueError, match="unknown signals"):
+        monitor.observe({"kl": 1.0})
+    with pytest.raises(ValueError, match="must be finite"):
+        monitor.observe({"entropy": math.nan})
+    with pytest.raises(ValueError, match="thresholds differ"):
+        monitor.load_state_dict(EchoTrapMonitor(EchoTrapThresholds(window=5)).state_dict())
+    for wrong in ({"window": 1}, {"window": 60}, {"reward_std_lost": 0.6}, {"entropy_rise": 0.0}):
+        with pytest.raises(ValueError, match="need "):
+            EchoTrapThresholds(**wrong)
+
+
+def test_in_group_reward_std():
+    rewards = [[0.0, 1.0, 2.0], [5.0, 5.0], [1.0, -1.0]]
+    assert in_group_reward_std(rewards) == pytest.approx(statistics.mean(map(statistics.stdev, rewards)))
+
+
+def test_distinct_response_rate():
+    assert distinct_response_rate([(1, 2), (1, 2), (1, 2), (1, 2)]) == 0.25
+    assert distinct_response_rate(["a", "b"]) == 1.0
+    with pytest.raises(ValueError, match="no responses"):
+        distinct_response_rate([])
+
+
+def test_reasoning_that_ignores_its_input():
+    own = torch.randn(12, 1, generator=torch.Generator().manual_seed(0)) - 20
+    estimate = mutual_information(own.expand(12, 4), torch.arange(12) % 4, top_k=(1, 2, 4))
+    assert estimate.mutual_information == pytest.approx(0.0, abs=1e-12)
+    assert estimate.entropy == pytest.approx(estimate.conditional_entropy) == pytest.approx(-float(own.double().mean()))
+    assert estimate.retrieval_accuracy == pytest.approx({1: 0.25, 2: 0.5, 4: 1.0})
+    assert estimate.retrieval_accuracy == pytest.approx(estimate.retrieval_chance)
+
+
+def test_reasoning_that_names_its_input():
+    cross = torch.full((6, 3), -1000.0)
+    ids = torch.tensor([0, 1, 2, 2, 1, 0])
+    cross[torch.arange(6), ids] = -7.0
+    estimate = mutual_information(cross, ids)
+    assert estimate.mutual_information == pytest.approx(math.log(3), abs=1e-12)
+    assert estimate.max_mutual_information == pytest.approx(math.log(3), abs=1e-12)
+    assert (estimate.matched, estimate.conditional_entropy) == (-7.0, 7.0)
+    assert estimate.retrieval_accuracy == {1: 1.0} and estimate.retrieval_chance == {1: pytest.approx(1 / 3)}
+
+
+def test_mutual_information_of_a_noisy_channel():
+    """All outcomes of a symmetric binary channel, each as often as it occurs: I = log 2 - H(error rate), exactly."""
+    ids = torch.tensor([0] * 10 + [1] * 10)
+    outcomes = [0] * 9 + [1] + [1] * 9 + [0]  # 10% of the reasonings flip
+    likelihood = [[math.log(0.9), math.log(0.1)], [math.log(0.1), math.log(0.9)]]  # [outcome][input]
+    cross = torch.tensor([likelihood[outcome] for outcome in outcomes], dtype=torch.float64)
+    estimate = mutual_information(cross, ids)
+    error_entropy = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
+    assert estimate.mutual_information == pytest.approx(math.log(2) - error_entropy, abs=1e-12)
+    assert estimate.conditional_entropy == pytest.approx(error_entropy, abs=1e-12)
+    assert estimate.entropy == pytest.approx(math.log(2), abs=1e-12)
+    assert estimate.retrieval_accuracy == {1: pytest.approx(0.9)}
+
+
+def test_equal_inputs_count_as_one():
+    cross = torch.tensor([[-1.0, -1.0, -9.0], [-1.5, -1.5, -8.0], [-7.0, -7.0, -2.0]], dtype=torch.float64)
+    ids = torch.tensor([0, 1, 2])
+    estimate = mutual_information(cross, ids, input_keys=["a", "a", "b"])
+    unmerged = mutual_information(cross, ids)
+    assert estimate.marginal == pytest.approx(unmerged.marginal, abs=1e-12)
+    assert estimate.mutual_information == pytest.approx(unmerged.mutual_information, abs=1e-12)
+    assert estimate.retrieval_accuracy == {1: 1.0} and estimate.retrieval_chance == {1: 0.5}
+    assert unmerged.retrieval_accuracy == {1: pytest.approx(2 / 3)}, "a tie of two shares one place"
+    assert estimate.max_mutual_information == pytest.approx((2 * math.log(3 / 2) + math.log(3)) / 3)
+
+
+def test_mutual_information_against_a_loop():
+    generator = torch.Generator().manual_seed(1)
+    cross = torch.randn(20, 6, generator=generator, dtype=torch.float64) * 3 - 50
+    ids = torch.randint(0, 6, (20,), generator=generator)
+    estimate = mutual_information(cross, ids, top_k=(1, 3))
+    gaps, hits = [], []
+    for row, own in zip(cross.tolist(), ids.tolist()):
+        gaps.append(row[own] - math.log(math.fsum(math.exp(x) for x in row) / 6))
+        hits.append(own in sorted(range(6), key=lambda g: -row[g])[:3])
+    assert estimate.mutual_information == pytest.approx(statistics.mean(gaps), abs=1e-9)
+    assert estimate.retrieval_accuracy[3] == pytest.approx(statistics.mean(hits))
+
+
+def test_mutual_information_errors():
+    cross, ids = torch.zeros(2, 3), torch.tensor([0, 2])
+    with pytest.raises(ValueError, match="top_k must be in 1..2"):
+        mutual_information(cross, ids, input_keys=[0, 0, 1], top_k=(3,))
+    with pytest.raises(ValueError, match="names each of the 3"):
+        mutual_information(cross, ids, input_keys=[0])
+    with pytest.raises(ValueError, match="columns in 0..2"):
+        mutual_information(cross, torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="input_ids"):
+        mutual_information(cross, torch.tensor([0]))
+    with pytest.raises(ValueError, match="finite"):
+        mutual_information(cross.log(), ids)

@@ -1,0 +1,154 @@
+"""Group selection against definitions spelled out with the standard library, and the edge cases of RAGEN's filter."""
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen_mega.starpo.filtering import filter_groups, group_uncertainty, select_groups, soft_reweighting
+from ragen_mega.types import Trajectory, TrajectoryGroup, Turn
+
+SCORES = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=12)
+
+
+def select(scores, strategy, value, keep_zero=False):
+    return select_groups(scores, strategy=strategy, value=value, keep_zero=keep_zero)
+
+
+def group(group_id, *returns):
+    trajectories = [
+        Trajectory(group_id=group_id, turns=[Turn(0, 1, reward - 1.0), Turn(1, 2, 1.0)]) for reward in returns
+    ]
+    return TrajectoryGroup(group_id, trajectories)
+
+
+def test_uncertainty_is_the_unbiased_standard_deviation():
+    rng = random.Random(0)
+    rewards = [[rng.uniform(-5, 11) for _ in range(rng.randint(2, 16))] for _ in range(20)]
+    expected = [statistics.stdev(group) for group in rewards]
+    assert group_uncertainty(rewards).tolist() == pytest.approx(expected, abs=1e-12)
+    assert group_uncertainty([[0.0, 1.0]]).tolist() == pytest.approx([math.sqrt(0.5)])
+
+
+def test_uncertainty_needs_two_trajectories():
+    with pytest.raises(ValueError, match="at least 2 trajectories"):
+        group_uncertainty([[1.0, 2.0], [1.0]])
+
+
+def test_top_fraction_keeps_a_quarter_of_the_groups():
+    assert select([0.3, 0.9, 0.1, 0.5, 0.7, 0.2, 0.4, 0.6], "top_fraction", 0.25) == [1, 4]
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 10, 100])
+@pytest.mark.parametrize("percent", [7, 25, 29, 57, 70, 100])
+def test_top_fraction_counts_exactly(num_groups, percent):
+    """0.29 * 100 is 28.999... in floating point; the count must not depend on it."""
+    kept = select([1.0] * num_groups, "top_fraction", percent / 100)
+    assert len(kept) == max(1, percent * num_groups // 100)
+
+
+def test_ties_go_to_the_smaller_index():
+    assert select([1.0, 2.0, 1.0, 1.0, 2.0], "top_k", 3) == [0, 1, 4]
+    assert select([0.5] * 4, "top_p_linear", 0.5) == [0, 1]
+
+
+@given(SCORES, st.floats(0.01, 1.0))
+def test_top_p_linear_is_the_smallest_set_that_holds_the_mass(scores, p):
+    kept = select(scores, "top_p_linear", p)
+    ranked = sorted((s for s in scores if s > 0), reverse=True)
+    total = math.fsum(ranked)
+    held = math.fsum(scores[i] for i in kept)
+    assert sorted((scores[i] for i in kept), reverse=True) == ranked[: len(kept)]
+    if ranked:
+        assert held >= (p - 1e-8) * total
+        assert held - ranked[len(kept) - 1] < (p + 1e-8) * total
+    else:
+        assert kept == []
+
+
+def test_top_p_linear_known_values():
+    scores = [0.0, 4.0, 3.0, 2.0, 1.0]
+    assert select(scores, "top_p_linear", 0.4) == [1]
+    assert select(scores, "top_p_linear", 0.7) == [1, 2]
+    assert select(scores, "top_p_linear", 0.71) == [1, 2, 3]
+    assert select(scores, "top_p_linear", 1.0) == [1, 2, 3, 4]
+
+
+def test_selection_does_not_depend_on_the_scale_of_the_rewards():
+    scores = [0.7, 0.2, 1.1, 0.05, 0.4]
+    for strategy in ("top_p_linear", "min_p", "top_fraction"):
+        small = select([1e-4 * score for score in scores], strategy, 0.6)
+        assert small == select(scores, strategy, 0.6)
+
+
+def test_top_p_softmax_known_values():
+    scores = [math.log(1.0), math.log(2.0), math.log(5.0)]  # shares 1/8, 2/8, 5/8
+    assert select(scores, "top_p_softmax", 0.6, keep_zero=True) == [2]
+    assert select(scores, "top_p_softmax", 0.875, keep_zero=True) == [1, 2]
+    assert select(scores, "top_p_softmax", 0.9, keep_zero=True) == [0, 1, 2]
+    assert select(scores, "top_p_softmax", 0.9) == [1, 2], "the constant group takes no share"
+
+
+def test_min_p_is_relative_to_the_best_group():
+    assert select([1.0, 0.5, 0.49, 0.0], "min_p", 0.5) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "value", "kept_zeros"),
+    [("top_fraction", 0.5, [0, 1]), ("top_k", 3, [0, 1, 2]), ("top_p_linear", 0.5, [0, 1]),
+     ("top_p_softmax", 0.5, [0, 1]), ("min_p", 0.5, [0, 1, 2, 3])],
+)
+def test_constant_groups(strategy, value, kept_zeros):
+    assert select([0.0] * 4, strategy, value) == []
+    assert select([0.0] * 4, strategy, value, keep_zero=True) == kept_zeros
+    assert select([0.0, 1e-17, 1.0, 0.0], strategy, value) == [2]
+
+
+def test_dynamic_sampling_keeps_all_but_constant_groups():
+    assert select([0.0, 1.0, 0.2, 0.0], "top_fraction", 1.0) == [1, 2]
+
+
+def test_none_keeps_everything():
+    assert select([0.0, 1.0], "none", 0.25) == [0, 1]
+    groups = [group(0, 1.0), group(1, 2.0)]  # one trajectory each: no spread to compute
+    assert filter_groups(groups, strategy="none", value=0.25, keep_zero=False) == groups
+
+
+def test_filter_ranks_total_returns_and_keeps_order():
+    groups = [group(7, 0.0, 1.0), group(3, 5.0, 5.0), group(9, -1.0, 10.0), group(4, 2.0, 2.5)]
+    kept = filter_groups(groups, strategy="top_k", value=2, keep_zero=False)
+    assert [g.group_id for g in kept] == [7, 9]
+    assert filter_groups([groups[1]], strategy="top_fraction", value=0.25, keep_zero=False) == []
+
+
+def test_float_noise_of_equal_returns_counts_as_constant():
+    noisy = [0.1 * n for n in (3, 3)] + [0.1 + 0.2]
+    assert filter_groups([group(0, *noisy)], strategy="top_fraction", value=1.0, keep_zero=False) == []
+
+
+def test_soft_reweighting():
+    assert soft_reweighting([1.0, 0.0, 4.0]).tolist() == [0.25, 0.0, 1.0]
+    assert soft_reweighting([0.0, 0.0]).tolist() == [0.0, 0.0]
+    assert soft_reweighting(torch.zeros(0)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "value"),
+    [("top_fraction", 0.0), ("top_fraction", 1.1), ("top_k", 0), ("top_k", 1.5), ("top_k", 4), ("top_p_linear", -0.1),
+     ("top_p_softmax", 2.0), ("min_p", 0.0), ("top_fraction", math.nan), ("best", 1.0)],
+)
+def test_values_out_of_range(strategy, value):
+    with pytest.raises(ValueError):
+        select([1.0, 2.0, 3.0], strategy, value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_bad_scores(bad):
+    with pytest.raises(ValueError, match="finite and >= 0"):
+        select([1.0, bad], "top_k", 1)
+    with pytest.raises(ValueError, match="finite and >= 0"):
+        soft_reweighting([1.0, bad])

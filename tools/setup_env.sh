@@ -1,0 +1,86 @@
+# To be sourced by Bash. `setup_env [EXTRA]` leaves in PYTHON an interpreter that has this repository and everything it
+# needs (and the extra of setup.py): the active one if it is complete, else that of .venv, which is made if necessary.
+
+REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+setup_env() {
+    local extra="${1:-}" venv="$REPOSITORY/.venv" missing
+    if PYTHON="$(command -v python)" && missing="$(_missing_from "$PYTHON" "$extra")"; then
+        return
+    fi
+    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ "${VIRTUAL_ENV:-}" != "$venv" ]; then
+        echo "setup: the active environment lacks ${missing:-python}; using $venv" >&2
+    fi
+    PYTHON="$venv/bin/python"
+    if ! _is_complete "$venv" "$extra"; then
+        _install "$venv" "$extra" || { echo "error: setup failed; the message above says why. Run the command again to continue" >&2; exit 1; }
+    fi
+}
+
+# Print the first requirement that interpreter $1 does not meet, and fail; print nothing if there is none.
+_missing_from() {
+    "$1" - "$REPOSITORY" "$2" 2>/dev/null <<'PYTHON' || { [ $? = 3 ] || echo "ragen-mega"; return 1; }
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+repository, extra = Path(sys.argv[1]).resolve(), sys.argv[2]
+sys.path = [entry for entry in sys.path if entry]  # what only the working directory offers is not installed
+if Path(find_spec("ragen_mega").origin).resolve().parents[1] != repository:
+    sys.exit(1)
+from packaging.requirements import Requirement
+
+for requirement in map(Requirement, requires("ragen-mega")):
+    if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+        try:
+            met = requirement.specifier.contains(version(requirement.name), prereleases=True)
+        except PackageNotFoundError:
+            met = False
+        if not met:
+            print(requirement.name + str(requirement.specifier))
+            sys.exit(3)
+PYTHON
+}
+
+# What an installation depends on: the place of the repository (it is installed in place), requirements and pins.
+_fingerprint() {
+    { echo "$REPOSITORY"; cat "$REPOSITORY/setup.py" "$REPOSITORY/pyproject.toml" "$REPOSITORY/constraints.txt"; } | cksum
+}
+
+_is_complete() {
+    [ -x "$1/bin/python" ] && [ "$(cat "$1/.installed${2:+-$2}" 2>/dev/null)" = "$(_fingerprint)" ]
+}
+
+# In a subshell, so that the lock ends with it: two commands in a fresh clone must not install at the same time.
+_install() (
+    set -e
+    venv="$1" extra="$2"
+    mkdir -p "$venv"
+    exec 9>"$venv/.lock"
+    if command -v flock >/dev/null; then flock 9; fi
+    if _is_complete "$venv" "$extra"; then exit 0; fi
+
+    torch="$(grep '^torch==' "$REPOSITORY/constraints.txt")"
+    echo "setup: installing $torch and the versions of constraints.txt into $venv (once, some minutes)" >&2
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        "$(_base_python)" -m venv "$venv"
+    fi
+    python="$venv/bin/python"
+    "$python" -m pip install --quiet --disable-pip-version-check "$torch"
+    "$python" -m pip install --quiet --disable-pip-version-check \
+        --editable "$REPOSITORY${extra:+[$extra]}" --constraint "$REPOSITORY/constraints.txt"
+    for name in "" ${extra:+"-$extra"}; do _fingerprint >"$venv/.installed$name"; done
+)
+
+_base_python() {
+    local candidate
+    for candidate in python3.11 python3.12 python3.13 python3 python; do
+        if "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "error: Python 3.11, 3.12 or 3.13 with its venv module is needed and none is on PATH; install python3.11 and python3.11-venv" >&2
+    return 1
+}

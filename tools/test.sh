@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Set up as the examples do, with what the tests need, and run the tests: bash tools/test.sh [pytest arguments]
+# Tests that take minutes or need a GPU are left out; add -m slow or -m gpu for them.
+set -e
+. "$(dirname "$0")/setup_env.sh"
+setup_env test
+cd "$REPOSITORY"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the layouts under test start several ranks
+exec "$PYTHON" -m pytest "$@"
