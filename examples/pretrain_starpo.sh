@@ -13,6 +13,9 @@ if __name__ == "__main__":  # checkpoint writers start processes that import thi
     from pathlib import Path
 
     from ragen_mega.recipes import with_recipe
+
+    flags = with_recipe(sys.argv[1:], directory=Path(__file__).parent / "recipes", default="frozen_lake")
+
     from ragen_mega.train import main
 
-    main(with_recipe(sys.argv[1:], directory=Path(__file__).parent / "recipes", default="frozen_lake"))
+    main(flags)

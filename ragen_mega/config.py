@@ -6,9 +6,12 @@ the rule, the values and the remedy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -413,23 +416,38 @@ class StarPOConfig:
         return cls(**{section: sections[section](**entries) for section, entries in values.items()})
 
 
-def parse(argv: Sequence[str], *, prints: bool = True) -> StarPOConfig:
+def parse(argv: Sequence[str]) -> StarPOConfig:
     """Parse flat flags; a later flag wins. Raises ValueError on an unknown flag or a combination that cannot work."""
-    known = {_flag(item.name): item for section in dataclasses.fields(StarPOConfig)
+    known = {_flag(item.name) for section in dataclasses.fields(StarPOConfig)
              for item in dataclasses.fields(section.default_factory)}
     for argument in argv:
         flag = argument.split("=", 1)[0].replace("_", "-")
-        positive = "--" + flag.removeprefix("--no-")
-        if flag.startswith("--") and flag not in known and positive not in known and flag not in ("--help",):
-            close = difflib.get_close_matches(flag, known, n=1)
+        if flag.startswith("--") and not {flag, "--" + flag.removeprefix("--no-")} & (known | {"--help"}):
+            close = difflib.get_close_matches(flag, sorted(known), n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise ValueError(f"unknown flag {argument.split('=', 1)[0]}; {hint}--help lists all")
-    return tyro.cli(
-        Annotated[StarPOConfig, tyro.conf.OmitArgPrefixes],
-        args=_last_wins(argv),
-        prog="examples/pretrain_starpo.sh",
-        console_outputs=prints,
-    )
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
+            return tyro.cli(
+                Annotated[StarPOConfig, tyro.conf.OmitArgPrefixes],
+                args=_last_wins(argv),
+                prog="examples/pretrain_starpo.sh",
+            )
+    except SystemExit as error:
+        if not error.code:  # --help
+            print(complaint.getvalue(), end="")
+            raise
+        raise ValueError(_unbox(complaint.getvalue())) from None
+
+
+def _unbox(text: str) -> str:
+    """The message inside the frame that tyro draws around it (title, message, rule, hint), on one line."""
+    lines = [line.strip("\u2502| ") for line in text.splitlines()]
+    rules = [i for i, line in enumerate(lines) if line and set(line) <= set("\u2500-")]
+    start = 1 if text.startswith("\u256d") else rules[0] + 1
+    end = next((i for i in rules if i > start), len(lines))
+    return re.sub(r"^Error parsing \w+: ", "", " ".join(lines[start:end]).strip())
 
 
 def _last_wins(argv: Sequence[str]) -> list[str]:

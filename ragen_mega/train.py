@@ -7,15 +7,17 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from ragen_mega import build, distributed
-from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.build import build
+from ragen_mega.config import parse
+from ragen_mega.console import fail
 from ragen_mega.credit import estimate_advantages
 from ragen_mega.metrics import Metrics
 from ragen_mega.packing import pack
+from ragen_mega.run import Run
 from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights, observe
 
 
-def train(run: build.Run) -> None:
+def train(run: Run) -> None:
     """One StarPO step after another, until `num_steps`."""
     config, policy, critic, engine = run.config, run.policy, run.critic, run.engine
 
@@ -58,22 +60,21 @@ def train(run: build.Run) -> None:
                     metrics.add("actor", policy.update(minibatch))
 
         # Diagnose: is the run on its way into the Echo Trap?
-        metrics.add("collapse", stability(run.monitor, metrics))
+        for warning in observe(run.monitor, metrics):
+            run.console.say(f"step {step}: {warning}")
         run.finish_step(step, metrics)
 
     run.finish()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse flags, build everything, train. Bad input is one line and exit code 2, on every rank."""
+    """Parse flags, build everything, train. Bad input is one line and exit code 2 of every rank."""
     signal.signal(signal.SIGTERM, _leave)
     try:
-        config = parse(sys.argv[1:] if argv is None else argv, prints=distributed.rank_from_environment() == 0)
-        run = build.build(config)
+        config = parse(sys.argv[1:] if argv is None else argv)
+        run = build(config)
     except (ValueError, OSError) as error:
-        if distributed.rank_from_environment() == 0:
-            print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        fail(str(error))
     try:
         train(run)
     finally:
@@ -83,8 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _leave(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
-
-__all__ = ["StarPOConfig", "main", "train"]
 
 if __name__ == "__main__":
     main()

@@ -29,7 +29,7 @@ class LoopCount:
     instructions: float
     exponentials: float
     shuffles: int
-    barriers: int
+    async_copies: int
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,21 @@ class KernelReport:
     shared_bytes: int
     wide_loads: int
     wide_stores: int
-    async_copies: int
     loops: tuple[LoopCount, ...]
+
+    @property
+    def streams(self) -> tuple[LoopCount, ...]:
+        """The loops that walk a row through asynchronous copies; tails and zero fills are not among them."""
+        return tuple(loop for loop in self.loops if loop.async_copies)
 
 
 def compile_kernel(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], num_warps: int, aligned: frozenset[str]
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int,
+    aligned: frozenset[str],
+    max_registers: int | None = None,
 ) -> Any:
     """Compile for sm_90. `aligned`: integer arguments divisible by 16, as the launcher would find out; pointers are."""
     names = kernel.arg_names
@@ -62,7 +71,8 @@ def compile_kernel(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs=attributes,
     )
-    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
+    options = {"num_warps": num_warps} | ({} if max_registers is None else {"maxnreg": max_registers})
+    return triton.compile(source, target=HOPPER, options=options)
 
 
 def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
@@ -79,7 +89,6 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
         shared_bytes=compiled.metadata.shared,
         wide_loads=len(re.findall(r"\bLDG\.E[.A-Z0-9_]*\.128|LDGSTS\.E[.A-Z0-9_]*\.128", assembly)),
         wide_stores=len(re.findall(r"\bSTG\.E[.A-Z0-9_]*\.128", assembly)),
-        async_copies=len(re.findall(r"\bLDGSTS\b", assembly)),
         loops=tuple(inner_loops(assembly, elements_per_thread)),
     )
 
@@ -112,7 +121,7 @@ def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:
                 instructions=len(body) / elements_per_thread,
                 exponentials=sum("MUFU.EX2" in x for x in body) / elements_per_thread,
                 shuffles=sum("SHFL" in x for x in body),
-                barriers=sum("BAR.SYNC" in x for x in body),
+                async_copies=sum("LDGSTS" in x for x in body),
             )
         )
     return loops

@@ -128,9 +128,9 @@ class Decoder:
         self._layers = [self._fuse(received, f"model.layers.{i}.") for i in range(shape.num_layers)]
         # The frequencies in float32, as transformers and megatron-core hold them: at theta 1e6 the rounding is visible.
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        angles = torch.outer(torch.arange(max_context + 1, dtype=torch.float32), 1.0 / shape.rope_theta**exponents)
+        angles = torch.outer(torch.arange(max_context, dtype=torch.float32), 1.0 / shape.rope_theta**exponents)
         rotations = torch.polar(torch.ones_like(angles), angles)
-        self._rotations = rotations.to(_COMPLEX[dtype])[:, None]  # [max_context + 1, 1, d / 2]
+        self._rotations = rotations.to(_COMPLEX[dtype])[:, None]  # [max_context, 1, d / 2]
 
     def _fuse(self, received: dict[str, Tensor], prefix: str) -> _Layer:
         shape = self.shape
@@ -207,9 +207,8 @@ def _receive(shape: DecoderShape, weights: Iterable[tuple[str, Tensor]], dtype: 
                 f"not {tuple(tensor.shape)}; check the model config and that shards were gathered"
             )
         received[name] = tensor.detach().to(device="cpu", dtype=dtype, copy=True)
-    if shape.tied:
-        embedding = received.get("model.embed_tokens.weight")
-        head = received.setdefault("lm_head.weight", embedding) if embedding is not None else None
+    if shape.tied and (embedding := received.get("model.embed_tokens.weight")) is not None:
+        head = received.setdefault("lm_head.weight", embedding)
         if head is not embedding and not torch.equal(head, embedding):
             raise ValueError("the model ties its embeddings, but lm_head.weight differs from model.embed_tokens.weight")
     missing = sorted(expected.keys() - received.keys())

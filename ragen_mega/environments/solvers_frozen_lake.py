@@ -2,12 +2,12 @@
 
 Value = probability of reaching the goal within the budget. A turn of the protocol commits to its actions without seeing
 what they lead to, so its value is the best over action sequences of the expected value of where they end; the sequences
-are enumerated as value vectors over cells (alpha vectors, Smallwood and Sondik 1973), dominated ones dropped.
+are enumerated as value vectors over cells (alpha vectors, Smallwood and Sondik 1973).
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from ragen_mega.environments.frozen_lake import DIRECTIONS, Cell, Lake
 
 _Array = NDArray[np.float64]
 _TIE = 1e-12
+_MAX_UNPRUNED = 4**5  # comparing fewer vectors with each other costs more than carrying them along
 
 
 class LakeSolver:
@@ -65,22 +66,29 @@ class LakeSolver:
 
     def open_loop(self, player: Cell, *, max_turns: int, max_actions_per_turn: int, max_actions: int) -> float:
         """Success of the best player who commits to at most `max_actions_per_turn` actions at a time."""
-        # best[b]: [n] values with b actions left and the turns processed so far still to come.
-        best = [np.zeros(len(self._cells)) for _ in range(max_actions + 1)]
-        for _ in range(max_turns):
-            improved = list(best)  # a turn without any action is allowed
-            for budget_after, value_after in enumerate(best):
-                vectors = value_after[None]  # [number of sequences, n]
-                for budget in range(budget_after + 1, min(budget_after + max_actions_per_turn, max_actions) + 1):
-                    vectors = self._prepend_every_action(vectors)
-                    improved[budget] = np.maximum(improved[budget], vectors.max(axis=0))
-            best = improved
-        return self._at(player, best[max_actions])
+
+        @cache
+        def value(turns: int, budget: int) -> _Array:
+            """[n] best value of the turns and actions that are left."""
+            lengths = range(1, min(max_actions_per_turn, budget) + 1) if turns else range(0)
+            afterwards = (sequences(turns - 1, budget - length, length).max(axis=0) for length in lengths)
+            return np.maximum.reduce([np.zeros(len(self._cells)), *afterwards])
+
+        @cache
+        def sequences(turns: int, budget: int, length: int) -> _Array:
+            """[number of sequences, n] values of `length` unseen actions, followed by the best play of what is left."""
+            usable = turns * max_actions_per_turn
+            if budget > usable:
+                return sequences(turns, usable, length)
+            return self._prepend_every_action(sequences(turns, budget, length - 1)) if length else value(turns, budget)[None]
+
+        return self._at(player, value(max_turns, max_actions))
 
     def _prepend_every_action(self, vectors: _Array) -> _Array:
         moves, arrivals = self._dynamics
-        extended = arrivals[:, None] + np.einsum("aij,vj->avi", moves, vectors)
-        return _undominated(extended.reshape(-1, len(self._cells)))
+        extended = arrivals[:, None] + vectors @ moves.transpose(0, 2, 1)  # [A, number of sequences, n]
+        extended = extended.reshape(-1, len(self._cells))
+        return _undominated(extended) if len(extended) > _MAX_UNPRUNED else extended
 
     def _action_values(self, num_actions: int) -> _Array:
         """Q of the closed loop for 1 ... `num_actions` actions left, [num_actions, A, n]."""

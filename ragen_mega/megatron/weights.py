@@ -161,6 +161,10 @@ class CheckpointReader:
         self._files = files
         self._handles: dict[Path, safe_open] = {}
 
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._files)
+
     @staticmethod
     def _open(path: Path) -> safe_open:
         try:

@@ -26,7 +26,7 @@ _REMEDIES = {
     "entropy_collapse": "raise clip_ratio_high or entropy_coef, lower the learning rate",
     "entropy_rise": "read some trajectories; if they turn to gibberish lower entropy_coef and the learning rate",
     "grad_norm_spike": "if it stays, resume from an earlier checkpoint with a lower learning rate or gradient clip",
-}
+} | {f"{name}_not_finite": "look for overflow in logits and rewards; such updates must be skipped" for name in SIGNALS}
 
 
 def in_group_reward_std(rewards: Sequence[Sequence[float]]) -> float:
@@ -61,7 +61,7 @@ class EchoTrapThresholds:
     entropy_rise: float = 0.2
     """Warn when it rises above its lowest level by this share of the early level; a healthy run decays steadily."""
     grad_norm_spike: float = 5.0
-    """Warn when the gradient norm exceeds this multiple of its median over past steps, or is not finite."""
+    """Warn when the gradient norm exceeds this multiple of its median over past steps."""
     grad_norm_window: int = 50
     """Past steps of that median."""
 
@@ -112,17 +112,21 @@ class EchoTrapMonitor:
         """Record one step and return the rules that begin to hold with it.
 
         Args:
-            signals: any of `SIGNALS`; a step without an update has no entropy and no gradient norm. All must be finite
-                except the gradient norm, where inf and nan count as a spike.
+            signals: any of `SIGNALS`; a step without an update has no entropy and no gradient norm. A value that is not
+                finite warns as `<signal>_not_finite` and is otherwise left out.
         """
-        self._check(signals)
+        unknown = sorted(set(signals) - set(SIGNALS))
+        if unknown:
+            raise ValueError(f"unknown signals {unknown}; the monitor reads {', '.join(SIGNALS)}")
+        holding = []
         for name, value in signals.items():
-            if math.isnan(value):
-                value = math.inf  # only a gradient norm; a median needs an order
+            if not math.isfinite(value):
+                holding.append(EchoTrapWarning(f"{name}_not_finite", value, math.inf))
+                continue
             if len(self._early[name]) < self.thresholds.window:
                 self._early[name].append(value)
             self._recent[name] = [*self._recent[name], value][-self.thresholds.grad_norm_window - 1 :]
-        holding = [*self._reward_std_warnings(), *self._entropy_warnings(), *self._grad_norm_warnings()]
+        holding += [*self._reward_std_warnings(), *self._entropy_warnings(), *self._grad_norm_warnings()]
         begun = [warning for warning in holding if warning.rule not in self._active]
         self._active = [warning.rule for warning in holding]
         return begun
@@ -173,11 +177,11 @@ class EchoTrapMonitor:
         return [EchoTrapWarning("entropy_rise", level, ceiling)] if level > ceiling else []
 
     def _grad_norm_warnings(self) -> list[EchoTrapWarning]:
-        *past, last = self._recent["grad_norm"] or [0.0]
-        if len(past) < self.thresholds.window and math.isfinite(last):
+        if len(self._recent["grad_norm"]) <= self.thresholds.window:
             return []
-        limit = self.thresholds.grad_norm_spike * median(past) if past else math.inf
-        return [EchoTrapWarning("grad_norm_spike", last, limit)] if last > limit or math.isinf(last) else []
+        *past, last = self._recent["grad_norm"]
+        limit = self.thresholds.grad_norm_spike * median(past)
+        return [EchoTrapWarning("grad_norm_spike", last, limit)] if last > limit else []
 
     def _has_level(self, name: str) -> bool:
         return len(self._early[name]) == self.thresholds.window
@@ -192,15 +196,6 @@ class EchoTrapMonitor:
         return self._has_level("success_rate") and (
             median(self._window("success_rate")) >= self.thresholds.solved_success_rate
         )
-
-    @staticmethod
-    def _check(signals: Mapping[str, float]) -> None:
-        unknown = sorted(set(signals) - set(SIGNALS))
-        if unknown:
-            raise ValueError(f"unknown signals {unknown}; the monitor reads {', '.join(SIGNALS)}")
-        bad = {name: value for name, value in signals.items() if name != "grad_norm" and not math.isfinite(value)}
-        if bad:
-            raise ValueError(f"signals must be finite, got {bad}; check rewards and logits for overflow")
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,10 +125,19 @@ def test_entropy_rules():
 
 
 def test_grad_norm_rule():
-    rules = feed(EchoTrapMonitor(), "grad_norm", [1.0] * 10 + [4.9, 5.1, 1.0, math.nan, math.inf])
-    assert rules[9:] == [[], [], ["grad_norm_spike"], [], ["grad_norm_spike"], []]
-    assert feed(EchoTrapMonitor(), "grad_norm", [math.inf]) == [["grad_norm_spike"]]
+    rules = feed(EchoTrapMonitor(), "grad_norm", [1.0] * 10 + [4.9, 5.1, 1.0])
+    assert rules[9:] == [[], [], ["grad_norm_spike"], []]
     assert feed(EchoTrapMonitor(), "grad_norm", [1.0, 100.0]) == [[], []], "too few steps for a median"
+
+
+@pytest.mark.parametrize("name", ["reward_std", "entropy", "grad_norm", "success_rate"])
+def test_values_that_are_not_finite_warn_and_leave_no_trace(name):
+    monitor, undisturbed = EchoTrapMonitor(), EchoTrapMonitor()
+    rule = [f"{name}_not_finite"]
+    assert feed(monitor, name, [1.0, math.nan, math.inf, 1.0, -math.inf]) == [[], rule, [], [], rule]
+    feed(monitor, name, [1.0] * 10)
+    feed(undisturbed, name, [1.0] * 12)
+    assert monitor.state_dict() == undisturbed.state_dict()
 
 
 def test_warning_says_rule_values_and_remedy():
@@ -166,8 +175,6 @@ def test_monitor_errors():
     monitor = EchoTrapMonitor()
     with pytest.raises(ValueError, match="unknown signals"):
         monitor.observe({"kl": 1.0})
-    with pytest.raises(ValueError, match="must be finite"):
-        monitor.observe({"entropy": math.nan})
     with pytest.raises(ValueError, match="thresholds differ"):
         monitor.load_state_dict(EchoTrapMonitor(EchoTrapThresholds(window=5)).state_dict())
     for wrong in ({"window": 1}, {"window": 60}, {"reward_std_lost": 0.6}, {"entropy_rise": 0.0}):

@@ -1,0 +1,199 @@
+"""An in-process rollout engine for the CPU: incremental decoding over a batch that trajectories join and leave.
+
+Source of the scheduling: iteration-level batching of Orca (Yu et al., OSDI 2022). A turn costs its new tokens only: the
+cache of earlier turns stays with the session, and prompts that begin alike are computed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen3Config
+
+from ragen_mega.engines import sampling as sampler
+from ragen_mega.engines.decoder import Decoder, DecoderShape
+from ragen_mega.engines.slots import Prefill, SlotTable
+from ragen_mega.types import Completion, SamplingParams
+
+
+@dataclass(slots=True)
+class _Request:
+    session: int
+    tokens: list[int]
+    sampling: SamplingParams
+    future: asyncio.Future[Completion]
+
+
+class EmbeddedEngine:
+    """Decodes up to `max_sessions` trajectories of up to `max_context` tokens at once; more sessions wait their turn."""
+
+    def __init__(
+        self,
+        model_config: Qwen2Config | Qwen3Config,
+        *,
+        max_context: int,
+        max_sessions: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if max_context < 2 or max_sessions < 1:
+            raise ValueError(
+                f"max_context must be at least 2 and max_sessions at least 1, not {max_context} and {max_sessions}"
+            )
+        self.weight_version = 0
+        self._shape = DecoderShape.from_config(model_config)
+        self._max_context = max_context
+        self._max_sessions = max_sessions
+        self._dtype = dtype
+        self._decoder: Decoder | None = None
+        self._slots: SlotTable | None = None
+        self._slot_of: dict[int, int] = {}
+        self._sessions: list[int] = []  # session of every slot in use
+        self._waiting: list[_Request] = []
+        self._running: dict[int, _Request] = {}  # by session
+        self._scheduler: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Weights and KV cache exist only inside; `load_weights` comes first."""
+        if self._slots is not None:
+            raise RuntimeError("the engine is awake already; leave the first `with engine.awake()` before the next")
+        with torch.inference_mode():
+            self._slots = SlotTable(
+                self._shape, num_slots=self._max_sessions, max_context=self._max_context, dtype=self._dtype
+            )
+        try:
+            yield
+        finally:
+            self.shutdown()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy a full set of weights. Raises ValueError unless exactly the expected names and shapes arrive."""
+        if self._slots is None:
+            raise RuntimeError("the engine is asleep; call load_weights inside `with engine.awake()`")
+        if self._sessions:
+            raise RuntimeError(
+                f"{len(self._sessions)} sessions hold a cache of the old weights; release them before load_weights"
+            )
+        self._decoder = None  # the old weights go before the new ones come, and a failed load leaves none
+        with torch.inference_mode():
+            self._decoder = Decoder(self._shape, weights, max_context=self._max_context, dtype=self._dtype)
+        self.weight_version += 1
+
+    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+        """Sample what follows `tokens`. A context without room gives finish_reason "length", with no token if full."""
+        if self._decoder is None:
+            raise RuntimeError("the engine has no weights; call load_weights inside `with engine.awake()` first")
+        if not tokens:
+            raise ValueError("generate needs at least one token to continue; render a prompt first")
+        if min(tokens) < 0 or max(tokens) >= self._shape.vocab:
+            raise ValueError(
+                f"token ids must lie in [0, {self._shape.vocab}), not in [{min(tokens)}, {max(tokens)}]; "
+                "check that the tokenizer belongs to the model"
+            )
+        sampler.check(sampling, vocab=self._shape.vocab)
+        if session in self._running or any(request.session == session for request in self._waiting):
+            raise ValueError(f"session {session} already generates; await one completion before asking for the next")
+        if len(tokens) >= self._max_context:
+            return Completion([], [], "length")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(session, tokens, sampling, future))
+        self._wake_scheduler()
+        try:
+            return await future
+        finally:
+            if future.cancelled():
+                self._forget(session)
+
+    def release(self, session: int) -> None:
+        """Free the session's slot; a completion in progress is cancelled. Unknown sessions are released already."""
+        self._forget(session)
+        slot = self._slot_of.pop(session, None)
+        if slot is None or self._slots is None:
+            return
+        # The rows in use stay contiguous, so that a step works on views of them: the last row fills the gap.
+        last = self._sessions.pop()
+        with torch.inference_mode():
+            self._slots.remove(slot)
+        if last != session:
+            self._sessions[slot] = last
+            self._slot_of[last] = slot
+        if self._waiting:
+            self._wake_scheduler()
+
+    def shutdown(self) -> None:
+        """Drop weights, cache and sessions; completions in progress are cancelled."""
+        if self._scheduler is not None and not self._scheduler.done():
+            self._scheduler.cancel()
+        for request in (*self._waiting, *self._running.values()):
+            request.future.cancel()
+        self._waiting.clear()
+        self._running.clear()
+        self._slot_of.clear()
+        self._sessions.clear()
+        self._scheduler = self._decoder = self._slots = None
+
+    def _forget(self, session: int) -> None:
+        """Stop working for the session's request, if there is one."""
+        if (request := self._running.pop(session, None)) is not None:
+            if self._slots is not None:
+                self._slots.stop(self._slot_of[session])
+            request.future.cancel()
+        for request in [request for request in self._waiting if request.session == session]:
+            self._waiting.remove(request)
+            request.future.cancel()
+
+    def _wake_scheduler(self) -> None:
+        if self._scheduler is None or self._scheduler.done():
+            self._scheduler = asyncio.get_running_loop().create_task(self._schedule())
+            self._scheduler.add_done_callback(self._scheduler_ended)
+
+    def _scheduler_ended(self, task: asyncio.Task[None]) -> None:
+        """Hand the scheduler's failure to everyone who waits for it."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        for request in (*self._waiting, *self._running.values()):
+            if not request.future.done():
+                request.future.set_exception(error)
+        self._waiting.clear()
+        self._running.clear()
+
+    async def _schedule(self) -> None:
+        """Admit, decode one token everywhere, let trajectories react; until nothing can run."""
+        while True:
+            # Callers that were just answered come back with their next turn before the next step is planned.
+            await asyncio.sleep(0)
+            with torch.inference_mode():
+                admitted = self._admit()
+                if not admitted and not self._running:
+                    return
+                if self._running:
+                    self._answer(self._slots.decode(self._decoder))
+
+    def _admit(self) -> bool:
+        """Prefill every waiting request that has or finds a slot, equal beginnings first computed once."""
+        admitted: list[_Request] = []
+        for request in self._waiting:
+            if request.session not in self._slot_of:
+                if len(self._sessions) == self._max_sessions:
+                    continue
+                self._slot_of[request.session] = len(self._sessions)
+                self._sessions.append(request.session)
+            admitted.append(request)
+        if not admitted:
+            return False
+        self._waiting = [request for request in self._waiting if request.session not in self._slot_of]
+        self._running |= {request.session: request for request in admitted}
+        prefills = [Prefill(self._slot_of[request.session], request.tokens, request.sampling) for request in admitted]
+        self._answer(self._slots.prefill(self._decoder, prefills, num_slots=len(self._sessions)))
+        return True
+
+    def _answer(self, finished: list[tuple[int, Completion]]) -> None:
+        for slot, completion in finished:
+            request = self._running.pop(self._sessions[slot])
+            if not request.future.done():
+                request.future.set_result(completion)

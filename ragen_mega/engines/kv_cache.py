@@ -1,0 +1,157 @@
+"""Keys and values of all running trajectories, one row each, and the attention over them.
+
+On a CPU decoding is bound by reading the cache, so rows that begin with the same tokens read those keys once: attention
+over the shared prefix is one product per class of rows (cf. Hydragen, arXiv:2402.05099, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragen_mega.engines.decoder import Attend, DecoderShape
+
+_MIN_SHARED = 16
+"""Shorter prefixes are not worth the extra operations."""
+_READ_COST = 8.0
+"""Reading one key from memory costs about as much time as this many scores of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The first `length` tokens of rows [0, n), when these fall into C classes of equal tokens, padded to N rows each."""
+
+    length: int
+    from_rows: Tensor  # [C * kv_heads * N] row * kv_heads + kv_head, for every place in a class
+    to_rows: Tensor  # [n * kv_heads] the place of every row and kv_head
+    keys: list[Tensor]  # per layer [C * kv_heads, d, length]
+    values: list[Tensor]  # per layer [C * kv_heads, length, d]
+
+
+class KVCache:
+    """One row of keys and values per slot; keys are stored transposed, which makes the scores twice as fast."""
+
+    def __init__(self, shape: DecoderShape, *, num_slots: int, max_context: int, dtype: torch.dtype) -> None:
+        self._shape = shape
+        layers, kv_heads, head_dim = shape.num_layers, shape.kv_heads, shape.head_dim
+        # Zeros, not empty: masked positions take part in products. Pages that are never written take no memory.
+        self._all_keys = torch.zeros(layers, num_slots, kv_heads, head_dim, max_context, dtype=dtype)
+        self._all_values = torch.zeros(layers, num_slots, kv_heads, max_context, head_dim, dtype=dtype)
+        self._keys = list(self._all_keys)  # per layer [slots, kv_heads, d, max_context]
+        self._values = list(self._all_values)  # per layer [slots, kv_heads, max_context, d]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a row."""
+        self._all_keys[:, target, :, :, :length] = self._all_keys[:, source, :, :, :length]
+        self._all_values[:, target, :, :length] = self._all_values[:, source, :, :length]
+
+    def prefill(self, rows: Tensor, starts: Tensor, counts: Tensor) -> Attend:
+        """Attention of packed new tokens: rows [m] gain counts [m] tokens behind their first starts [m] positions."""
+        shape = self._shape
+        num_rows, longest, end = rows.shape[0], int(counts.max()), int((starts + counts).max())
+        member = torch.repeat_interleave(torch.arange(num_rows), counts)  # [T]
+        offset = torch.arange(member.shape[0]) - (counts.cumsum(0) - counts)[member]  # [T] place among the new tokens
+        token_rows, token_positions = rows[member], starts[member] + offset
+        reach = starts[:, None] + torch.arange(longest)  # [m, Lq] last position that a query sees
+        hidden = torch.arange(end) > reach[..., None]  # [m, Lq, Lk]
+        group = shape.heads // shape.kv_heads
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._keys[layer], self._values[layer]
+            keys[token_rows, :, :, token_positions] = k
+            values[token_rows, :, token_positions] = v
+            queries = q.new_zeros(num_rows, shape.kv_heads, group, longest, shape.head_dim)
+            queries[member, :, :, offset] = q.unflatten(1, (shape.kv_heads, group))
+            scores = queries.flatten(2, 3) @ keys[..., :end].index_select(0, rows)
+            scores = scores.unflatten(2, (group, longest)).masked_fill_(hidden[:, None, None], -torch.inf)
+            weights = scores.softmax(-1).flatten(2, 3)  # [m, kv_heads, group * Lq, Lk]
+            attended = weights @ values[:, :, :end].index_select(0, rows)
+            return attended.unflatten(2, (group, longest))[member, :, :, offset].flatten(1)
+
+        return attend
+
+    def decode(self, num_rows: int, positions: Tensor, prefix: SharedPrefix | None) -> Attend:
+        """Attention of one new token in each of the rows [0, num_rows), at its position [num_rows]."""
+        shape = self._shape
+        group = shape.heads // shape.kv_heads
+        start = prefix.length if prefix else 0
+        end = int(positions.max()) + 1
+        rows = torch.arange(num_rows)
+        mask = torch.zeros(num_rows, 1, end - start, dtype=self._all_keys.dtype)
+        mask.masked_fill_((torch.arange(start, end) > positions[:, None])[:, None], -torch.inf)
+        mask = mask.repeat_interleave(shape.kv_heads, dim=0)  # [n * kv_heads, 1, L]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._keys[layer][:num_rows], self._values[layer][:num_rows]
+            keys[rows, :, :, positions] = k
+            values[rows, :, positions] = v
+            queries = q.reshape(num_rows * shape.kv_heads, group, shape.head_dim)
+            scores = torch.baddbmm(mask, queries, keys.flatten(0, 1)[..., start:end])  # [n * kv_heads, group, L]
+            own_values = values.flatten(0, 1)[:, start:end]
+            if prefix is None:
+                return torch.bmm(scores.softmax(-1), own_values).view(num_rows, -1)
+            gathered = queries.flatten(1).index_select(0, prefix.from_rows)
+            by_class = gathered.view(prefix.keys[layer].shape[0], -1, shape.head_dim)  # [C * kv_heads, N * group, d]
+            shared = torch.bmm(by_class, prefix.keys[layer]).view(-1, group * start).index_select(0, prefix.to_rows)
+            weights = torch.cat([shared.view(-1, group, start), scores], dim=-1).softmax(-1)
+            gathered = weights[..., :start].index_select(0, prefix.from_rows)
+            by_class = gathered.view(prefix.keys[layer].shape[0], -1, start)
+            attended = torch.bmm(by_class, prefix.values[layer]).view(-1, group * shape.head_dim)
+            attended = attended.index_select(0, prefix.to_rows).view(-1, group, shape.head_dim)
+            return attended.baddbmm_(weights[..., start:], own_values).view(num_rows, -1)
+
+        return attend
+
+    def share(self, token_ids: NDArray[np.int64], length: int) -> SharedPrefix | None:
+        """The prefix that is worth reading once per class, or None. token_ids [n, >= length]: all rows are that long."""
+        order, shared = _sorted_by_prefix(np.ascontiguousarray(token_ids[:, :length]))
+        prefix_length = _best_prefix_length(shared)
+        if prefix_length == 0:
+            return None
+        num_rows, kv_heads = len(order), self._shape.kv_heads
+        class_of_sorted = np.concatenate([[0], np.cumsum(shared < prefix_length)])
+        first = np.searchsorted(class_of_sorted, np.arange(class_of_sorted[-1] + 1))  # [C]
+        place_of_sorted = np.arange(num_rows) - first[class_of_sorted]
+        num_classes, width = len(first), int(place_of_sorted.max()) + 1
+        members = np.zeros((num_classes, width), dtype=np.int64)  # unused places repeat row 0
+        members[class_of_sorted, place_of_sorted] = order
+        heads = np.arange(kv_heads)
+        from_rows = members[:, None, :] * kv_heads + heads[:, None]  # [C, kv_heads, N]
+        to_rows = np.empty((num_rows, kv_heads), dtype=np.int64)
+        to_rows[order] = (class_of_sorted[:, None] * kv_heads + heads) * width + place_of_sorted[:, None]
+        leaders = torch.from_numpy(order[first])
+        return SharedPrefix(
+            length=prefix_length,
+            from_rows=torch.from_numpy(from_rows).flatten(),
+            to_rows=torch.from_numpy(to_rows).flatten(),
+            keys=[keys[leaders, :, :, :prefix_length].flatten(0, 1) for keys in self._keys],
+            values=[values[leaders, :, :prefix_length].flatten(0, 1) for values in self._values],
+        )
+
+
+def _sorted_by_prefix(token_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """An order [n] that puts equal prefixes next to each other, and how much neighbours share [n - 1]."""
+    raw = [row.tobytes() for row in token_ids]  # any total order of whole tokens will do
+    order = np.array(sorted(range(len(raw)), key=raw.__getitem__), dtype=np.int64)
+    different = token_ids[order[1:]] != token_ids[order[:-1]]
+    shared = np.where(different.any(axis=1), different.argmax(axis=1), token_ids.shape[1])
+    return order, shared
+
+
+def _best_prefix_length(shared: NDArray[np.int64]) -> int:
+    """The length that saves most: reads saved by C classes instead of n rows, less the scores of padded places."""
+    num_rows = len(shared) + 1
+    best_length, best_gain = 0, 0.0
+    for length in np.unique(shared[shared >= _MIN_SHARED]).tolist():
+        starts = [0, *(np.flatnonzero(shared < length) + 1).tolist(), num_rows]
+        width = max(end - start for start, end in pairwise(starts))
+        num_classes = len(starts) - 1
+        gain = length * (_READ_COST * (num_rows - num_classes) - (num_classes * width - num_rows))
+        if gain > best_gain:
+            best_length, best_gain = length, gain
+    return best_length

@@ -1,0 +1,231 @@
+"""The rows of the running batch: tokens, sampling state and cache of every slot, and the two steps over them.
+
+Everything about a token is addressed by its position in the trajectory, so a step is a handful of tensor operations
+over all rows and nothing is done per row but at the end of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragen_mega.engines import sampling as sampler
+from ragen_mega.engines.decoder import Decoder, DecoderShape
+from ragen_mega.engines.kv_cache import KVCache, SharedPrefix
+from ragen_mega.types import Completion, SamplingParams
+
+_MIN_COPIED = 16
+"""A shared beginning has to be this much longer before it is worth waiting for the row that computes it."""
+_MAX_PREFILL_PLACES = 2048
+"""Padded tokens in one prefill pass; keeps its scores in the processor's cache."""
+
+
+class Prefill(NamedTuple):
+    """A request for a slot: the whole trajectory so far, and how to continue it."""
+
+    slot: int
+    tokens: list[int]
+    sampling: SamplingParams
+
+
+class _Suffix(NamedTuple):
+    """The tokens of a slot whose keys are still to be computed."""
+
+    slot: int
+    start: int
+    count: int
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What is known of every slot; the first index is the slot. Tokens live at their position in the trajectory."""
+
+    ids: Tensor  # [S, max_context + 1]; the last column takes what rows at rest sample
+    logprobs: Tensor  # [S, max_context + 1]
+    uniforms: Tensor  # [S, max_context + 1] float64
+    prompt_length: Tensor  # [S] tokens before the current completion
+    length: Tensor  # [S] tokens whose keys are cached, and the position of the token that is fed next
+    limit: Tensor  # [S] the completion ends when the trajectory has so many tokens
+    running: Tensor  # [S] bool
+    inverse_temperature: Tensor  # [S]
+    top_p: Tensor  # [S]
+    greedy: Tensor  # [S] bool
+    stops: Tensor  # [S, V] bool
+
+    @classmethod
+    def create(cls, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> _Rows:
+        def integers() -> Tensor:
+            return torch.zeros(num_slots, dtype=torch.int64)
+
+        return cls(
+            ids=torch.zeros(num_slots, max_context + 1, dtype=torch.int64),
+            logprobs=torch.zeros(num_slots, max_context + 1, dtype=dtype),
+            uniforms=torch.zeros(num_slots, max_context + 1, dtype=torch.float64),
+            prompt_length=integers(),
+            length=integers(),
+            limit=integers(),
+            running=torch.zeros(num_slots, dtype=torch.bool),
+            inverse_temperature=torch.ones(num_slots, dtype=dtype),
+            top_p=torch.ones(num_slots, dtype=torch.float64),
+            greedy=torch.zeros(num_slots, dtype=torch.bool),
+            stops=torch.zeros(num_slots, vocab, dtype=torch.bool),
+        )
+
+    def move(self, source: int, target: int) -> None:
+        for name in self.__slots__:
+            tensor = getattr(self, name)
+            tensor[target] = tensor[source]
+
+
+class SlotTable:
+    """Slots [0, n) are in use, whether they run or wait for their environment."""
+
+    def __init__(self, shape: DecoderShape, *, num_slots: int, max_context: int, dtype: torch.dtype) -> None:
+        self._max_context = max_context
+        self._rows = _Rows.create(num_slots, max_context, shape.vocab, dtype)
+        self._ids = self._rows.ids.numpy()
+        self._length = self._rows.length.numpy()
+        self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
+        self._num_slots = 0
+        self._prefix: SharedPrefix | None = None
+        self._prefix_is_stale = True
+        self._uses_top_p = self._uses_greedy = False
+
+    def stop(self, slot: int) -> None:
+        """The slot's completion is no longer wanted; its cache stays."""
+        self._rows.running[slot] = False
+
+    def remove(self, slot: int) -> None:
+        """Free a slot; the last slot in use takes its place."""
+        self._num_slots -= 1
+        last = self._num_slots
+        if slot != last:
+            self._cache.copy_row(last, slot, int(self._length[last]))
+            self._rows.move(last, slot)
+        self._length[last] = 0
+        self._rows.running[last] = False
+        self._prefix_is_stale = True
+
+    def decode(self, decoder: Decoder) -> list[tuple[int, Completion]]:
+        """One token for every running slot; the completions that it ended."""
+        rows, num_rows = self._rows, self._num_slots
+        if self._prefix_is_stale:
+            self._prefix = self._cache.share(self._ids[:num_rows], int(self._length[:num_rows].min()))
+            self._prefix_is_stale = False
+        index = torch.arange(num_rows)
+        positions = rows.length[:num_rows].clone()
+        attend = self._cache.decode(num_rows, positions, self._prefix)
+        hidden = decoder.forward(rows.ids[index, positions], positions, attend)
+        # Rows at rest are computed along and change nothing: their token is fed again when their next turn comes.
+        rows.length[:num_rows] += rows.running[:num_rows]
+        return self._accept(index, decoder.logits(hidden))
+
+    def prefill(self, decoder: Decoder, requests: list[Prefill], *, num_slots: int) -> list[tuple[int, Completion]]:
+        """Compute what is new of the requests, sample their first tokens; the completions that end with them."""
+        self._prefix_is_stale |= num_slots != self._num_slots
+        self._num_slots = num_slots
+        finished = []
+        while requests:
+            suffixes, requests = self._plan(requests)
+            for chunk in _chunks(suffixes):
+                index = torch.tensor([suffix.slot for suffix in chunk])
+                starts = torch.tensor([suffix.start for suffix in chunk])
+                counts = torch.tensor([suffix.count for suffix in chunk])
+                positions = torch.cat([torch.arange(start, start + count) for _, start, count in chunk])  # [T]
+                tokens = self._rows.ids[index.repeat_interleave(counts), positions]
+                hidden = decoder.forward(tokens, positions, self._cache.prefill(index, starts, counts))
+                self._rows.length[index] = starts + counts
+                finished += self._accept(index, decoder.logits(hidden[counts.cumsum(0) - 1]))
+        return finished
+
+    def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
+        """What to compute now, and the requests that wait because another one's row will hold their beginning."""
+        suffixes, deferred = [], []
+        planned = self._length[: self._num_slots].copy()  # cached once the suffixes are computed
+        for request in requests:
+            slot, tokens = request.slot, np.asarray(request.tokens)
+            shared = _shared_length(self._ids[: self._num_slots], tokens)  # [n]
+            cached_here = int(min(shared[slot], self._length[slot]))
+            cached, source = cached_here, slot
+            if cached_here == 0:  # a new trajectory
+                cached_anywhere = np.minimum(shared, self._length[: self._num_slots])
+                source = int(cached_anywhere.argmax())
+                cached = int(cached_anywhere[source])
+                if np.minimum(shared, planned).max() >= cached + _MIN_COPIED:
+                    deferred.append(request)
+                    continue
+            start = min(cached, len(tokens) - 1)  # the last token is computed in any case: its logits are needed
+            if source != slot:
+                self._cache.copy_row(source, slot, start)
+            self._begin(request, tokens)
+            planned[slot] = len(tokens)
+            suffixes.append(_Suffix(slot, start, len(tokens) - start))
+        return suffixes, deferred
+
+    def _begin(self, request: Prefill, tokens: np.ndarray) -> None:
+        """Write the request into its row."""
+        rows, slot, sampling = self._rows, request.slot, request.sampling
+        limit = min(len(tokens) + sampling.max_tokens, self._max_context)
+        self._ids[slot, : len(tokens)] = tokens
+        rows.uniforms[slot, len(tokens) : limit] = sampler.uniforms(sampling.seed, limit - len(tokens))
+        rows.prompt_length[slot] = len(tokens)
+        rows.limit[slot] = limit
+        rows.running[slot] = True
+        rows.greedy[slot] = sampling.temperature == 0.0
+        rows.inverse_temperature[slot] = 1.0 / (sampling.temperature or 1.0)
+        rows.top_p[slot] = sampling.top_p
+        rows.stops[slot] = False
+        rows.stops[slot, list(sampling.stop_token_ids)] = True
+        self._uses_greedy |= sampling.temperature == 0.0
+        self._uses_top_p |= sampling.top_p < 1.0
+
+    def _accept(self, index: Tensor, logits: Tensor) -> list[tuple[int, Completion]]:
+        """Sample from logits [m, V] into slots index [m]; the completions that end here."""
+        rows = self._rows
+        running = rows.running[index]
+        positions = torch.where(running, rows.length[index], self._max_context)
+        tokens, logprobs = sampler.sample(
+            logits,
+            rows.inverse_temperature[index],
+            rows.uniforms[index, positions],
+            top_p=rows.top_p[index] if self._uses_top_p else None,
+            greedy=rows.greedy[index] if self._uses_greedy else None,
+        )
+        rows.ids[index, positions] = tokens
+        rows.logprobs[index, positions] = logprobs
+        stopped = rows.stops[index, tokens]
+        ended = running & (stopped | (positions + 1 >= rows.limit[index]))
+        if not bool(ended.any()):
+            return []
+        finished = []
+        for place in ended.nonzero()[:, 0].tolist():
+            slot = int(index[place])
+            span = slice(int(rows.prompt_length[slot]), int(rows.length[slot]) + 1)
+            rows.running[slot] = False
+            finish_reason = "stop" if bool(stopped[place]) else "length"
+            completion = Completion(rows.ids[slot, span].tolist(), rows.logprobs[slot, span].tolist(), finish_reason)
+            finished.append((slot, completion))
+        return finished
+
+
+def _shared_length(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """How many leading tokens each row of ids [n, >= len(tokens)] has in common with tokens: [n]."""
+    different = ids[:, : len(tokens)] != tokens
+    return np.where(different.any(axis=1), different.argmax(axis=1), len(tokens))
+
+
+def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:
+    """Split into passes of similar counts, so that padding to the longest of a pass stays small."""
+    chunk: list[_Suffix] = []
+    for suffix in sorted(suffixes, key=lambda suffix: suffix.count, reverse=True):
+        if chunk and (len(chunk) + 1) * chunk[0].count > _MAX_PREFILL_PLACES:
+            yield chunk
+            chunk = []
+        chunk.append(suffix)
+    if chunk:
+        yield chunk

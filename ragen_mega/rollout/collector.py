@@ -1,0 +1,179 @@
+"""Multi-turn rollout without a barrier: one coroutine per trajectory, each at its own pace.
+
+Source: StarPO, arXiv:2504.20073, section 3.1 (trajectories of at most K turns, N per initial state). What the policy
+samples is appended to the trajectory as it was sampled; what the environment says is appended unmasked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ragen_mega.environments.episode import Episode, TurnResult
+from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.types import SamplingParams, Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One trajectory to sample. The tasks of a group share everything but `outcome_seed`."""
+
+    group_id: int
+    environment: str
+    seed: int
+    """Draws the initial state."""
+    outcome_seed: int
+    """Draws what is random after it."""
+    board: tuple[str, ...] | None
+    """Replaces the drawn initial state."""
+    make_episode: Callable[[], Episode]
+    """A fresh episode; called once per trajectory."""
+
+
+def tasks_for_group(
+    group_id: int,
+    environment: str,
+    seed: int,
+    make_episode: Callable[[], Episode],
+    *,
+    group_size: int,
+    outcome_seed: int = 0,
+    board: Sequence[str] | None = None,
+) -> list[Task]:
+    """`group_size` tasks from one initial state, with outcomes of their own.
+
+    `outcome_seed` is the run's; the members' are derived from it, the initial seed and their place in the group.
+    """
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, not {group_size}")
+    return [
+        Task(
+            group_id,
+            environment,
+            seed,
+            _stable_seed("outcome", outcome_seed, environment, seed, member),
+            None if board is None else tuple(board),
+            make_episode,
+        )
+        for member in range(group_size)
+    ]
+
+
+def collect(
+    engine: RolloutEngine,
+    renderer: ChatRenderer,
+    tasks: Sequence[Task],
+    *,
+    max_tokens: int,
+    max_context: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[TrajectoryGroup]:
+    """Sample one trajectory per task with an engine that is awake; groups in order of their first task.
+
+    `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `progress(done, total)` is called when a
+    trajectory ends. The same seed, tasks and weights give the same trajectories, whatever the order of completion.
+    Raises ValueError if a first prompt leaves no room to answer.
+    """
+    if not tasks:
+        return []
+    run = _Collection(engine, renderer, max_tokens, max_context, temperature, top_p, seed)
+    trajectories = asyncio.run(run.collect(tasks, progress))
+    groups: dict[int, TrajectoryGroup] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, [])).trajectories.append(trajectory)
+    return list(groups.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Collection:
+    engine: RolloutEngine
+    renderer: ChatRenderer
+    max_tokens: int
+    max_context: int
+    temperature: float
+    top_p: float
+    seed: int
+
+    async def collect(self, tasks: Sequence[Task], progress: Callable[[int, int], None] | None) -> list[Trajectory]:
+        num_done = 0
+
+        async def sample(session: int, member: int, task: Task) -> Trajectory:
+            nonlocal num_done
+            try:
+                trajectory = await self._sample(session, member, task)
+            finally:
+                self.engine.release(session)
+            num_done += 1
+            if progress is not None:
+                progress(num_done, len(tasks))
+            return trajectory
+
+        sizes: dict[int, int] = {}
+        async with asyncio.TaskGroup() as running:
+            started = []
+            for session, task in enumerate(tasks):
+                member = sizes.get(task.group_id, 0)
+                sizes[task.group_id] = member + 1
+                started.append(running.create_task(sample(session, member, task)))
+        return [task.result() for task in started]
+
+    async def _sample(self, session: int, member: int, task: Task) -> Trajectory:
+        """Render, generate, append, respond; until the episode or the context is over."""
+        trajectory = Trajectory(
+            group_id=task.group_id,
+            environment=task.environment,
+            seed=task.seed,
+            outcome_seed=task.outcome_seed,
+            weight_version=self.engine.weight_version,
+        )
+        episode = task.make_episode()
+        observation = self.renderer.start(episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board))
+        if len(observation) >= self.max_context:
+            raise ValueError(
+                f"the first prompt of {task.environment} has {len(observation)} tokens and max_context is "
+                f"{self.max_context}; raise --max-context-length or shorten the prompt"
+            )
+        while True:
+            trajectory.append_observation(observation)
+            sampling = SamplingParams(
+                max_tokens=min(self.max_tokens, self.max_context - len(trajectory)),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                stop_token_ids=self.renderer.stop_token_ids,
+                seed=_stable_seed("sampling", self.seed, task.group_id, member, len(trajectory.turns)),
+            )
+            completion = await self.engine.generate(list(trajectory.tokens), sampling, session=session)
+            turn = trajectory.append_action(completion)
+            turn.info["finish_reason"] = completion.finish_reason
+            result = _respond(episode, self.renderer.decode_action(completion.tokens))
+            turn.reward = result.reward
+            turn.info.update(result.info)
+            trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
+            if result.message is None:
+                return trajectory
+            finished_cleanly = completion.tokens[-1:] == [self.renderer.end_of_turn_id]
+            observation = self.renderer.observe(result.message, finished_cleanly)
+            if len(trajectory) + len(observation) >= self.max_context:
+                turn.info["context_overflow"] = trajectory.truncated = True
+                return trajectory
+
+
+def _respond(episode: Episode, text: str) -> TurnResult:
+    """The environment's answer; if it raises, the end of this trajectory with the error as data."""
+    try:
+        return episode.respond(text)
+    except Exception as error:  # an environment is anyone's code, and one broken trajectory must not end the rollout
+        info = {"error": f"{type(error).__name__}: {error}", "success": False}
+        return TurnResult(reward=0.0, message=None, terminated=False, truncated=True, info=info)
+
+
+def _stable_seed(*parts: object) -> int:
+    """A 63-bit seed, the same in every process and run."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,101 @@
+"""Chat messages as token deltas: every token is appended once and never re-tokenised.
+
+The deltas are cut out of the tokenizer's own chat template, so training and inference see the markers that the model was
+trained with. Text boundaries fall on special tokens, where tokenisation cannot merge across.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+from ragen_mega.environments.episode import Message
+
+_THINK = "<think>"
+_ANSWER = "ANSWER-OF-THE-ASSISTANT"
+_PROBES = (Message("user", "first"), Message("user", "second"), Message("user", "third\n"))
+
+
+class ChatRenderer:
+    """Renders the turns of an episode for one tokenizer; with `think`, every assistant turn begins with `<think>`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, think: bool) -> None:
+        """Raises ValueError if the chat template does not only ever append."""
+        if not tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat_template; use an instruct model's tokenizer or set ChatML")
+        self._tokenizer = tokenizer
+        self._forced = _THINK if think else ""
+        self._between = lru_cache(maxsize=4096)(self._render_between)
+        marker = self._encode(self._delta(_PROBES[1]))[0]
+        self.end_of_turn_id = marker
+        """Ends an assistant turn (`<|im_end|>`)."""
+        self._check_template()
+        end_ids = {marker} if tokenizer.eos_token_id is None else {marker, tokenizer.eos_token_id}
+        self.stop_token_ids = tuple(sorted(end_ids))
+        """Sampling one of them ends a completion."""
+
+    def start(self, messages: Sequence[Message]) -> list[int]:
+        """The first messages and everything up to the first sampling position."""
+        return self._encode(self._template(messages) + self._forced)
+
+    def observe(self, message: Message, finished_cleanly: bool) -> list[int]:
+        """What stands between the last sampled token of a turn and the first of the next.
+
+        `finished_cleanly`: the model sampled `end_of_turn_id` itself; otherwise it is supplied here.
+        """
+        between = self._between(message)
+        return list(between[1:] if finished_cleanly else between)
+
+    def decode_action(self, tokens: Sequence[int]) -> str:
+        """The text of one sampled turn, special tokens left out."""
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _render_between(self, message: Message) -> tuple[int, ...]:
+        return tuple(self._encode(self._delta(message) + self._forced))
+
+    def _delta(self, message: Message) -> str:
+        """Text behind an assistant's answer that `message` follows, up to the next answer."""
+        conversation = [_PROBES[0], Message("assistant", _ANSWER), message]
+        before, found, delta = self._template(conversation).partition(_ANSWER)
+        if not found:
+            raise ValueError("the chat template drops or rewrites assistant messages; turns cannot be appended to it")
+        return delta
+
+    def _check_template(self) -> None:
+        special = set(self._tokenizer.all_special_ids)
+        if self.end_of_turn_id not in special:
+            raise ValueError(
+                "the chat template must end an assistant turn with a special token, not "
+                f"{self._tokenizer.convert_ids_to_tokens(self.end_of_turn_id)!r}; "
+                "mark it as special in the tokenizer, or completions could not be told from their end"
+            )
+        first, second, third = _PROBES
+        appended = self._template([first]) + _ANSWER + self._delta(second) + _ANSWER + self._delta(third)
+        answer = Message("assistant", _ANSWER)
+        whole = self._template([first, answer, second, answer, third])
+        if appended != whole or self._encode(appended) != self._encode_pieces(appended):
+            raise ValueError(
+                "the chat template is not prefix-stable: a whole conversation differs from its turns appended one by one; "
+                f"use one that only appends\n  appended {appended!r}\n  whole    {whole!r}"
+            )
+
+    def _encode_pieces(self, text: str) -> list[int]:
+        """Tokens of the text cut where turns are cut: behind every assistant answer."""
+        first, *rest = text.split(_ANSWER)
+        tokens = self._encode(first)
+        for piece in rest:
+            tokens += self._encode(_ANSWER) + self._encode(piece)
+        return tokens
+
+    def _template(self, messages: Sequence[Message]) -> str:
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))

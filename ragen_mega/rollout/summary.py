@@ -1,0 +1,49 @@
+"""What a rollout looked like, as numbers that go into the log.
+
+Source of the signals: StarPO, arXiv:2504.20073, section 4 (success, in-group reward deviation, response length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from ragen_mega.types import Trajectory, TrajectoryGroup
+
+
+def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Metrics of all trajectories, and again under `name/environment` if there are several environments.
+
+    success, truncated_rate: share of trajectories. reward: mean total reward. in_group_std: mean over groups of the
+    population standard deviation of total rewards. num_turns: mean per trajectory. response_length: sampled tokens per
+    turn. thought_length: words of the thought per turn, 0 for a turn without one. valid_format_rate, valid_action_rate:
+    share of turns. num_trajectories, sampled_tokens: counts. No group, no metrics.
+    """
+    if not groups:
+        return {}
+    metrics = _summarize(groups)
+    by_environment: dict[str, list[TrajectoryGroup]] = {}
+    for group in groups:
+        by_environment.setdefault(group.trajectories[0].environment, []).append(group)
+    if len(by_environment) > 1:
+        for name, own_groups in by_environment.items():
+            metrics |= {f"{key}/{name}": value for key, value in _summarize(own_groups).items()}
+    return metrics
+
+
+def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    trajectories: list[Trajectory] = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    return {
+        "success": fmean(trajectory.success for trajectory in trajectories),
+        "reward": fmean(trajectory.total_reward for trajectory in trajectories),
+        "in_group_std": fmean(pstdev(group.total_rewards) for group in groups),
+        "response_length": fmean(turn.end - turn.start for turn in turns),
+        "thought_length": fmean(len(turn.info.get("thought", "").split()) for turn in turns),
+        "valid_format_rate": fmean(bool(turn.info.get("is_format_valid", False)) for turn in turns),
+        "valid_action_rate": fmean(bool(turn.info.get("is_action_valid", False)) for turn in turns),
+        "num_turns": fmean(len(trajectory.turns) for trajectory in trajectories),
+        "truncated_rate": fmean(trajectory.truncated for trajectory in trajectories),
+        "num_trajectories": float(len(trajectories)),
+        "sampled_tokens": float(sum(trajectory.num_sampled_tokens for trajectory in trajectories)),
+    }

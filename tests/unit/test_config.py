@@ -1,0 +1,56 @@
+"""Flags: every bad one is a ValueError of one line that names the rule; a good configuration survives its JSON."""
+
+import json
+
+import pytest
+
+from ragen_mega.config import StarPOConfig, parse
+
+
+def test_last_flag_wins_and_json_round_trips() -> None:
+    config = parse(["--lr", "1e-4", "--no-think", "--environments", "sokoban:3,frozen_lake", "--lr", "3e-4"])
+    assert config.train.lr == 3e-4 and not config.environment.think
+    assert config.environment.shares == {"sokoban": 3, "frozen_lake": 1}
+    assert StarPOConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lrr 1", "did you mean --lr"),
+        ("--clip-grad x", "--clip-grad"),
+        ("stray", "stray"),
+        ("--sequence-parallel", "does nothing at tensor_model_parallel_size 1"),
+        ("--environments lake", "unknown environment 'lake'"),
+        ("--environments sokoban:0", "positive shares"),
+        ("--environments sokoban:3,frozen_lake:2", "multiple of the sum of environment shares"),
+        ("--environment-options {", "JSON object"),
+        ('--environment-options {"sokoban":{}}', "not trained"),
+        ('--environment-options {"frozen_lake":{"depth":3}}', "depth"),
+        ("--filter-strategy none --filter-value 0.5", "does nothing with filter_strategy none"),
+        ("--filter-strategy top_k", "needs its value"),
+        ("--turn-gamma 0.9", "do nothing with advantage_estimator gae"),
+        ("--advantage-estimator bilevel_gae", "--reward-placement turn"),
+        ("--advantage-estimator grpo --reward-placement turn", "reward_placement turn does nothing"),
+        ("--advantage-estimator grpo --critic-warmup 3", "has no critic"),
+        ("--advantage-estimator grpo --kl-in-reward k1 --kl-reward-coef 0.1", "per-token KL reward does nothing"),
+        ("--kl-coef 0.1", "need each other"),
+        ("--kl-in-reward k1", "need each other"),
+        ("--group-size 1 --filter-strategy none --advantage-estimator grpo", "group_size is 1"),
+        ("--group-size 1", "raise --group-size"),
+        ("--temperature 0", "must be positive"),
+        ("--num-steps 0", "at least 1"),
+        ("--reward-normalization-scope batch", "does nothing with identity"),
+    ],
+)
+def test_bad_flags_are_one_line(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse(flags.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_world_size_must_fit() -> None:
+    config = parse(["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"])
+    config.parallel.check_world(8)
+    with pytest.raises(ValueError, match=r"must divide the world size \(6\)"):
+        config.parallel.check_world(6)

@@ -1,0 +1,126 @@
+"""Group-relative advantages, reward normalisation, whitening and KL estimates against the standard library."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from ragen_mega.starpo import advantages as starpo
+
+
+def random_groups(seed):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(2, 7, (5,), generator=generator).tolist()
+    ids = [group for group, size in zip((42, -3, 7, 0, 5), sizes) for _ in range(size)]
+    order = torch.randperm(len(ids), generator=generator)
+    scores = torch.randn(len(ids), generator=generator, dtype=torch.float64) * 4 + 2
+    group_ids = torch.tensor(ids)[order]
+    return torch.where(group_ids == 7, 0.1 + 0.2, scores), group_ids  # group 7 is constant
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_group_relative(seed):
+    scores, group_ids = random_groups(seed)
+    grpo = starpo.group_relative(scores, group_ids, normalize_std=True)
+    dr_grpo = starpo.group_relative(scores, group_ids, normalize_std=False)
+    rloo = starpo.group_relative(scores, group_ids, normalize_std=False, leave_one_out=True)
+    for i, score in enumerate(scores.tolist()):
+        members = [s for j, s in enumerate(scores.tolist()) if group_ids[j] == group_ids[i]]
+        others = [s for j, s in enumerate(scores.tolist()) if group_ids[j] == group_ids[i] and j != i]
+        centred = score - statistics.mean(members)
+        assert float(dr_grpo[i]) == pytest.approx(centred, abs=1e-12)
+        assert float(rloo[i]) == pytest.approx(score - statistics.mean(others), abs=1e-12)
+        expected = 0.0 if group_ids[i] == 7 else centred / statistics.stdev(members)
+        assert float(grpo[i]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_float32_scores_of_a_constant_group_are_exactly_zero():
+    scores = torch.tensor([0.1, 0.1, 0.1, 5.0, 6.0])
+    relative = starpo.group_relative(scores, torch.tensor([0, 0, 0, 1, 1]), normalize_std=True)
+    assert relative.dtype == torch.float32
+    assert relative[:3].tolist() == [0.0, 0.0, 0.0]
+    assert relative[3:].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
+def test_float_noise_of_equal_scores_is_no_signal():
+    scores = torch.tensor([0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
+    assert starpo.group_relative(scores, torch.zeros(3), normalize_std=True).tolist() == [0.0] * 3
+
+
+def test_reward_normalization():
+    scores, keys = random_groups(0)
+    assert torch.equal(starpo.normalize_rewards(scores, keys, method="identity"), scores)
+    mean = starpo.normalize_rewards(scores, keys, method="mean")
+    assert torch.equal(mean, starpo.group_relative(scores, keys, normalize_std=False))
+    mean_std = starpo.normalize_rewards(scores, keys, method="mean_std")
+    for key in keys.unique():
+        members = mean_std[keys == key]
+        assert float(members.mean()) == pytest.approx(0.0, abs=1e-12)
+        assert float(members.std()) == pytest.approx(0.0 if key == 7 else 1.0, abs=1e-12)
+
+
+def test_asymmetric_clip_bounds():
+    scores = torch.tensor([1.0] * 15 + [-20.0] + [0.0] * 15 + [20.0])
+    keys = torch.tensor([0] * 16 + [1] * 16)
+    clipped = starpo.normalize_rewards(scores, keys, method="asym_clip")
+    assert float(clipped[15]) == -1.0, "z = -3.75"
+    assert float(clipped[31]) == 3.0, "z = 3.75"
+    unclipped = starpo.normalize_rewards(scores, keys, method="mean_std")
+    assert torch.equal(clipped[:15], unclipped[:15]) and torch.equal(clipped[16:31], unclipped[16:31])
+
+
+def test_whitening_of_parts_equals_whitening_of_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, generator=generator) * 3 + 100
+    mask = torch.rand(1000, generator=generator) < 0.4
+    whole = starpo.whiten(x, mask)
+    assert float(whole[mask].mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(whole[mask].std()) == pytest.approx(1.0, abs=1e-6)
+    assert not whole[~mask].any() and whole.dtype == torch.float32
+
+    parts = [slice(0, 10), slice(10, 700), slice(700, 1000)]
+    moments = sum(starpo.masked_moments(x[part], mask[part]) for part in parts)
+    mean, var = starpo.mean_and_variance(moments)
+    assert float(mean) == pytest.approx(statistics.mean(x[mask].tolist()), rel=1e-12)
+    assert float(var) == pytest.approx(statistics.variance(x[mask].tolist()), rel=1e-9)
+    pieces = torch.cat([starpo.whiten(x[part], mask[part], mean=mean, var=var) for part in parts])
+    torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=0)
+
+
+def test_whitening_a_constant_gives_zero():
+    assert starpo.whiten(torch.full((8,), 0.3), torch.ones(8, dtype=torch.bool)).abs().max() < 1e-3
+
+
+def test_kl_penalty():
+    logprobs, reference = [-0.1, -2.0, -1.0, -30.0], [-0.4, -1.0, -1.0, -0.5]
+    arguments = (torch.tensor(logprobs, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64))
+    differences = [min(20.0, q - p) for p, q in zip(logprobs, reference)]
+    assert starpo.kl_penalty(*arguments, "k1").tolist() == pytest.approx([-d for d in differences])
+    assert starpo.kl_penalty(*arguments, "k2").tolist() == pytest.approx([d * d / 2 for d in differences])
+    expected = [math.exp(d) - 1 - d for d in differences]
+    assert starpo.kl_penalty(*arguments, "k3").tolist() == pytest.approx(expected)
+
+
+def test_kl_estimators_are_unbiased():
+    """Expectation over all outcomes of a categorical distribution: k1 and k3 give the exact divergence."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    q = torch.tensor([0.25, 0.25, 0.3, 0.2], dtype=torch.float64)
+    exact = float((p * (p / q).log()).sum())
+    for kind in ("k1", "k3"):
+        assert float((p * starpo.kl_penalty(p.log(), q.log(), kind)).sum()) == pytest.approx(exact, abs=1e-12)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="at least 2 trajectories"):
+        starpo.group_relative(torch.ones(3), torch.tensor([0, 0, 1]), normalize_std=True)
+    with pytest.raises(ValueError, match="set one of the two"):
+        starpo.group_relative(torch.ones(2), torch.zeros(2), normalize_std=True, leave_one_out=True)
+    with pytest.raises(ValueError, match="unknown reward normalisation"):
+        starpo.normalize_rewards(torch.ones(2), torch.zeros(2), method="median")
+    with pytest.raises(ValueError, match="at least 2 sampled tokens"):
+        starpo.whiten(torch.ones(2), torch.tensor([True, False]))
+    with pytest.raises(ValueError, match="mean and var together"):
+        starpo.whiten(torch.ones(2), torch.ones(2).bool(), mean=torch.zeros(()))
+    with pytest.raises(ValueError, match="unknown KL estimator"):
+        starpo.kl_penalty(torch.zeros(1), torch.zeros(1), "k4")

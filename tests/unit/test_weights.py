@@ -1,0 +1,83 @@
+"""Sharding rules against an independent statement of Megatron's layout, and round trips through every split."""
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen3Config
+
+from ragen_mega.config import ParallelConfig
+from ragen_mega.megatron.model import check_model, padded_vocab_size
+from ragen_mega.megatron.weights import Slot, shard, unshard
+
+CONFIGS = {
+    "qwen2": Qwen2Config(
+        vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4,
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=93, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=6,
+    ),
+}
+HEAD_DIM = {"qwen2": 4, "qwen3": 6}
+
+
+def tensors(architecture: str, layout: str) -> list[torch.Tensor]:
+    dim, rand = HEAD_DIM[architecture], lambda *shape: torch.randn(*shape)
+    return {
+        "qkv": [rand(8 * dim, 32), rand(4 * dim, 32), rand(4 * dim, 32)],
+        "gate_up": [rand(48, 32), rand(48, 32)],
+        "row": [rand(32, 48)],
+        "vocab": [rand(CONFIGS[architecture].vocab_size, 32)],
+        "replicated": [rand(32)],
+    }[layout]
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("layout", ["qkv", "gate_up", "row", "vocab", "replicated"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_round_trip(architecture: str, layout: str, tp: int) -> None:
+    hf, slot, full = CONFIGS[architecture], Slot("p", ("a", "b", "c"), layout), tensors(architecture, layout)
+    shards = [shard(slot, full, hf, rank, tp) for rank in range(tp)]
+    assert len({piece.shape for piece in shards}) == 1
+    for expected, got in zip(full, unshard(slot, shards, hf), strict=True):
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_fused_qkv_holds_whole_groups(tp: int) -> None:
+    hf, dim = CONFIGS["qwen3"], 6
+    q, k, v = tensors("qwen3", "qkv")
+    for rank in range(tp):
+        local = shard(Slot("p", ("q", "k", "v"), "qkv"), [q, k, v], hf, rank, tp)
+        rows = []
+        for group in range(rank * 4 // tp, (rank + 1) * 4 // tp):  # each key-value head with its two query heads
+            rows += [q[2 * group * dim : 2 * (group + 1) * dim], k[group * dim : (group + 1) * dim]]
+            rows += [v[group * dim : (group + 1) * dim]]
+        assert torch.equal(local, torch.cat(rows))
+
+
+def test_gate_and_up_are_fused_per_rank() -> None:
+    gate, up = tensors("qwen2", "gate_up")
+    local = shard(Slot("p", ("g", "u"), "gate_up"), [gate, up], CONFIGS["qwen2"], 1, 2)
+    assert torch.equal(local, torch.cat([gate[24:], up[24:]]))
+
+
+def test_vocabulary_is_padded_with_zero_rows() -> None:
+    hf = CONFIGS["qwen3"]  # 93 rows over 4 ranks
+    (weight,) = tensors("qwen3", "vocab")
+    last = shard(Slot("p", ("e",), "vocab"), [weight], hf, 3, 4)
+    assert padded_vocab_size(hf, 4) == 96 and last.shape == (24, 32)
+    assert torch.equal(last[:21], weight[72:]) and not last[21:].any()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(tensor_model_parallel_size=8), r"key-value heads \(4\)"),
+        (ParallelConfig(tensor_model_parallel_size=3), r"attention heads \(8\)"),
+        (ParallelConfig(pipeline_model_parallel_size=8), r"layers \(4\)"),
+    ],
+)
+def test_impossible_layouts_are_refused(parallel: ParallelConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_model(CONFIGS["qwen2"], parallel)
