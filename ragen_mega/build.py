@@ -11,8 +11,6 @@ from ragen_mega import distributed
 from ragen_mega.config import ModelConfig, StarPOConfig
 from ragen_mega.console import Console
 from ragen_mega.engines.embedded import EmbeddedEngine
-from ragen_mega.environments.base import make
-from ragen_mega.environments.boards import load_boards
 from ragen_mega.evaluation import reference_players
 from ragen_mega.huggingface import load_config, load_tokenizer, local_directory, random_weights, save_huggingface
 from ragen_mega.megatron.critic import MegatronCritic
@@ -23,7 +21,7 @@ from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.metrics import RunLogger
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run import Run
-from ragen_mega.tasks import TaskSampler, episode_maker
+from ragen_mega.tasks import TaskSampler, episode_maker, evaluation_boards
 from ragen_mega.types import Trajectory
 from ragen_mega.warm_start.clone import clone, scripted_texts, scripted_trajectory
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -38,8 +36,7 @@ def build(config: StarPOConfig) -> Run:
     """Everything a run needs, warm start included. Raises ValueError before any training if something cannot work."""
     groups = initialize(config.parallel, config.train.seed)
     boards = {
-        name: load_boards(config.evaluation.boards, make(name, **config.environment.options(name)))
-        for name in config.environment.shares
+        name: evaluation_boards(config.environment, name, config.evaluation.boards) for name in config.environment.shares
     }
     if config.model.load is None:
         check_model(small_model(config.model, vocab_size=512), config.parallel)

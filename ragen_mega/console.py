@@ -46,7 +46,7 @@ COLUMNS = (
     Column("entropy", 7, "{:.3f}", ("actor/entropy",)),
     Column("grad", 7, "{:.3g}", ("actor/grad_norm",)),
     Column("clipped", 7, "{:.2%}", ("actor/clip_fraction_low", "actor/clip_fraction_high")),
-    Column("mismatch", 8, "{:.1e}", ("mismatch/mean_abs",)),
+    Column("mismatch", 8, "{:.1e}", ("mismatch/logprob_mean_abs_diff",)),
     Column("sec", 6, "{:.1f}", ("time/step",)),
     Column("tok/s", 6, "{:.0f}", ("rollout/tokens_per_second",)),
 )

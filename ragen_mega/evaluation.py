@@ -33,7 +33,7 @@ class EvaluationResult:
     ci_low: float
     ci_high: float
     random: float
-    optimum: float
+    optimum: float | None
     reward: float
     valid_format_rate: float
     pass_at_k: dict[str, float]
@@ -121,9 +121,8 @@ def reference_players(
     config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
 ) -> Baselines:
     """The uniform-random and the optimal player on the same initial states under the same budget."""
-    return baselines(
-        name, boards=boards, num_prompts=num_prompts, protocol=episode_config(config), options=config.options(name)
-    )
+    prompts = boards[:num_prompts] if boards else range(123, 123 + num_prompts)
+    return baselines(name, prompts, episode_config(config), config.options(name))
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ class Run:
     engine: RolloutEngine
     renderer: ChatRenderer
     tasks: TaskSampler
-    boards: dict[str, list[Board]]
+    boards: dict[str, list[Board] | None]
     references: dict[str, Baselines]
     logger: RunLogger
     console: Console
@@ -85,7 +86,7 @@ class Run:
         weights = {name: share / sum(shares.values()) for name, share in shares.items()}
         return summarize(groups) | {
             "random": sum(weights[name] * self.references[name].random for name in shares),
-            "optimum": sum(weights[name] * self.references[name].optimum for name in shares),
+            "optimum": sum(weights[name] * (self.references[name].optimum or math.nan) for name in shares),
         }
 
     def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:

@@ -8,9 +8,9 @@ import numpy as np
 
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.environments.base import make, stable_seed
-from ragen_mega.environments.boards import Board, load_boards
+from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.rollout.collector import Task
+from ragen_mega.rollout.collector import Task, tasks_for_group
 
 TRAINING_SEEDS = (1_000_000, 1_000_000_000)
 """Training draws prompt seeds from this range; evaluation sets and held-out checks use smaller ones."""
@@ -55,17 +55,9 @@ class TaskSampler:
             group_id = step * num_groups + index
             seed = self._fresh_seed(name, generator)
             groups.append(
-                [
-                    Task(
-                        group_id=group_id,
-                        environment=name,
-                        seed=seed,
-                        outcome_seed=stable_seed(self.config.train.seed, f"outcome {group_id} {member}"),
-                        board=None,
-                        make_episode=self._makers[name],
-                    )
-                    for member in range(group_size)
-                ]
+                tasks_for_group(
+                    group_id, name, seed, self._makers[name], group_size=group_size, outcome_seed=self.config.train.seed
+                )
             )
         return groups
 
@@ -86,12 +78,19 @@ def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = Non
 def held_out_states(config: EnvironmentConfig, name: str) -> frozenset[str]:
     """First observations of the packaged evaluation boards of `name`; empty if it has none."""
     episode = episode_maker(config, name)()
-    return frozenset(initial_state(episode, board.seed, board.rows) for board in packaged_boards(config, name))
+    boards = evaluation_boards(config, name) or []
+    return frozenset(initial_state(episode, board.seed, board.rows) for board in boards)
 
 
-def packaged_boards(config: EnvironmentConfig, name: str) -> list[Board]:
-    """The standard evaluation boards that fit environment `name` with its options."""
-    return load_boards(None, make(name, **config.options(name)))
+def evaluation_boards(config: EnvironmentConfig, name: str, path: str | None = None) -> list[Board] | None:
+    """Boards to evaluate environment `name` on: those of the file `path`, the packaged ones, or None where it has none.
+
+    Raises ValueError if a file is given that holds none for this environment.
+    """
+    options = config.options(name)
+    if path is None and not has_packaged_boards(make(name, **options)):
+        return None
+    return load_boards(path, name, **options)
 
 
 def evaluation_tasks(
@@ -104,21 +103,10 @@ def evaluation_tasks(
 ) -> list[list[Task]]:
     """`num_prompts` fixed initial states: the given boards, or seeds 123, 124, ... where an environment has no boards."""
     maker = episode_maker(config, name)
+    states: list[tuple[int, tuple[str, ...] | None]] = [(123 + index, None) for index in range(num_prompts)]
     if boards:
         states = [(board.seed, board.rows) for board in boards[:num_prompts]]
-    else:
-        states = [(123 + index, None) for index in range(num_prompts)]
     return [
-        [
-            Task(
-                group_id=index,
-                environment=name,
-                seed=seed,
-                outcome_seed=stable_seed(seed, f"evaluation {member}"),
-                board=rows,
-                make_episode=maker,
-            )
-            for member in range(samples_per_prompt)
-        ]
+        tasks_for_group(index, name, seed, maker, group_size=samples_per_prompt, board=rows)
         for index, (seed, rows) in enumerate(states)
     ]

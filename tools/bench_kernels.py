@@ -147,7 +147,7 @@ def print_case(name: str, shape: dict[str, Any], gemm_ms: float | None, results:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """One bar per provider and case, on a logarithmic time axis, grouped by job."""
+    """One bar per provider and shape, grouped by job."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -164,7 +164,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=6)
         axis.set_yticks(range(len(labels)), labels, fontsize=6)
         axis.invert_yaxis()
-        axis.set_xscale("log")
+        axis.tick_params(axis="x", labelsize=6)
         axis.set_title(f"{job} [ms]", fontsize=8, loc="left")
     figure.suptitle(str(report["environment"]["device"]), fontsize=9)
     figure.tight_layout()

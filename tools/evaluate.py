@@ -18,14 +18,13 @@ from ragen_mega import distributed
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.console import Console, fail
 from ragen_mega.engines.embedded import EmbeddedEngine
-from ragen_mega.environments.base import make
-from ragen_mega.environments.boards import load_boards
 from ragen_mega.evaluation import EvaluationResult, evaluate
 from ragen_mega.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.metrics import CONFIG_FILE, write_json
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run import FINAL_EXPORT
+from ragen_mega.tasks import evaluation_boards
 
 
 def settings(arguments: argparse.Namespace) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
@@ -56,15 +55,15 @@ def run(arguments: argparse.Namespace) -> EvaluationResult:
     distributed.start()
     directory, environment, rollout = settings(arguments)
     name = arguments.environment
-    boards = load_boards(arguments.boards, make(name, **environment.options(name)))
+    boards = evaluation_boards(environment, name, arguments.boards)
     if arguments.num_prompts < 1 or arguments.samples_per_prompt < 1:
         raise ValueError(
             f"num_prompts ({arguments.num_prompts}) and samples_per_prompt ({arguments.samples_per_prompt}) must be positive"
         )
     hf = load_config(str(directory))
     reader = CheckpointReader(directory)
-    num_samples = (len(boards[: arguments.num_prompts]) or arguments.num_prompts) * arguments.samples_per_prompt
-    per_rank = -(-num_samples // distributed.world_size())
+    num_prompts = min(len(boards), arguments.num_prompts) if boards else arguments.num_prompts
+    per_rank = -(-num_prompts * arguments.samples_per_prompt // distributed.world_size())
     engine = EmbeddedEngine(hf, max_context=rollout.max_context_length, max_sessions=min(per_rank, 256))
     console = Console(is_writer=distributed.is_main(), num_steps=0)
     with engine.awake(), console.phase("evaluate", per_rank) as progress:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     args = run.parse_args(list(argv))
     num_ranks = run.determine_local_world_size(args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # of this process; the ranks log for themselves
     try:
         run.run(args)
     except ChildFailedError as error:

@@ -76,6 +76,11 @@ class Bandit:
         info = {"success": is_high, "is_action_effective": True}
         return StepResult(f"{arm}: {reward:g} points", float(reward), True, False, info)
 
+    @property
+    def is_over(self) -> bool:
+        """No episode is running."""
+        return self._done
+
     def facts(self) -> dict[str, Any]:
         """`arms` in the order shown, `high_arm`, `low_arm`."""
         return {"arms": self._order, "high_arm": self._high_arm, "low_arm": self._low_arm}

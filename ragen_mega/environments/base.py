@@ -11,7 +11,8 @@ import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from types import UnionType
+from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,24 @@ def make(name: str, **options: Any) -> Environment:
     unknown = sorted(set(options) - set(valid))
     if unknown:
         raise ValueError(f"environment {name} has no option {', '.join(unknown)}; its options are {', '.join(valid)}")
+    hints = get_type_hints(constructor.__init__)
+    for option, value in options.items():
+        if not _has_type(value, hints.get(option, Any)):
+            kind = inspect.formatannotation(hints[option])
+            raise ValueError(f"option {option} of environment {name} must be {kind}, not {value!r}")
     environment: Environment = constructor(**{**registration.options, **options})
     return environment
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether an option value has its annotated type; an int is a fine float, a bool is neither."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_has_type(value, member) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return hint is Any or isinstance(value, (int, float) if hint is float else get_origin(hint) or hint)
 
 
 def stable_seed(seed: int, purpose: str) -> int:

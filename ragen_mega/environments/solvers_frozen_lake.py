@@ -16,7 +16,9 @@ from ragen_mega.environments.frozen_lake import DIRECTIONS, Cell, Lake
 
 _Array = NDArray[np.float64]
 _TIE = 1e-12
-_MAX_UNPRUNED = 4**5  # comparing fewer vectors with each other costs more than carrying them along
+
+MAX_UNSEEN_ACTIONS = 6
+"""Longest turn that `LakeSolver.open_loop` takes on; its work grows with 4 to this power."""
 
 
 class LakeSolver:
@@ -64,8 +66,17 @@ class LakeSolver:
         is_best = values[-1] >= values[-1].max() - _TIE
         return list(DIRECTIONS)[int(np.argmax(np.where(is_best, values.sum(axis=0), -1.0)))]
 
-    def open_loop(self, player: Cell, *, max_turns: int, max_actions_per_turn: int, max_actions: int) -> float:
-        """Success of the best player who commits to at most `max_actions_per_turn` actions at a time."""
+    def open_loop(
+        self, player: Cell, *, max_turns: int, max_actions_per_turn: int, max_actions: int
+    ) -> float | None:
+        """Success of the best player who commits to at most `max_actions_per_turn` actions at a time.
+
+        None if a turn holds more than `MAX_UNSEEN_ACTIONS` actions: the sequences would be too many to enumerate.
+        """
+        if self._success_rate == 1.0:  # nothing to see: the outcome of every action is known
+            return self.closed_loop(player, min(max_actions, max_turns * max_actions_per_turn))
+        if min(max_actions_per_turn, max_actions) > MAX_UNSEEN_ACTIONS:
+            return None
 
         @cache
         def value(turns: int, budget: int) -> _Array:
@@ -80,15 +91,16 @@ class LakeSolver:
             usable = turns * max_actions_per_turn
             if budget > usable:
                 return sequences(turns, usable, length)
-            return self._prepend_every_action(sequences(turns, budget, length - 1)) if length else value(turns, budget)[None]
+            if length == 0:
+                return value(turns, budget)[None]
+            return self._prepend_every_action(sequences(turns, budget, length - 1))
 
         return self._at(player, value(max_turns, max_actions))
 
     def _prepend_every_action(self, vectors: _Array) -> _Array:
         moves, arrivals = self._dynamics
         extended = arrivals[:, None] + vectors @ moves.transpose(0, 2, 1)  # [A, number of sequences, n]
-        extended = extended.reshape(-1, len(self._cells))
-        return _undominated(extended) if len(extended) > _MAX_UNPRUNED else extended
+        return extended.reshape(-1, len(self._cells))
 
     def _action_values(self, num_actions: int) -> _Array:
         """Q of the closed loop for 1 ... `num_actions` actions left, [num_actions, A, n]."""
@@ -105,15 +117,3 @@ class LakeSolver:
             return 1.0
         return 0.0 if player in self._lake.holes else float(value[self._index[player]])
 
-
-def _undominated(vectors: _Array) -> _Array:
-    """The vectors that no other one matches or exceeds in every cell; moves are non-negative, so no optimum is lost."""
-    vectors = np.unique(vectors.round(13), axis=0)
-    vectors = vectors[np.argsort(-vectors.sum(axis=1), kind="stable")]  # a dominating vector has the larger sum
-    kept = np.empty_like(vectors)
-    num_kept = 0
-    for vector in vectors:
-        if not (kept[:num_kept] >= vector - _TIE).all(axis=1).any():
-            kept[num_kept] = vector
-            num_kept += 1
-    return kept[:num_kept].copy()

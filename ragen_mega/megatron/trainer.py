@@ -59,11 +59,13 @@ class Trainer:
             module,
         )
         module.config.finalize_model_grads_func = _sum_gradients
+        min_lr = lr if train.lr_decay == "constant" else 0.0
         with cpu.cuda_literals_as_cpu():
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
                     lr=lr,
+                    min_lr=min_lr,
                     weight_decay=train.weight_decay,
                     adam_beta1=train.adam_beta1,
                     adam_beta2=train.adam_beta2,
@@ -81,7 +83,7 @@ class Trainer:
             self.optimizer,
             init_lr=0.0,
             max_lr=lr,
-            min_lr=lr if train.lr_decay == "constant" else 0.0,
+            min_lr=min_lr,
             lr_warmup_steps=train.lr_warmup,
             lr_decay_steps=max(train.num_steps, train.lr_warmup + 1),
             lr_decay_style=train.lr_decay,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,18 +73,21 @@ def collect(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    advance: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:
     """Sample one trajectory per task with an engine that is awake; groups in order of their first task.
 
-    `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `progress(done, total)` is called when a
-    trajectory ends. The same seed, tasks and weights give the same trajectories, whatever the order of completion.
-    Raises ValueError if a first prompt leaves no room to answer.
+    `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `advance` is called when a trajectory ends.
+    What a task samples depends on the weights, `seed` and the task alone, not on the other tasks: the tasks of a group
+    may be collected in parts. Raises ValueError if a first prompt leaves no room to answer.
     """
     if not tasks:
         return []
     run = _Collection(engine, renderer, max_tokens, max_context, temperature, top_p, seed)
-    trajectories = asyncio.run(run.collect(tasks, progress))
+    try:
+        trajectories = asyncio.run(run.collect(tasks, advance))
+    except ExceptionGroup as failed:  # when one trajectory fails the others are cancelled; its error is the one to show
+        raise failed.exceptions[0] from None
     groups: dict[int, TrajectoryGroup] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, [])).trajectories.append(trajectory)
@@ -100,30 +104,26 @@ class _Collection:
     top_p: float
     seed: int
 
-    async def collect(self, tasks: Sequence[Task], progress: Callable[[int, int], None] | None) -> list[Trajectory]:
-        num_done = 0
-
-        async def sample(session: int, member: int, task: Task) -> Trajectory:
-            nonlocal num_done
+    async def collect(self, tasks: Sequence[Task], advance: Callable[[], None] | None) -> list[Trajectory]:
+        async def play(session: int, repetition: int, task: Task) -> Trajectory:
             try:
-                trajectory = await self._sample(session, member, task)
+                trajectory = await self._sample(session, repetition, task)
             finally:
                 self.engine.release(session)
-            num_done += 1
-            if progress is not None:
-                progress(num_done, len(tasks))
+            if advance is not None:
+                advance()
             return trajectory
 
-        sizes: dict[int, int] = {}
+        repetitions: Counter[tuple[int, int]] = Counter()  # members may share their outcomes, never their samples
+        started = []
         async with asyncio.TaskGroup() as running:
-            started = []
             for session, task in enumerate(tasks):
-                member = sizes.get(task.group_id, 0)
-                sizes[task.group_id] = member + 1
-                started.append(running.create_task(sample(session, member, task)))
+                key = (task.group_id, task.outcome_seed)
+                started.append(running.create_task(play(session, repetitions[key], task)))
+                repetitions[key] += 1
         return [task.result() for task in started]
 
-    async def _sample(self, session: int, member: int, task: Task) -> Trajectory:
+    async def _sample(self, session: int, repetition: int, task: Task) -> Trajectory:
         """Render, generate, append, respond; until the episode or the context is over."""
         trajectory = Trajectory(
             group_id=task.group_id,
@@ -139,6 +139,7 @@ class _Collection:
                 f"the first prompt of {task.environment} has {len(observation)} tokens and max_context is "
                 f"{self.max_context}; raise --max-context-length or shorten the prompt"
             )
+        stream = ("sampling", self.seed, task.group_id, task.outcome_seed, repetition)
         while True:
             trajectory.append_observation(observation)
             sampling = SamplingParams(
@@ -146,7 +147,7 @@ class _Collection:
                 temperature=self.temperature,
                 top_p=self.top_p,
                 stop_token_ids=self.renderer.stop_token_ids,
-                seed=_stable_seed("sampling", self.seed, task.group_id, member, len(trajectory.turns)),
+                seed=_stable_seed(*stream, len(trajectory.turns)),
             )
             completion = await self.engine.generate(list(trajectory.tokens), sampling, session=session)
             turn = trajectory.append_action(completion)
@@ -157,7 +158,7 @@ class _Collection:
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
             if result.message is None:
                 return trajectory
-            finished_cleanly = completion.tokens[-1:] == [self.renderer.end_of_turn_id]
+            finished_cleanly = completion.tokens[-1:] == [self.renderer.end_of_turn]
             observation = self.renderer.observe(result.message, finished_cleanly)
             if len(trajectory) + len(observation) >= self.max_context:
                 turn.info["context_overflow"] = trajectory.truncated = True

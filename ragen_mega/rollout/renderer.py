@@ -25,11 +25,11 @@ class ChatRenderer:
         """Raises ValueError if the chat template does not only ever append."""
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat_template; use an instruct model's tokenizer or set ChatML")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._forced = _THINK if think else ""
         self._between = lru_cache(maxsize=4096)(self._render_between)
         marker = self._encode(self._delta(_PROBES[1]))[0]
-        self.end_of_turn_id = marker
+        self.end_of_turn = marker
         """Ends an assistant turn (`<|im_end|>`)."""
         self._check_template()
         end_ids = {marker} if tokenizer.eos_token_id is None else {marker, tokenizer.eos_token_id}
@@ -43,14 +43,14 @@ class ChatRenderer:
     def observe(self, message: Message, finished_cleanly: bool) -> list[int]:
         """What stands between the last sampled token of a turn and the first of the next.
 
-        `finished_cleanly`: the model sampled `end_of_turn_id` itself; otherwise it is supplied here.
+        `finished_cleanly`: the model sampled `end_of_turn` itself; otherwise it is supplied here.
         """
         between = self._between(message)
         return list(between[1:] if finished_cleanly else between)
 
     def decode_action(self, tokens: Sequence[int]) -> str:
         """The text of one sampled turn, special tokens left out."""
-        text: str = self._tokenizer.decode(
+        text: str = self.tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
@@ -67,11 +67,11 @@ class ChatRenderer:
         return delta
 
     def _check_template(self) -> None:
-        special = set(self._tokenizer.all_special_ids)
-        if self.end_of_turn_id not in special:
+        special = set(self.tokenizer.all_special_ids)
+        if self.end_of_turn not in special:
             raise ValueError(
                 "the chat template must end an assistant turn with a special token, not "
-                f"{self._tokenizer.convert_ids_to_tokens(self.end_of_turn_id)!r}; "
+                f"{self.tokenizer.convert_ids_to_tokens(self.end_of_turn)!r}; "
                 "mark it as special in the tokenizer, or completions could not be told from their end"
             )
         first, second, third = _PROBES
@@ -94,8 +94,8 @@ class ChatRenderer:
 
     def _template(self, messages: Sequence[Message]) -> str:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        text: str = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         return text
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,127 @@
+"""Boards files: fixed initial states to evaluate on, one JSON object a line.
+
+    {"set": "sokoban_6x6_1box", "seed": 123, "board": ["######", "##P_##", ...]}
+
+`seed` is the prompt seed that goes with the board; other keys are ignored. Sokoban boards use `# _ O X P S` and the check
+mark, FrozenLake boards `S F H G`. The packaged sets are the rooms and lakes that RAGEN validates on (seeds 123 to 378).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ragen_mega.environments.base import Environment, make
+from ragen_mega.environments.frozen_lake import parse_lake
+from ragen_mega.environments.sokoban_rooms import parse_room
+
+_DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """One initial state."""
+
+    set: str
+    seed: int
+    rows: tuple[str, ...]
+
+
+@runtime_checkable
+class BoardEnvironment(Environment, Protocol):
+    """An environment that can start from a board."""
+
+    @property
+    def board_set(self) -> str:
+        """Name of the packaged set that matches the environment's options."""
+        ...
+
+    def accepts_board(self, rows: tuple[str, ...]) -> bool:
+        """Whether a well-formed board has this environment's kind and size."""
+        ...
+
+
+def packaged_sets() -> list[str]:
+    """Names of the sets that come with the package."""
+    return sorted(path.stem for path in _DATA.glob("*.jsonl"))
+
+
+def has_packaged_boards(environment: Environment) -> bool:
+    """Whether `load_boards(None, ...)` finds boards for this environment."""
+    return isinstance(environment, BoardEnvironment) and environment.board_set in packaged_sets()
+
+
+def load_boards(path: str | Path | None, environment_name: str, **options: Any) -> list[Board]:
+    """The boards in `path` (None: the packaged ones) that fit the environment `environment_name` with `options`.
+
+    A file may hold several sets; boards of another kind or size are left out. Raises ValueError, in one line, if a line
+    breaks a rule, the file cannot be read or nothing fits.
+    """
+    environment = make(environment_name, **options)
+    if not isinstance(environment, BoardEnvironment):
+        raise ValueError(f"environment {environment_name} does not start from boards; use seeds")
+    if path is None:
+        if not has_packaged_boards(environment):
+            raise ValueError(
+                f"no packaged boards {environment.board_set} for environment {environment_name}; there are "
+                f"{', '.join(packaged_sets())}: pass a boards file or use seeds"
+            )
+        path = _DATA / f"{environment.board_set}.jsonl"
+    boards = read_boards(path)
+    fitting = [board for board in boards if environment.accepts_board(board.rows)]
+    if not fitting:
+        raise ValueError(
+            f"{path}: none of its {len(boards)} boards (sets {', '.join(sorted({b.set for b in boards}))}) fits "
+            f"environment {environment_name} ({environment.board_set}); choose another file or other options"
+        )
+    return fitting
+
+
+def read_boards(path: str | Path) -> list[Board]:
+    """Every board of a file, strictly validated. Raises ValueError naming file, line, rule and value."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot read the boards file as UTF-8 text ({error}); check the path") from error
+    lines = text.split("\n")  # not splitlines: JSON strings may hold other line separators
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path}: a boards file holds one JSON object a line, but this one is empty")
+    boards = []
+    for number, line in numbered:
+        try:
+            boards.append(_parse_line(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {' '.join(str(error).split())}") from error
+    return boards
+
+
+def _parse_line(line: str) -> Board:
+    try:
+        record = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not a JSON object ({error}): {line[:60]!r}; write one object a line") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a line is a JSON object, not {line[:60]!r}")
+    missing = [key for key in ("set", "seed", "board") if key not in record]
+    if missing:
+        raise ValueError(f"a board needs the keys set, seed and board; add {', '.join(missing)}")
+    name, seed, rows = record["set"], record["seed"], record["board"]
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"set must be a name, not {_shown(name)}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed must be a non-negative integer, not {_shown(seed)}")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, str) and row for row in rows):
+        raise ValueError(f"board must be a list of rows, each a non-empty string, not {_shown(rows)}")
+    if any("#" in row for row in rows):
+        parse_room(rows)
+    else:
+        parse_lake(rows)
+    return Board(name, seed, tuple(rows))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
