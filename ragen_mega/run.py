@@ -53,6 +53,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     totals: Metrics = field(default_factory=Metrics)
     _seconds: dict[str, float] = field(default_factory=dict)
+    _trained_tokens: int = 0
     _evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @contextmanager
@@ -106,6 +107,7 @@ class Run:
                 batch, train.minibatch_size, num_passes=train.updates_per_rollout, generator=generator
             ):
                 yield minibatch
+                self._trained_tokens += minibatch.num_positions
                 progress.advance()
 
     def finish_step(self, step: int, metrics: Metrics) -> None:
@@ -116,10 +118,12 @@ class Run:
         sampled = metrics.result()["rollout/sampled_tokens"]
         trained = self._seconds.get("advantages", 0.0) + self._seconds.get("update", 0.0)
         self.totals.add("total", rollout_tokens=Sum(sampled), rollout_seconds=Sum(self._seconds["rollout"]))
-        self.totals.add("total", train_seconds=Sum(trained), trained_tokens=Sum(self._trained_tokens(metrics)))
+        self.totals.add("total", train_seconds=Sum(trained), trained_tokens=Sum(self._trained_tokens))
         metrics.add("rollout", tokens_per_second=sampled / self._seconds["rollout"])
+        if self._trained_tokens:
+            metrics.add("update", tokens_per_second=self._trained_tokens / trained)
         metrics.add("time", self._seconds, step=sum(self._seconds.values()))
-        self._seconds = {}
+        self._seconds, self._trained_tokens = {}, 0
         is_last = step + 1 == self.config.train.num_steps
         interval = self.config.evaluation.eval_interval
         if not is_last and interval and (step + 1) % interval == 0:
@@ -192,10 +196,6 @@ class Run:
         """Stop the engine and flush all files; safe after any failure."""
         self.engine.shutdown()
         self.logger.close()
-
-    @staticmethod
-    def _trained_tokens(metrics: Metrics) -> float:
-        return metrics.result().get("update/tokens", 0.0)
 
 
 def _rate(totals: dict[str, float], amount: str, seconds: str) -> float:

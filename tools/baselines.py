@@ -1,7 +1,7 @@
 """Success of the uniformly random and of the optimal player on a set of prompts.
 
     python tools/baselines.py --environment sokoban --json baselines.json
-    python tools/baselines.py --environment frozen_lake --option success_rate=0.8 --max-actions-per-turn 2 --json out.json
+    python tools/baselines.py --environment frozen_lake --option success_rate=0.8 --max-turns 8 --json out.json
 
 Prompts are the boards of --boards, else the packaged boards that match the environment, else seeds 123, 124, ...
 """
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_output(parsed.json)
         prompts, source = _choose_prompts(parsed.environment, options, parsed.boards, parsed.num_prompts)
         result = baselines(parsed.environment, prompts, protocol, options)
-        parsed.json.write_text(json.dumps(_report(result, protocol, options, source), indent=2) + "\n", encoding="utf-8")
+        report = json.dumps(_report(result, protocol, options, source), indent=2)
+        parsed.json.write_text(report + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"baselines: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Roofline table of the fused kernels: time, share of the copy bandwidth or of the GEMM rate, memory and error.
 
-    python tools/bench_kernels.py --json docs/benchmarks/kernels.json --plot docs/benchmarks/kernels.svg
-    python tools/bench_kernels.py --compile-only        # no GPU: registers and instructions of every kernel on sm_90
+python tools/bench_kernels.py --json docs/benchmarks/kernels.json --plot docs/benchmarks/kernels.svg
+python tools/bench_kernels.py --compile-only        # no GPU: registers and instructions of every kernel on sm_90
 """
 
 from __future__ import annotations
@@ -106,7 +106,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         *benchmark_cases.hidden_cases(arguments.device, compiled),
         *benchmark_cases.returns_cases(arguments.device),
     ]
-    report: dict[str, Any] = {"ceilings": {"copy_bytes_per_second": copy_rate, "gemms_ms": {}}, "results": [], "refused": {}}
+    report: dict[str, Any] = {
+        "ceilings": {"copy_bytes_per_second": copy_rate, "gemms_ms": {}},
+        "results": [],
+        "refused": {},
+    }
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     for case in cases:
         if arguments.cases and not any(word in case.name for word in arguments.cases):

@@ -166,14 +166,20 @@ def run_case(
                 readings[provider.name].append(reading)
     clock.synchronize()
     return [
-        summarize(case, provider, [read() for read in readings[provider.name]], checks[provider.name], copy_rate, gemm_ms)
+        summarize(
+            case, provider, [read() for read in readings[provider.name]], checks[provider.name], copy_rate, gemm_ms
+        )
         for provider in case.providers
     ]
 
 
 def summarize(
-    case: Case, provider: Provider, times: list[float], checks: tuple[float, float | None, float | None],
-    copy_rate: float, gemm_ms: float | None,
+    case: Case,
+    provider: Provider,
+    times: list[float],
+    checks: tuple[float, float | None, float | None],
+    copy_rate: float,
+    gemm_ms: float | None,
 ) -> Result:
     ordered, milliseconds = sorted(times), statistics.median(times)
     rate = case.min_bytes / milliseconds * 1e3 if case.min_bytes else None

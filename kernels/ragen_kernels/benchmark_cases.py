@@ -17,7 +17,15 @@ OBJECTIVE = PolicyObjective(entropy_coef=0.001)
 SAMPLED_ROWS = 256
 
 LOGITS_SHAPES = {
-    "cuda": ((8192, 151936), (8192, 32768), (2048, 151936), (16384, 75968), (32768, 18992), (4096, 128256), (8192, 151937)),
+    "cuda": (
+        (8192, 151936),
+        (8192, 32768),
+        (2048, 151936),
+        (16384, 75968),
+        (32768, 18992),
+        (4096, 128256),
+        (8192, 151937),
+    ),
     "cpu": ((512, 600),),
 }
 HIDDEN_SHAPES = {
@@ -61,9 +69,7 @@ def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int
     return LossInputs(labels, old_logprobs, advantages, is_active / is_active.sum().clamp(min=1))
 
 
-def torch_logprob_entropy(
-    logits: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def torch_logprob_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """What a torch user writes; in float64, the truth."""
     all_logprobs = torch.log_softmax(logits.to(dtype), dim=1)
     logprobs = all_logprobs.gather(1, labels[:, None]).squeeze(1)
@@ -71,7 +77,11 @@ def torch_logprob_entropy(
 
 
 def torch_policy_loss(
-    logits: Tensor, labels: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The clipped surrogate with entropy bonus, as a torch user writes it; in float64, the truth."""
@@ -145,15 +155,16 @@ def logits_cases(device: str, compiled: Callable[[Any], Any] | None) -> Iterator
             Provider("torch", forward(torch_logprob_entropy), error=forward_error),
         ]
         if compiled is not None:
-            providers.append(
-                Provider("torch.compile", forward(compiled(torch_logprob_entropy)), error=forward_error)
-            )
+            providers.append(Provider("torch.compile", forward(compiled(torch_logprob_entropy)), error=forward_error))
         yield Case("logprob+entropy forward", shape, make, tuple(providers), min_bytes=one_pass)
         yield Case("logprob+entropy backward", shape, make, backward_providers(), min_bytes=2 * one_pass)
         for active in (1.0, 0.3):
             make = logits_inputs(num_rows, vocab, active, device)
             yield Case(
-                "policy loss forward+backward", shape | {"active": active}, make, policy_providers(compiled),
+                "policy loss forward+backward",
+                shape | {"active": active},
+                make,
+                policy_providers(compiled),
                 min_bytes=(1 + active) * one_pass,
             )
 
@@ -194,7 +205,9 @@ def policy_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, .
         Provider("torch", unfused(torch_policy_loss), prepare, logits_gradient_error),
     ]
     if compiled is not None:
-        providers.append(Provider("torch.compile", unfused(compiled(torch_policy_loss)), prepare, logits_gradient_error))
+        providers.append(
+            Provider("torch.compile", unfused(compiled(torch_policy_loss)), prepare, logits_gradient_error)
+        )
     return tuple(providers)
 
 
@@ -217,8 +230,12 @@ def hidden_cases(device: str, compiled: Callable[[Any], Any] | None) -> Iterator
             shape = {"N": num_rows, "V": vocab, "H": width, "active": active}
             num_active = int(active * num_rows)
             yield Case(
-                "linear policy loss", shape, hidden_inputs(num_rows, vocab, width, active, device),
-                hidden_providers(compiled), flops=6.0 * num_active * vocab * width, gemms=(num_active, vocab, width),
+                "linear policy loss",
+                shape,
+                hidden_inputs(num_rows, vocab, width, active, device),
+                hidden_providers(compiled),
+                flops=6.0 * num_active * vocab * width,
+                gemms=(num_active, vocab, width),
             )
 
 
@@ -261,7 +278,10 @@ def returns_cases(device: str) -> Iterator[Case]:
             values, old_values, rewards = torch.randn(3, total, generator=random, device=device)
             mask = torch.rand(total, generator=random, device=device) < 0.5
             return {
-                "values": values, "old_values": old_values, "rewards": rewards, "mask": mask,
+                "values": values,
+                "old_values": old_values,
+                "rewards": rewards,
+                "mask": mask,
                 "turn_ends": mask & (rewards > 2.0),
                 "cu_seqlens": torch.arange(0, total + 1, length, dtype=torch.int32, device=device),
                 "weights": mask / mask.sum(),
@@ -269,8 +289,14 @@ def returns_cases(device: str) -> Iterator[Case]:
 
         def estimate(bi_level: bool) -> Callable[[dict[str, Tensor]], Any]:
             return lambda x: ours.gae(
-                x["rewards"], x["values"], x["mask"], x["cu_seqlens"], gamma=1.0, lam=0.95,
-                turn_ends=x["turn_ends"] if bi_level else None, turn_gamma=0.95,
+                x["rewards"],
+                x["values"],
+                x["mask"],
+                x["cu_seqlens"],
+                gamma=1.0,
+                lam=0.95,
+                turn_ends=x["turn_ends"] if bi_level else None,
+                turn_gamma=0.95,
             )
 
         def value_step(function: Callable[..., Any]) -> Callable[[dict[str, Tensor]], Any]:
@@ -283,7 +309,12 @@ def returns_cases(device: str) -> Iterator[Case]:
         yield Case("gae", shape, make, (Provider("ragen", estimate(False)),), min_bytes=17.0 * total)
         yield Case("bi-level gae", shape, make, (Provider("ragen", estimate(True)),), min_bytes=18.0 * total)
         yield Case(
-            "value loss forward+backward", shape, make,
-            (Provider("ragen", value_step(ours.value_loss)), Provider("torch", value_step(reference_returns.value_loss))),
+            "value loss forward+backward",
+            shape,
+            make,
+            (
+                Provider("ragen", value_step(ours.value_loss)),
+                Provider("torch", value_step(reference_returns.value_loss)),
+            ),
             min_bytes=28.0 * total,
         )

@@ -34,16 +34,28 @@ def liger_grpo() -> Provider:
             return x.view(-1, LIGER_LENGTH)[:, :-1].contiguous()
 
         constants = (
-            completions(inputs.old_logprobs), completions(inputs.labels),
-            inputs.advantages.view(-1, LIGER_LENGTH)[:, 0].contiguous(), completions(inputs.weights != 0),
+            completions(inputs.old_logprobs),
+            completions(inputs.labels),
+            inputs.advantages.view(-1, LIGER_LENGTH)[:, 0].contiguous(),
+            completions(inputs.weights != 0),
         )
         return inputs.fresh_logits(), constants
 
     def run(state: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         logits, (old_logprobs, labels, advantages, mask) = state
         loss, *_ = function.apply(
-            logits.view(-1, LIGER_LENGTH, logits.shape[1]), old_logprobs, None, labels, advantages, mask, 1.0, 0.0,
-            OBJECTIVE.clip_ratio_low, OBJECTIVE.clip_ratio_high, True, "dapo",
+            logits.view(-1, LIGER_LENGTH, logits.shape[1]),
+            old_logprobs,
+            None,
+            labels,
+            advantages,
+            mask,
+            1.0,
+            0.0,
+            OBJECTIVE.clip_ratio_low,
+            OBJECTIVE.clip_ratio_high,
+            True,
+            "dapo",
         )
         return gradients(loss, logits)
 
@@ -53,7 +65,9 @@ def liger_grpo() -> Provider:
 def linear_cross_entropy(name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor], remark: str) -> Provider:
     def run(inputs: LossInputs) -> tuple[Tensor, ...]:
         hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
-        return gradients(function(hidden, weight, torch.where(inputs.weights != 0, inputs.labels, -100)), hidden, weight)
+        return gradients(
+            function(hidden, weight, torch.where(inputs.weights != 0, inputs.labels, -100)), hidden, weight
+        )
 
     return Provider(name, run, remark=remark)
 

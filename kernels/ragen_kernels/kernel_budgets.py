@@ -78,9 +78,7 @@ class KernelConfig:
     def report(self, max_registers: int | None = None) -> KernelReport:
         """Compile for sm_90 and count."""
         signature = {name: self.types.get(name, argument_type(name)) for name in self.kernel.arg_names}
-        compiled = compile_kernel(
-            self.kernel, signature, self.constants, self.num_warps, self.aligned, max_registers
-        )
+        compiled = compile_kernel(self.kernel, signature, self.constants, self.num_warps, self.aligned, max_registers)
         return analyse(compiled, self.constants["BLOCK"] / (32 * self.num_warps))
 
 
@@ -92,43 +90,74 @@ def row_configs() -> Iterator[KernelConfig]:
     """The kernels that stream rows of logits."""
     block, warps = triton_rows.BLOCK, triton_rows.NUM_WARPS
     statistics, gradient, policy = (
-        triton_rows.statistics_kernel, triton_rows.gradient_kernel, triton_policy.policy_row_kernel,
+        triton_rows.statistics_kernel,
+        triton_rows.gradient_kernel,
+        triton_policy.policy_row_kernel,
     )
     yield KernelConfig(
         "statistics bf16", statistics, {"BLOCK": block, "GROUP": 8}, warps, Budget(64, 32768, 1, 10.0, 1.25)
     )
     yield KernelConfig(
-        "statistics fp32", statistics, {"BLOCK": block, "GROUP": 4}, warps, Budget(96, 65536, 1, 11.0, 1.35),
+        "statistics fp32",
+        statistics,
+        {"BLOCK": block, "GROUP": 4},
+        warps,
+        Budget(96, 65536, 1, 11.0, 1.35),
         types={"X": "*fp32"},
     )
     yield KernelConfig(
-        "statistics bf16, odd rows", statistics, {"BLOCK": block, "GROUP": 8}, warps, Budget(224, 64), aligned=frozenset()
+        "statistics bf16, odd rows",
+        statistics,
+        {"BLOCK": block, "GROUP": 8},
+        warps,
+        Budget(224, 64),
+        aligned=frozenset(),
     )
     yield KernelConfig(
-        "gradient bf16", gradient, {"BLOCK": block, "WITH_ENTROPY": False, "MEAN": None, "D_ENTROPY": None}, warps,
+        "gradient bf16",
+        gradient,
+        {"BLOCK": block, "WITH_ENTROPY": False, "MEAN": None, "D_ENTROPY": None},
+        warps,
         Budget(64, 32768, 1, 9.0, 1.1),
     )
     yield KernelConfig(
-        "gradient bf16, entropy", gradient, {"BLOCK": block, "WITH_ENTROPY": True}, warps,
+        "gradient bf16, entropy",
+        gradient,
+        {"BLOCK": block, "WITH_ENTROPY": True},
+        warps,
         Budget(64, 32768, 1, 10.0, 1.1),
     )
     yield KernelConfig(
-        "gradient fp32 to bf16, entropy", gradient, {"BLOCK": block, "WITH_ENTROPY": True}, warps,
-        Budget(96, 65536, 1, 11.0, 1.1), types={"X": "*fp32"},
+        "gradient fp32 to bf16, entropy",
+        gradient,
+        {"BLOCK": block, "WITH_ENTROPY": True},
+        warps,
+        Budget(96, 65536, 1, 11.0, 1.1),
+        types={"X": "*fp32"},
     )
     block, warps = triton_policy.BLOCK, triton_policy.NUM_WARPS
     shape = {"BLOCK": block, "GROUP": 8, "WRITE_GRADIENT": True}
     yield KernelConfig(
-        "policy_row bf16", policy, {**shape, **PLAIN, "ENTROPY_GRADIENT": False}, warps,
+        "policy_row bf16",
+        policy,
+        {**shape, **PLAIN, "ENTROPY_GRADIENT": False},
+        warps,
         Budget(128, 65536, 2, 18.0, 2.3),
     )
     yield KernelConfig(
-        "policy_row bf16, everything", policy, {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True}, warps,
+        "policy_row bf16, everything",
+        policy,
+        {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True},
+        warps,
         Budget(128, 65536, 2, 20.0, 2.3),
     )
     yield KernelConfig(
-        "policy_row fp32 to bf16, everything", policy, {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True, "GROUP": 4},
-        warps, Budget(128, 131072, 2, 21.0, 2.4), types={"X": "*fp32"},
+        "policy_row fp32 to bf16, everything",
+        policy,
+        {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True, "GROUP": 4},
+        warps,
+        Budget(128, 131072, 2, 21.0, 2.4),
+        types={"X": "*fp32"},
     )
 
 
@@ -146,9 +175,7 @@ def token_configs() -> Iterator[KernelConfig]:
     yield KernelConfig(
         "gae", triton_returns.gae_kernel, {**scan, "BI_LEVEL": False, "TURN_ENDS": None}, warps, Budget(128, 16384)
     )
-    yield KernelConfig(
-        "gae bi-level", triton_returns.gae_kernel, {**scan, "BI_LEVEL": True}, warps, Budget(168, 16384)
-    )
+    yield KernelConfig("gae bi-level", triton_returns.gae_kernel, {**scan, "BI_LEVEL": True}, warps, Budget(168, 16384))
     block, warps = {"BLOCK": triton_returns.TOKEN_BLOCK}, triton_returns.TOKEN_WARPS
     yield KernelConfig("whiten", triton_returns.whiten_kernel, block, warps, Budget(64))
     yield KernelConfig(

@@ -52,9 +52,7 @@ class VocabHead:
         d_weight.addmm_(d_logits.T, hidden.to(d_weight.dtype))
 
 
-def build_head(
-    hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float, fp32_logits: bool
-) -> VocabHead:
+def build_head(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float, fp32_logits: bool) -> VocabHead:
     dtype = compute_dtype(hidden)
     logits_dtype = dtype if fp32_logits else hidden.dtype
     return VocabHead(weight.detach()[: shard.num_valid].to(dtype), shard, temperature, logits_dtype)
@@ -172,9 +170,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
             if mode == "recompute":
                 kept.append((rows, d_logprobs, d_entropy))
                 continue
-            d_logits = logits_gradient_(
-                exps, peak, logits, labels[part], head.shard.start, rows, d_logprobs, d_entropy
-            )
+            d_logits = logits_gradient_(exps, peak, logits, labels[part], head.shard.start, rows, d_logprobs, d_entropy)
             if mode == "save":
                 kept.append(d_logits)
             else:

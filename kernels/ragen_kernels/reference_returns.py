@@ -25,7 +25,11 @@ class AdvantageEstimate(NamedTuple):
 
 
 def check_gae_arguments(
-    rewards: Tensor, values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, turn_ends: Tensor | None,
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    turn_ends: Tensor | None,
     discounts: dict[str, float],
 ) -> None:
     """Raise ValueError for shapes that differ or discounts outside [0, 1]."""
@@ -126,9 +130,7 @@ def whiten(advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: f
 
 
 @torch.no_grad()
-def group_normalize(
-    scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True, epsilon: float = 1e-6
-) -> Tensor:
+def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
     """Group-relative advantage of whole trajectories: (score - group mean) / (group std + epsilon).
 
     GRPO, arXiv:2402.03300 section 4.1.2; without the division Dr.GRPO, arXiv:2503.20783. The standard deviation is the

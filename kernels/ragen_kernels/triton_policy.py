@@ -92,11 +92,37 @@ def policy_row_kernel(
             ref_logprob = tl.load(REF + row).to(tl.float32) if KL else logprob
             rollout_logprob = tl.load(ROLLOUT + row).to(tl.float32) if IMPORTANCE else logprob
             loss, d_logprob, ratio, low, high, dual, kl, importance, ref_kl = token_objective(
-                logprob, entropy, old_logprob, advantage, ref_logprob, rollout_logprob,
-                lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef, DUAL_CLIP, KL, IMPORTANCE,
+                logprob,
+                entropy,
+                old_logprob,
+                advantage,
+                ref_logprob,
+                rollout_logprob,
+                lower,
+                upper,
+                dual_clip,
+                importance_cap,
+                kl_coef,
+                entropy_coef,
+                DUAL_CLIP,
+                KL,
+                IMPORTANCE,
             )
             store_outputs(
-                OUT, num_rows, row, True, weight * loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl
+                OUT,
+                num_rows,
+                row,
+                True,
+                weight * loss,
+                logprob,
+                entropy,
+                ratio,
+                low,
+                high,
+                dual,
+                kl,
+                importance,
+                ref_kl,
             )
             if WRITE_GRADIENT:
                 d_target = weight * d_logprob * inverse_temperature
@@ -106,8 +132,20 @@ def policy_row_kernel(
                     constant += d_entropy * mean2 * LN2
                     slope = -d_entropy * inverse_temperature
                 write_gradient(
-                    x_row, DX + row * dx_stride, target, column, is_local, num_valid, num_columns, scale, lse2,
-                    constant, slope, d_target, BLOCK, ENTROPY_GRADIENT,
+                    x_row,
+                    DX + row * dx_stride,
+                    target,
+                    column,
+                    is_local,
+                    num_valid,
+                    num_columns,
+                    scale,
+                    lse2,
+                    constant,
+                    slope,
+                    d_target,
+                    BLOCK,
+                    ENTROPY_GRADIENT,
                 )
         else:
             store_outputs(OUT, num_rows, row, True, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -119,8 +157,13 @@ def policy_row_kernel(
 
 
 def launch_policy_rows(
-    logits: Tensor, out: Tensor | None, labels: Tensor, terms: dict[str, Tensor | None], objective: PolicyObjective,
-    shard: VocabShard, temperature: float,
+    logits: Tensor,
+    out: Tensor | None,
+    labels: Tensor,
+    terms: dict[str, Tensor | None],
+    objective: PolicyObjective,
+    shard: VocabShard,
+    temperature: float,
 ) -> Tensor:
     """Outputs [10, T] of an unsplit vocabulary; the gradient goes to `out`, which may be `logits`, unless it is None."""
     assert shard.start == 0, "a split vocabulary needs its statistics reduced first"
@@ -130,11 +173,28 @@ def launch_policy_rows(
     if num_rows:
         target = logits if out is None else out
         policy_row_kernel[(min(num_rows, num_persistent_programs(logits.device)),)](
-            logits, target, labels, terms["old_logprobs"], terms["advantages"], terms["weights"],
-            terms["ref_logprobs"], terms["rollout_logprobs"], outputs, num_rows, logits.stride(0), target.stride(0),
-            shard.num_valid, logits.shape[1], shard.num_entries, LOG2E.value / temperature,
-            **objective_arguments(objective), ENTROPY_GRADIENT=objective.entropy_coef != 0,
-            WRITE_GRADIENT=out is not None, BLOCK=BLOCK, GROUP=group_size(logits.dtype), num_warps=NUM_WARPS,
+            logits,
+            target,
+            labels,
+            terms["old_logprobs"],
+            terms["advantages"],
+            terms["weights"],
+            terms["ref_logprobs"],
+            terms["rollout_logprobs"],
+            outputs,
+            num_rows,
+            logits.stride(0),
+            target.stride(0),
+            shard.num_valid,
+            logits.shape[1],
+            shard.num_entries,
+            LOG2E.value / temperature,
+            **objective_arguments(objective),
+            ENTROPY_GRADIENT=objective.entropy_coef != 0,
+            WRITE_GRADIENT=out is not None,
+            BLOCK=BLOCK,
+            GROUP=group_size(logits.dtype),
+            num_warps=NUM_WARPS,
         )
     return outputs
 

@@ -66,9 +66,7 @@ def gae_kernel(
         has_next = (local + 1 < length) & (lane < BLOCK - 1)
         next_sampled = tl.load(MASK + t + 1, mask=has_next, other=0) != 0
         v_right = tl.load(VALUES + t + 1, mask=next_sampled, other=0.0).to(tl.float32)
-        a, b = tl.associative_scan(
-            (tl.where(next_sampled, 0.0, 1.0), v_right), 0, compose, reverse=True
-        )
+        a, b = tl.associative_scan((tl.where(next_sampled, 0.0, 1.0), v_right), 0, compose, reverse=True)
         next_value = b + a * value_carry
         delta = r + gamma * next_value - v
         decay = tl.zeros((BLOCK,), tl.float32) + gamma * lam
@@ -81,7 +79,9 @@ def gae_kernel(
             next_turn_value = b + a * turn_value_carry
             turn_delta = r + turn_gamma * next_turn_value - v
             a, b = tl.associative_scan(
-                (tl.where(is_end, turn_gamma * turn_lam, 1.0), tl.where(is_end, turn_delta, 0.0)), 0, compose,
+                (tl.where(is_end, turn_gamma * turn_lam, 1.0), tl.where(is_end, turn_delta, 0.0)),
+                0,
+                compose,
                 reverse=True,
             )
             turn_advantage = b + a * turn_carry
@@ -193,10 +193,21 @@ def gae(
     moments = rewards.new_empty((num_trajectories, 3), dtype=torch.float32)
     if num_trajectories:
         gae_kernel[(num_trajectories,)](
-            rewards.contiguous(), values.contiguous(), as_bytes(loss_mask),
-            None if turn_ends is None else as_bytes(turn_ends), cu_seqlens, advantages, returns, moments,
-            float(gamma), float(lam), float(turn_gamma), float(turn_lam),
-            BI_LEVEL=turn_ends is not None, BLOCK=SCAN_BLOCK, num_warps=SCAN_WARPS,
+            rewards.contiguous(),
+            values.contiguous(),
+            as_bytes(loss_mask),
+            None if turn_ends is None else as_bytes(turn_ends),
+            cu_seqlens,
+            advantages,
+            returns,
+            moments,
+            float(gamma),
+            float(lam),
+            float(turn_gamma),
+            float(turn_lam),
+            BI_LEVEL=turn_ends is not None,
+            BLOCK=SCAN_BLOCK,
+            num_warps=SCAN_WARPS,
         )
     return AdvantageEstimate(advantages, returns, moments)
 
@@ -212,23 +223,33 @@ def whiten(advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: f
     out = torch.empty_like(advantages, dtype=torch.float32)
     if len(out):
         whiten_kernel[(triton.cdiv(len(out), TOKEN_BLOCK),)](
-            advantages.contiguous(), as_bytes(loss_mask), moments.contiguous(), out, len(out), epsilon,
-            BLOCK=TOKEN_BLOCK, num_warps=TOKEN_WARPS,
+            advantages.contiguous(),
+            as_bytes(loss_mask),
+            moments.contiguous(),
+            out,
+            len(out),
+            epsilon,
+            BLOCK=TOKEN_BLOCK,
+            num_warps=TOKEN_WARPS,
         )
     return out
 
 
 @torch.no_grad()
-def group_normalize(
-    scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True, epsilon: float = 1e-6
-) -> Tensor:
+def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
     """See `reference_returns.group_normalize`."""
     check_groups(scores, group_ids)
     out = torch.empty_like(scores, dtype=torch.float32)
     if len(out):
         group_normalize_kernel[(len(out),)](
-            scores.contiguous(), group_ids.contiguous(), out, len(out), epsilon, SCALE=scale_by_std,
-            BLOCK=TOKEN_BLOCK, num_warps=TOKEN_WARPS,
+            scores.contiguous(),
+            group_ids.contiguous(),
+            out,
+            len(out),
+            epsilon,
+            SCALE=scale_by_std,
+            BLOCK=TOKEN_BLOCK,
+            num_warps=TOKEN_WARPS,
         )
     return out
 
@@ -239,8 +260,18 @@ class _ValueLoss(torch.autograd.Function):
         losses, is_clipped, d_values = values.new_empty((3, len(values)), dtype=torch.float32)
         if len(values):
             value_loss_kernel[(triton.cdiv(len(values), TOKEN_BLOCK),)](
-                values, old_values, returns, weights, losses, is_clipped, d_values, len(values), clip or 0.0,
-                CLIP=clip is not None, BLOCK=TOKEN_BLOCK, num_warps=TOKEN_WARPS,
+                values,
+                old_values,
+                returns,
+                weights,
+                losses,
+                is_clipped,
+                d_values,
+                len(values),
+                clip or 0.0,
+                CLIP=clip is not None,
+                BLOCK=TOKEN_BLOCK,
+                num_warps=TOKEN_WARPS,
             )
         ctx.save_for_backward(d_values)
         ctx.dtype = values.dtype

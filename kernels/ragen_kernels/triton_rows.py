@@ -178,8 +178,20 @@ def gradient_kernel(
         slope = -d_entropy * inverse_temperature
     lse2 = tl.load(LSE + row) * LOG2E
     write_gradient(
-        X, DX + row * dx_stride, target, column, is_local, num_valid, num_columns, scale, lse2, constant, slope,
-        d_target, BLOCK, WITH_ENTROPY,
+        X,
+        DX + row * dx_stride,
+        target,
+        column,
+        is_local,
+        num_valid,
+        num_columns,
+        scale,
+        lse2,
+        constant,
+        slope,
+        d_target,
+        BLOCK,
+        WITH_ENTROPY,
     )
 
 
@@ -213,30 +225,57 @@ def group_size(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
-def launch_statistics(
-    logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float
-) -> RowStatistics:
+def launch_statistics(logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> RowStatistics:
     """Shard statistics of logits [T, V/tp] with unit column stride; [T] float32 each."""
     assert logits.stride(1) == 1, "the kernel walks rows of contiguous columns"
     statistics = RowStatistics(*logits.new_empty((3, logits.shape[0]), dtype=torch.float32))
     if len(labels):
         statistics_kernel[(len(labels),)](
-            logits, labels, *statistics, logits.stride(0), shard.num_valid, shard.num_entries, shard.start,
-            LOG2E.value / temperature, BLOCK=BLOCK, GROUP=group_size(logits.dtype), num_warps=NUM_WARPS,
+            logits,
+            labels,
+            *statistics,
+            logits.stride(0),
+            shard.num_valid,
+            shard.num_entries,
+            shard.start,
+            LOG2E.value / temperature,
+            BLOCK=BLOCK,
+            GROUP=group_size(logits.dtype),
+            num_warps=NUM_WARPS,
         )
     return statistics
 
 
 def launch_gradient(
-    logits: Tensor, out: Tensor, labels: Tensor, rows: RowStatistics, d_logprobs: Tensor, d_entropy: Tensor | None,
-    shard: VocabShard, temperature: float,
+    logits: Tensor,
+    out: Tensor,
+    labels: Tensor,
+    rows: RowStatistics,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    shard: VocabShard,
+    temperature: float,
 ) -> Tensor:
     """d loss / d logits [T, V/tp] into `out`, which may be `logits`."""
     assert logits.stride(1) == 1 and out.stride(1) == 1, "the kernel walks rows of contiguous columns"
     if len(labels):
         gradient_kernel[(len(labels),)](
-            logits, out, labels, rows.lse, rows.mean, d_logprobs, d_entropy, logits.stride(0), out.stride(0),
-            shard.num_valid, logits.shape[1], shard.num_entries, shard.start, LOG2E.value / temperature,
-            BLOCK=BLOCK, WITH_ENTROPY=d_entropy is not None, num_warps=NUM_WARPS,
+            logits,
+            out,
+            labels,
+            rows.lse,
+            rows.mean,
+            d_logprobs,
+            d_entropy,
+            logits.stride(0),
+            out.stride(0),
+            shard.num_valid,
+            logits.shape[1],
+            shard.num_entries,
+            shard.start,
+            LOG2E.value / temperature,
+            BLOCK=BLOCK,
+            WITH_ENTROPY=d_entropy is not None,
+            num_warps=NUM_WARPS,
         )
     return out

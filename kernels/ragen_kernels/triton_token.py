@@ -97,7 +97,7 @@ def store_outputs(OUT, size, token, mask, loss, logprob, entropy, ratio, low, hi
     tl.store(OUT + 9 * size + token, ref_kl, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def token_kernel(
     LOGPROBS,
     ENTROPY,
@@ -133,13 +133,38 @@ def token_kernel(
     ref_logprob = tl.load(REF + token, mask=active, other=0.0).to(tl.float32) if KL else logprob
     rollout_logprob = tl.load(ROLLOUT + token, mask=active, other=0.0).to(tl.float32) if IMPORTANCE else logprob
     loss, d_logprob, ratio, low, high, dual, kl, importance, ref_kl = token_objective(
-        logprob, entropy, old_logprob, advantage, ref_logprob, rollout_logprob,
-        lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef, DUAL_CLIP, KL, IMPORTANCE,
+        logprob,
+        entropy,
+        old_logprob,
+        advantage,
+        ref_logprob,
+        rollout_logprob,
+        lower,
+        upper,
+        dual_clip,
+        importance_cap,
+        kl_coef,
+        entropy_coef,
+        DUAL_CLIP,
+        KL,
+        IMPORTANCE,
     )
     present = active.to(tl.float32)
     store_outputs(
-        OUT, size, token, mask, weight * loss, logprob, entropy, ratio * present, low, high, dual, kl,
-        importance * present, ref_kl,
+        OUT,
+        size,
+        token,
+        mask,
+        weight * loss,
+        logprob,
+        entropy,
+        ratio * present,
+        low,
+        high,
+        dual,
+        kl,
+        importance * present,
+        ref_kl,
     )
     tl.store(D_LOGPROBS + token, weight * d_logprob, mask=mask)
     tl.store(D_ENTROPY + token, -entropy_coef * weight, mask=mask)
@@ -175,9 +200,20 @@ def launch_tokens(
     d_logprobs, d_entropy = logprobs.new_empty((2, size), dtype=torch.float32)
     if size:
         token_kernel[(triton.cdiv(size, BLOCK),)](
-            logprobs, entropy, terms["old_logprobs"], terms["advantages"], terms["weights"], terms["ref_logprobs"],
-            terms["rollout_logprobs"], outputs, d_logprobs, d_entropy, size, **objective_arguments(objective),
-            BLOCK=BLOCK, num_warps=NUM_WARPS,
+            logprobs,
+            entropy,
+            terms["old_logprobs"],
+            terms["advantages"],
+            terms["weights"],
+            terms["ref_logprobs"],
+            terms["rollout_logprobs"],
+            outputs,
+            d_logprobs,
+            d_entropy,
+            size,
+            **objective_arguments(objective),
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
         )
     return outputs, d_logprobs, d_entropy
 
@@ -216,7 +252,10 @@ def policy_loss_from_logprobs(
 
 
 def contiguous_terms(
-    old_logprobs: Tensor, advantages: Tensor, weights: Tensor, ref_logprobs: Tensor | None,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    ref_logprobs: Tensor | None,
     rollout_logprobs: Tensor | None,
 ) -> dict[str, Tensor | None]:
     """The per-token constants by name, each laid out as the kernels read them."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen3Config
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads * d]. q is scaled by d ** -0.5."""
+"""(layer, q [W, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [W, heads * d]. q is scaled by d ** -0.5."""
 
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
@@ -158,8 +158,11 @@ class Decoder:
             down=received[f"{prefix}mlp.down_proj.weight"].t(),
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens [T], positions [T] -> hidden states before the final norm [T, hidden]."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, wanted: Tensor | None = None) -> Tensor:
+        """tokens [T], positions [T] -> hidden states before the final norm [T, hidden], or of the `wanted` tokens [W].
+
+        In the last layer only wanted tokens are queries: of the others nothing but keys and values is needed.
+        """
         shape = self.shape
         num_qk = shape.heads + shape.kv_heads
         rotations = self._rotations[positions]  # [T, 1, d / 2]
@@ -172,7 +175,10 @@ class Decoder:
                 qk = F.rms_norm(qk, (shape.head_dim,), None, shape.rms_norm_eps) * layer.qk_norm
             pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)))
             rotated = torch.view_as_real(pairs * rotations).flatten(-2)
-            attended = attend(index, rotated[:, : shape.heads], rotated[:, shape.heads :], heads[:, num_qk:])
+            q, k, v = rotated[:, : shape.heads], rotated[:, shape.heads :], heads[:, num_qk:]
+            if wanted is not None and index == shape.num_layers - 1:
+                x, q = x[wanted], q[wanted]
+            attended = attend(index, q, k, v)
             x.addmm_(attended, layer.output)
             gate_up = F.linear(self._rms_norm(x, layer.post_norm), layer.gate_up)
             gate, up = gate_up.chunk(2, dim=-1)

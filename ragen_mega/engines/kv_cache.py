@@ -33,6 +33,33 @@ class SharedPrefix:
     values: list[Tensor]  # per layer [C * kv_heads, length, d]
 
 
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """Packed queries [T] <-> padded to the longest of m rows [m, Lq]."""
+
+    row: Tensor  # [T] which of the m rows
+    place: Tensor  # [T] which query of the row
+    mask: Tensor  # [m, 1, 1, Lq, Lk] -inf where a query must not look
+
+    @classmethod
+    def of(cls, row: Tensor, place: Tensor, positions: Tensor, num_keys: int, dtype: torch.dtype) -> _Padding:
+        reach = positions.new_zeros(int(row[-1]) + 1, int(place.max()) + 1)  # padding sees the first key
+        reach[row, place] = positions
+        mask = torch.zeros(*reach.shape, num_keys, dtype=dtype)
+        mask.masked_fill_(torch.arange(num_keys) > reach[..., None], -torch.inf)
+        return cls(row, place, mask[:, None, None])
+
+    def pad(self, q: Tensor) -> Tensor:
+        """[T, kv_heads, group, d] -> [m, kv_heads, group, Lq, d]."""
+        padded = q.new_zeros(self.mask.shape[0], *q.shape[1:3], self.mask.shape[3], q.shape[3])
+        padded[self.row, :, :, self.place] = q
+        return padded
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[m, kv_heads, group, Lq, d] -> [T, kv_heads, group, d]."""
+        return padded[self.row, :, :, self.place]
+
+
 class KVCache:
     """One row of keys and values per slot; keys are stored transposed, which makes the scores twice as fast."""
 
@@ -51,27 +78,29 @@ class KVCache:
         self._all_values[:, target, :, :length] = self._all_values[:, source, :, :length]
 
     def prefill(self, rows: Tensor, starts: Tensor, counts: Tensor) -> Attend:
-        """Attention of packed new tokens: rows [m] gain counts [m] tokens behind their first starts [m] positions."""
-        shape = self._shape
-        num_rows, longest, end = rows.shape[0], int(counts.max()), int((starts + counts).max())
-        member = torch.repeat_interleave(torch.arange(num_rows), counts)  # [T]
+        """Attention of packed new tokens: rows [m] gain counts [m] tokens behind their first starts [m] positions.
+
+        Queries may be those of all new tokens, or of the last one of every row.
+        """
+        member = torch.repeat_interleave(torch.arange(rows.shape[0]), counts)  # [T]
         offset = torch.arange(member.shape[0]) - (counts.cumsum(0) - counts)[member]  # [T] place among the new tokens
-        token_rows, token_positions = rows[member], starts[member] + offset
-        reach = starts[:, None] + torch.arange(longest)  # [m, Lq] last position that a query sees
-        hidden = torch.arange(end) > reach[..., None]  # [m, Lq, Lk]
-        group = shape.heads // shape.kv_heads
+        positions = starts[member] + offset
+        token_rows, end = rows[member], int((starts + counts).max())
+        every = _Padding.of(member, offset, positions, end, self._all_keys.dtype)
+        ones = torch.ones_like(rows)
+        last = _Padding.of(ones.cumsum(0) - ones, ones - ones, starts + counts - 1, end, self._all_keys.dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
-            keys[token_rows, :, :, token_positions] = k
-            values[token_rows, :, token_positions] = v
-            queries = q.new_zeros(num_rows, shape.kv_heads, group, longest, shape.head_dim)
-            queries[member, :, :, offset] = q.unflatten(1, (shape.kv_heads, group))
+            keys[token_rows, :, :, positions] = k
+            values[token_rows, :, positions] = v
+            padding = every if q.shape[0] == token_rows.shape[0] else last
+            queries = padding.pad(q.unflatten(1, (self._shape.kv_heads, -1)))  # [m, kv_heads, group, Lq, d]
             scores = queries.flatten(2, 3) @ keys[..., :end].index_select(0, rows)
-            scores = scores.unflatten(2, (group, longest)).masked_fill_(hidden[:, None, None], -torch.inf)
-            weights = scores.softmax(-1).flatten(2, 3)  # [m, kv_heads, group * Lq, Lk]
+            scores = scores.view(*queries.shape[:4], end).add_(padding.mask)
+            weights = torch.softmax(scores, dim=-1, out=scores).flatten(2, 3)  # in place: fresh pages cost more than this
             attended = weights @ values[:, :, :end].index_select(0, rows)
-            return attended.unflatten(2, (group, longest))[member, :, :, offset].flatten(1)
+            return padding.unpad(attended.view_as(queries)).flatten(1)
 
         return attend
 

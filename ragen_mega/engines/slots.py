@@ -21,7 +21,7 @@ from ragen_mega.types import Completion, SamplingParams
 
 _MIN_COPIED = 16
 """A shared beginning has to be this much longer before it is worth waiting for the row that computes it."""
-_MAX_PREFILL_PLACES = 2048
+_MAX_PREFILL_PLACES = 512
 """Padded tokens in one prefill pass; keeps its scores in the processor's cache."""
 
 
@@ -34,11 +34,12 @@ class Prefill(NamedTuple):
 
 
 class _Suffix(NamedTuple):
-    """The tokens of a slot whose keys are still to be computed."""
+    """The tokens of a slot whose keys are still to be computed, or the first part of them."""
 
     slot: int
     start: int
     count: int
+    is_whole: bool = True
 
 
 @dataclass(slots=True)
@@ -136,11 +137,13 @@ class SlotTable:
                 index = torch.tensor([suffix.slot for suffix in chunk])
                 starts = torch.tensor([suffix.start for suffix in chunk])
                 counts = torch.tensor([suffix.count for suffix in chunk])
-                positions = torch.cat([torch.arange(start, start + count) for _, start, count in chunk])  # [T]
+                positions = torch.cat([torch.arange(part.start, part.start + part.count) for part in chunk])  # [T]
                 tokens = self._rows.ids[index.repeat_interleave(counts), positions]
-                hidden = decoder.forward(tokens, positions, self._cache.prefill(index, starts, counts))
+                attend = self._cache.prefill(index, starts, counts)
+                hidden = decoder.forward(tokens, positions, attend, wanted=counts.cumsum(0) - 1)
                 self._rows.length[index] = starts + counts
-                finished += self._accept(index, decoder.logits(hidden[counts.cumsum(0) - 1]))
+                if chunk[0].is_whole:
+                    finished += self._accept(index, decoder.logits(hidden))
         return finished
 
     def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
@@ -220,12 +223,19 @@ def _shared_length(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:
-    """Split into passes of similar counts, so that padding to the longest of a pass stays small."""
+    """Split into passes of similar counts, so that padding to the longest of a pass stays small.
+
+    What is too long for one pass is taken apart; its parts come in order and each has a pass of its own.
+    """
     chunk: list[_Suffix] = []
     for suffix in sorted(suffixes, key=lambda suffix: suffix.count, reverse=True):
-        if chunk and (len(chunk) + 1) * chunk[0].count > _MAX_PREFILL_PLACES:
+        slot, start, count, _ = suffix
+        while count > _MAX_PREFILL_PLACES:
+            yield [_Suffix(slot, start, _MAX_PREFILL_PLACES, is_whole=False)]
+            start, count = start + _MAX_PREFILL_PLACES, count - _MAX_PREFILL_PLACES
+        if chunk and (len(chunk) + 1) * max(chunk[0].count, count) > _MAX_PREFILL_PLACES:
             yield chunk
             chunk = []
-        chunk.append(suffix)
+        chunk.append(_Suffix(slot, start, count))
     if chunk:
         yield chunk

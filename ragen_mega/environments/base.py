@@ -63,6 +63,7 @@ class Registration:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> type[Any]:
+        """Import the class."""
         module, _, class_name = self.entry_point.partition(":")
         loaded = getattr(importlib.import_module(module), class_name)
         if not isinstance(loaded, type):
@@ -132,6 +133,7 @@ def stable_seed(seed: int, purpose: str) -> int:
 
 
 def check_seed(seed: int) -> int:
+    """`seed` itself. Raises ValueError if it is negative."""
     if seed < 0:
         raise ValueError(f"a seed must be a non-negative integer, not {seed}")
     return seed

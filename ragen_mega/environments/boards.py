@@ -2,8 +2,9 @@
 
     {"set": "sokoban_6x6_1box", "seed": 123, "board": ["######", "##P_##", ...]}
 
-`seed` is the prompt seed that goes with the board; other keys are ignored. Sokoban boards use `# _ O X P S` and the check
-mark, FrozenLake boards `S F H G`. The packaged sets are the rooms and lakes that RAGEN validates on (seeds 123 to 378).
+`seed` is the prompt seed that goes with the board; other keys are ignored. Sokoban boards use `# _ O X P S` and the
+check mark, FrozenLake boards `S F H G`. The packaged sets are the rooms and lakes that RAGEN (arXiv:2504.20073)
+validates on: seeds 123 to 378, without the 29 large rooms whose drawing depended on the process.
 """
 
 from __future__ import annotations

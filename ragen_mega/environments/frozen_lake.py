@@ -1,7 +1,7 @@
 """FrozenLake: cross slippery ice to the goal without falling into a hole; actions may slip sideways.
 
-Source: StarPO, arXiv:2504.20073, section 3.1; dynamics as in Gymnasium's FrozenLake-v1, generalised to any success rate:
-the intended move happens with probability `success_rate`, each perpendicular one with half of the rest.
+Source: StarPO, arXiv:2504.20073, section 3.1; dynamics as in Gymnasium's FrozenLake-v1, generalised to any success
+rate: the intended move happens with probability `success_rate`, each perpendicular one with half of the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from ragen_mega.environments.base import StepResult, canonical_action, check_seed, stable_seed
 
-Observation = Literal["grid", "grid_coord"]
+Observation = Literal["grid", "coord", "grid_coord"]
 Cell = tuple[int, int]  # (row, column), both from 0 at the top left
 
 # In an order where the perpendicular moves are the cyclic neighbours.
@@ -49,6 +49,7 @@ class Lake:
         return min(max(cell[0] + dr, 0), self.size - 1), min(max(cell[1] + dc, 0), self.size - 1)
 
     def is_crossable(self) -> bool:
+        """Whether some path avoids the holes."""
         frontier, seen = [self.start], {self.start}
         while frontier:
             cell = frontier.pop()
@@ -187,7 +188,8 @@ class FrozenLake:
             return grid
         holes = ", ".join(map(str, sorted(lake.holes))) or "none"
         last = lake.size - 1
-        return f"Player: {self._player}\nGoal: {lake.goal}\nHoles: {holes}\nCorners: (0, 0) to ({last}, {last})\n{grid}"
+        coordinates = f"Player: {self._player}\nGoal: {lake.goal}\nHoles: {holes}\nCorners: (0, 0) to ({last}, {last})"
+        return coordinates if self._observation == "coord" else f"{coordinates}\n{grid}"
 
     def _write_instruction(self) -> str:
         parts = [
@@ -195,16 +197,18 @@ class FrozenLake:
             "without falling into a hole."
         ]
         if self.success_rate < 1.0:
+            side = (1.0 - self.success_rate) / 2.0
             parts.append(
                 "The ice is slippery: a move goes the way you choose with probability "
-                f"{self.success_rate:.2g} and to each side of it with probability {(1.0 - self.success_rate) / 2.0:.2g}."
+                f"{self.success_rate:.2g} and to each side of it with probability {side:.2g}."
             )
-        if self._observation == "grid_coord":
+        if self._observation != "grid":
             parts.append(
                 "Coordinates are (row, column), both counted from 0 at the top left; Up lowers the row and Left lowers "
                 "the column."
             )
-        legend = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in _MEANINGS.items())
-        parts.append("The meaning of each symbol in the state is:\n" + legend)
+        if self._observation != "coord":
+            legend = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in _MEANINGS.items())
+            parts.append("The meaning of each symbol in the state is:\n" + legend)
         parts.append("Your available actions are:\n" + ", ".join(self.actions))
         return "\n".join(parts)

@@ -1,7 +1,7 @@
 """Sokoban: push every box onto a target; irreversible moves make planning necessary.
 
-Source: StarPO, arXiv:2504.20073, section 3.1; rewards as in gym-sokoban: -0.1 a step, +1 (-1) when the number of boxes on
-targets rises (falls), +10 when all are on target, so that a solution of n actions with one box returns 11 - 0.1 n.
+Source: StarPO, arXiv:2504.20073, section 3.1; rewards as in gym-sokoban: -0.1 a step, +1 (-1) when the number of boxes
+on targets rises (falls), +10 when all are on target, so that a solution of n actions with one box returns 11 - 0.1 n.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DONE_REWARD = 10.0
 
 _VOCABULARIES: dict[Vocabulary, str] = {"standard": SYMBOLS, "new": "W.GCBA@"}
 _MEANINGS = ("wall", "empty", "target", "box on target", "box", "player", "player on target")
-_CURRICULUM_ATTEMPTS = 2000
+_CURRICULUM_ATTEMPTS = 1000
 
 
 class Sokoban:
@@ -51,7 +51,8 @@ class Sokoban:
             raise ValueError(f"dim counts the walls around the room and must be at least 5, not {dim}")
         if num_boxes < 1 or search_depth < 1 or (max_shortest is not None and max_shortest < 1):
             raise ValueError(
-                f"num_boxes, search_depth and max_shortest must be at least 1: {num_boxes}, {search_depth}, {max_shortest}"
+                "num_boxes, search_depth and max_shortest must be at least 1, not "
+                f"{num_boxes}, {search_depth}, {max_shortest}"
             )
         if observation not in get_args(Observation):
             raise ValueError(f"observation must be one of {', '.join(get_args(Observation))}, not {observation!r}")
@@ -148,8 +149,8 @@ class Sokoban:
     def _write_instruction(self) -> str:
         parts = [
             "You are solving the Sokoban puzzle. You are the player and you need to push every box onto a target.",
-            "You can push a box by walking into it if the cell behind it is free. You cannot pull a box, push two boxes "
-            "at once or walk through walls, so a box in a corner is stuck: think ahead before you push.",
+            "You can push a box by walking into it if the cell behind it is free. You cannot pull a box, push two "
+            "boxes at once or walk through walls, so a box in a corner is stuck: think ahead before you push.",
         ]
         if self._observation != "grid":
             parts.append(

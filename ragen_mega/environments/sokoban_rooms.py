@@ -74,7 +74,9 @@ def parse_room(rows: Sequence[str]) -> Room:
     for r, row in enumerate(rows):
         for c, symbol in enumerate(row):
             if symbol not in SYMBOLS:
-                raise ValueError(f"a Sokoban board is written in {' '.join(SYMBOLS)}, not {symbol!r} (row {r}: {row!r})")
+                raise ValueError(
+                    f"a Sokoban board is written in {' '.join(SYMBOLS)}, not {symbol!r} (row {r}: {row!r})"
+                )
             cells[SYMBOLS.index(symbol)].append((r, c))
     size = (len(rows), len(rows[0]))
     walls = frozenset(cells[WALL])

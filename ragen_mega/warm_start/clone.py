@@ -22,7 +22,7 @@ CloneStep = Callable[[TokenBatch], dict[str, float]]
 
 def scripted_texts(make_episode: Callable[[], Episode], seeds: Sequence[int], *, skill: float) -> list[str]:
     """Everything that is said in scripted episodes, one string per message: the corpus of the tokenizer."""
-    texts = ["system\nuser\nassistant\n"]
+    texts = ["system\nuser\nassistant\n"] * len(seeds)  # the chat template's words, as frequent as they will be
     episode = make_episode()
     for seed in seeds:
         generator = np.random.default_rng([seed, 1])

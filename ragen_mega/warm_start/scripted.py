@@ -55,23 +55,22 @@ def describe_bandit(environment: Bandit) -> str:
 
 
 def describe_frozen_lake(environment: FrozenLake) -> str:
-    """Where the goal lies, and what is next to the player: edge, hole, goal, or ice closer to or farther from the goal."""
+    """Where each move would lead: the edge, or a cell that is a hole, the goal, or ice closer to or farther from it."""
     facts = environment.facts()
     player, goal = facts["player"], facts["goal"]
-    vertical = "above" if goal[0] < player[0] else "below" if goal[0] > player[0] else "level"
-    horizontal = "left" if goal[1] < player[1] else "right" if goal[1] > player[1] else "level"
-    parts = [f" goal {vertical} {horizontal}"]
+    parts = [f" goal {goal}"]
     for action, (d_row, d_column) in DIRECTIONS.items():
         cell = (player[0] + d_row, player[1] + d_column)
         if not (0 <= cell[0] < facts["size"] and 0 <= cell[1] < facts["size"]):
-            what = "edge"
-        elif cell in facts["holes"]:
+            parts.append(f" {action} edge")
+            continue
+        if cell in facts["holes"]:
             what = "hole"
         elif cell == goal:
             what = "goal"
         else:
             what = "closer" if _distance(cell, goal) < _distance(player, goal) else "farther"
-        parts.append(f" {action} {what}")
+        parts.append(f" {action} {cell} {what}")
     return "".join(parts)
 
 

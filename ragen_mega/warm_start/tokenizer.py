@@ -1,15 +1,18 @@
-"""A small byte-level BPE tokenizer with Qwen's chat markers, trained on what the environments say.
+"""A small byte-level BPE tokenizer of Qwen2's kind, with Qwen's chat markers, trained on what the environments say.
 
-It is used only where no pretrained checkpoint is loaded. Every cell of a board is one token, every frequent word is one
-token, and any other text still round-trips through bytes.
+It is used only where no pretrained checkpoint is loaded. Frequent words and coordinates are one token each, and any other
+text still round-trips through bytes. transformers loads it as the Qwen2Tokenizer that it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -21,34 +24,33 @@ CHAT_TEMPLATE = (
 
 _MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# A capital that starts no word is a cell of a board; so is every other lone symbol.
-_PIECES = r"\|\|| \|\|| ?[A-Z](?![a-z])| ?[A-Za-z]+| ?\d| ?[^\sA-Za-z\d]|\n|\s"
+_COORDINATE = re.compile(r" \(\d+, \d+\)")
+_MIN_FREQUENCY = 2
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """Train on `texts`. The vocabulary is 256 bytes, 7 markers and tags, and merges; it may stay below `vocab_size`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 512) -> Qwen2Tokenizer:
+    """Train on `texts`: 256 bytes, markers, tags, the coordinates that occur, and merges up to `vocab_size` tokens."""
+    coordinates = Counter(match for text in texts for match in _COORDINATE.findall(text))
+    added = [*_TAGS, *sorted(cell for cell, count in coordinates.items() if count >= _MIN_FREQUENCY)]
+    blank = Qwen2Tokenizer().backend_tokenizer
+    blank.train_from_iterator(
+        (_COORDINATE.sub("\n", text) for text in texts),
+        trainers.BpeTrainer(
+            vocab_size=max(256 + len(_MARKERS), vocab_size - len(added)),
+            min_frequency=_MIN_FREQUENCY,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=list(_MARKERS),
+        ),
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(_MARKERS),
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in _TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    model = json.loads(blank.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(merge) for merge in model["merges"]],
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
+        extra_special_tokens=["<|im_start|>"],
         chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
     )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+    return tokenizer

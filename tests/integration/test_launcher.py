@@ -62,7 +62,8 @@ class TestPolyglot:
 
     def test_is_importable_without_training(self):
         # Checkpoint writers start processes that run the main file under another name.
-        process = execute(sys.executable, "-c", f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__mp_main__')")
+        program = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__mp_main__')"
+        process = execute(sys.executable, "-c", program)
         assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
     @pytest.mark.parametrize("num_ranks", ["1", "2"])
@@ -81,7 +82,8 @@ class TestPolyglot:
 
 class TestRecipes:
     def test_command_line_comes_last(self, tmp_path):
-        (tmp_path / "lake.flags").write_text("# why\n--lr 1e-3  # because\n--environment-options '{\"a\": 1}'\n\n--bf16\n")
+        flags = "# why\n--lr 1e-3  # because\n--environment-options '{\"a\": 1}'\n\n--bf16\n"
+        (tmp_path / "lake.flags").write_text(flags)
         expected = ["--lr", "1e-3", "--environment-options", '{"a": 1}', "--bf16", "--lr", "2"]
         for argv in (["--lr", "2"], ["--lr", "2", "--recipe", "lake"], ["--recipe=lake", "--lr", "2"]):
             assert with_recipe(argv, directory=tmp_path, default="lake") == expected
@@ -159,18 +161,15 @@ class TestLaunch:
 def test_a_fresh_copy_installs_itself(tmp_path):
     """What a newcomer has: a clone, Python, and no environment."""
     copy = tmp_path / "clone"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "build", "*.egg-info", "__pycache__"))
-    bare = environment(PATH="/usr/local/bin:/usr/bin:/bin", PYTHON="")
-    del bare["PYTHON"]
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "build", "__pycache__"))
     base = tmp_path / "bin"
     base.mkdir()
     (base / "python3.11").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
-    bare["PATH"] = f"{base}:{bare['PATH']}"
+    bare = environment(PATH=f"{base}:/usr/local/bin:/usr/bin:/bin")
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH"):
         bare.pop(name, None)
     for attempt, expected in enumerate((1, 0)):  # only the first command installs
-        process = subprocess.run(
-            ["bash", "examples/pretrain_starpo.sh", "--help"], cwd=copy, env=bare, capture_output=True, text=True
-        )
+        command = ["bash", "examples/pretrain_starpo.sh", "--help"]
+        process = subprocess.run(command, cwd=copy, env=bare, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr
         assert process.stderr.count("setup: installing") == expected, f"command {attempt + 1}: {process.stderr}"

@@ -48,7 +48,10 @@ def as_bf16(handle: Handle) -> Handle:
 
 def patch_bfloat16() -> None:
     convert, binary, unary, dot = (
-        interpreter._convert_float, Builder.binary_op, Builder.unary_op, Builder.create_dot,
+        interpreter._convert_float,
+        Builder.binary_op,
+        Builder.unary_op,
+        Builder.create_dot,
     )
 
     def convert_float(data, source, target, rounding):

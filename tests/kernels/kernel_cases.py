@@ -87,7 +87,8 @@ def make_case(
     is_active = torch.rand(num_tokens, generator=random) < active
     constants = (logprobs + 0.3 * normal(num_tokens), normal(num_tokens), weights * is_active)
     old, advantages, weights, ref, rollout = (
-        x.float().double() for x in (*constants, logprobs + 0.5 * normal(num_tokens), logprobs + 0.4 * normal(num_tokens))
+        x.float().double()
+        for x in (*constants, logprobs + 0.5 * normal(num_tokens), logprobs + 0.4 * normal(num_tokens))
     )
     return Case(hidden, weight, labels, old, advantages, weights, ref, rollout, temperature, vocab_valid)
 

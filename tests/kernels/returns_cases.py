@@ -30,7 +30,12 @@ def make_trajectories(lengths: tuple[int, ...], *, seed: int, padding: int = 5, 
 
 
 def gae_truth(
-    case: Trajectories, *, gamma: float, lam: float, turn_ends: Tensor | None = None, turn_gamma: float = 1.0,
+    case: Trajectories,
+    *,
+    gamma: float,
+    lam: float,
+    turn_ends: Tensor | None = None,
+    turn_gamma: float = 1.0,
     turn_lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Two passes per trajectory: turn-level advantages at the turn ends first, then all tokens."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="compiling needs triton, which CPU-only torch does not bring along"
+    importlib.util.find_spec("triton") is None,
+    reason="compiling needs triton, which CPU-only torch does not bring along",
 )
 
 ROOT = Path(__file__).parents[2]

@@ -131,7 +131,9 @@ def test_bf16_operands_keep_float32_arithmetic():
     assert d_hidden.dtype == d_weight.dtype == torch.bfloat16
     assert relative_error(loss, truth.loss) < 1e-5
     assert relative_error(d_hidden, truth.d_hidden) < 3e-3 and relative_error(d_weight, truth.d_weight) < 3e-3
-    rounded = replace(case, hidden=torch.eye(60, dtype=torch.float64), weight=case.logits.bfloat16().double().T.contiguous())
+    rounded = replace(
+        case, hidden=torch.eye(60, dtype=torch.float64), weight=case.logits.bfloat16().double().T.contiguous()
+    )
     _, stats, *_ = fused(case.to("cpu", torch.bfloat16), OBJECTIVES["k3"])
     assert_stats(stats, unfused_truth(rounded, OBJECTIVES["k3"]).stats, 1e-5)
 
@@ -142,7 +144,14 @@ def test_linear_logprobs_skips_inactive_rows():
     active = case.weights != 0
     labels = torch.where(active, case.labels, -100)
     logprobs, entropy = linear_logprobs(
-        case.hidden, case.weight, labels, temperature=0.8, vocab_valid=47, active=active, with_entropy=True, chunk_tokens=4
+        case.hidden,
+        case.weight,
+        labels,
+        temperature=0.8,
+        vocab_valid=47,
+        active=active,
+        with_entropy=True,
+        chunk_tokens=4,
     )
     torch.testing.assert_close(logprobs, torch.where(active, truth.logprobs, 0), rtol=0, atol=1e-12)
     torch.testing.assert_close(entropy, torch.where(active, truth.entropy, 0), rtol=0, atol=1e-12)

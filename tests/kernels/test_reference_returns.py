@@ -38,7 +38,14 @@ def test_zero_reward_turn_stays_a_turn():
     rewards, values = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([0.5, 0.4, 0.3, 0.2])
     mask, ends = torch.ones(4, dtype=torch.bool), torch.tensor([False, True, False, True])
     estimate = gae(
-        rewards, values, mask, torch.tensor([0, 4], dtype=torch.int32), gamma=1.0, lam=1.0, turn_ends=ends, turn_gamma=0.5
+        rewards,
+        values,
+        mask,
+        torch.tensor([0, 4], dtype=torch.int32),
+        gamma=1.0,
+        lam=1.0,
+        turn_ends=ends,
+        turn_gamma=0.5,
     )
     last = 1.0 - 0.2
     first = 0.0 + 0.5 * 0.2 - 0.4 + 0.5 * last

@@ -18,15 +18,22 @@ VOCAB, VALID = 64, 50
 def check_linear(implementation, rank: int, dtype: torch.dtype, tolerance: float) -> None:
     group = dist.group.WORLD
     width = VOCAB // WORLD_SIZE
-    for name, active in (("everything", 0.6), ("clip", 0.6), ("clip", 0.0)):
-        case, objective = make_case(11, VOCAB, 8, vocab_valid=VALID, active=active, seed=3), OBJECTIVES[name]
+    for name, active in (("everything", 0.6), ("clip", 0.0)):
+        case, objective = make_case(7, VOCAB, 8, vocab_valid=VALID, active=active, seed=3), OBJECTIVES[name]
         truth, inputs = unfused_truth(case, objective), case.to("cpu", dtype)
         shard = {"temperature": case.temperature, "vocab_start": rank * width, "vocab_valid": VALID, "group": group}
         for mode in ("save", "chunk", "recompute"):
             hidden = inputs.hidden.clone().requires_grad_()
             weight = inputs.weight.split(width)[rank].clone().requires_grad_()
             loss, stats = implementation.linear_policy_loss(
-                hidden, weight, inputs.labels, *inputs.constants, objective, **inputs.terms, **shard, mode=mode,
+                hidden,
+                weight,
+                inputs.labels,
+                *inputs.constants,
+                objective,
+                **inputs.terms,
+                **shard,
+                mode=mode,
                 chunk_tokens=4,
             )
             loss.backward()
@@ -48,8 +55,15 @@ def check_logits(implementation, rank: int, dtype: torch.dtype, tolerance: float
     width = VOCAB // WORLD_SIZE
     logits = case.logits.split(width, dim=1)[rank].to(dtype).contiguous().requires_grad_()
     loss, stats = implementation.policy_loss(
-        logits, inputs.labels, *inputs.constants, objective, **inputs.terms, temperature=case.temperature,
-        vocab_start=rank * width, vocab_valid=VALID, group=dist.group.WORLD,
+        logits,
+        inputs.labels,
+        *inputs.constants,
+        objective,
+        **inputs.terms,
+        temperature=case.temperature,
+        vocab_start=rank * width,
+        vocab_valid=VALID,
+        group=dist.group.WORLD,
     )
     loss.backward()
     assert relative_error(loss, truth.loss) < tolerance

@@ -57,7 +57,14 @@ def test_bf16_operands(triton_linear, kernel_device, fp32_logits, mode):
     case, objective = make_case(21, 300, 16, seed=2, dtype=torch.bfloat16, active=1.0), OBJECTIVES["everything"]
     truth = unfused_truth(case, objective)
     loss, stats, d_hidden, d_weight = run(
-        triton_linear, kernel_device, case, objective, torch.bfloat16, mode=mode, chunk_tokens=8, fp32_logits=fp32_logits
+        triton_linear,
+        kernel_device,
+        case,
+        objective,
+        torch.bfloat16,
+        mode=mode,
+        chunk_tokens=8,
+        fp32_logits=fp32_logits,
     )
     assert d_hidden.dtype == d_weight.dtype == torch.bfloat16
     # Rounded logits of about 3 are off by up to 2^-8; only float32 logits deserve the tight bounds.
@@ -85,8 +92,14 @@ def test_linear_logprobs(triton_linear, kernel_device):
     truth = unfused_truth(case, PolicyObjective())
     inputs, active = case.to(kernel_device, torch.float32), (case.weights != 0).to(kernel_device)
     logprobs, entropy = triton_linear.linear_logprobs(
-        inputs.hidden, inputs.weight, inputs.labels, temperature=case.temperature, vocab_valid=300, active=active,
-        with_entropy=True, chunk_tokens=4,
+        inputs.hidden,
+        inputs.weight,
+        inputs.labels,
+        temperature=case.temperature,
+        vocab_valid=300,
+        active=active,
+        with_entropy=True,
+        chunk_tokens=4,
     )
     keep = active.cpu()
     torch.testing.assert_close(logprobs.cpu().double(), torch.where(keep, truth.logprobs, 0), rtol=1e-5, atol=1e-5)

@@ -60,8 +60,12 @@ def test_whiten(triton_returns, kernel_device):
     advantages = torch.where(case.loss_mask, 100 + case.values, torch.nan)
     own = advantages[case.loss_mask].double()
     moments = torch.stack([torch.tensor(float(len(own))).double(), own.sum(), own.square().sum()])
-    white = triton_returns.whiten(advantages.to(kernel_device), case.loss_mask.to(kernel_device), moments.to(kernel_device))
-    torch.testing.assert_close(white.cpu()[case.loss_mask].double(), (own - own.mean()) / own.std(), rtol=1e-5, atol=1e-5)
+    white = triton_returns.whiten(
+        advantages.to(kernel_device), case.loss_mask.to(kernel_device), moments.to(kernel_device)
+    )
+    torch.testing.assert_close(
+        white.cpu()[case.loss_mask].double(), (own - own.mean()) / own.std(), rtol=1e-5, atol=1e-5
+    )
     assert not white.cpu()[~case.loss_mask].any()
 
 
@@ -72,8 +76,12 @@ def test_group_normalize(triton_returns, kernel_device, scale_by_std):
     random = torch.Generator().manual_seed(6)
     scores, groups = torch.randn(75, generator=random), torch.randint(-3, 9, (75,), generator=random)
     groups[10] = 77  # alone in its group
-    actual = triton_returns.group_normalize(scores.to(kernel_device), groups.to(kernel_device), scale_by_std=scale_by_std)
-    torch.testing.assert_close(actual.cpu(), group_normalize(scores, groups, scale_by_std=scale_by_std), rtol=1e-5, atol=1e-6)
+    actual = triton_returns.group_normalize(
+        scores.to(kernel_device), groups.to(kernel_device), scale_by_std=scale_by_std
+    )
+    torch.testing.assert_close(
+        actual.cpu(), group_normalize(scores, groups, scale_by_std=scale_by_std), rtol=1e-5, atol=1e-6
+    )
     assert actual[10] == 0
 
 

@@ -195,7 +195,9 @@ def test_tensor_parallel_shards(triton_policy, kernel_device, num_shards, valid)
 
 def test_label_outside_the_vocabulary_is_nan(triton_policy, kernel_device):
     labels = torch.tensor([0, -100, 300, 299, 257], device=kernel_device)
-    logprobs, entropy = triton_policy.logprob_entropy(torch.zeros(5, 300, device=kernel_device), labels, vocab_valid=257)
+    logprobs, entropy = triton_policy.logprob_entropy(
+        torch.zeros(5, 300, device=kernel_device), labels, vocab_valid=257
+    )
     assert logprobs.isnan().tolist() == [False, True, True, True, True]
     assert entropy.isfinite().all()
 

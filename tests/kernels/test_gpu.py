@@ -1,0 +1,129 @@
+"""What only a GPU can show: full sizes, bit-equality, memory, no recompilation, and NVIDIA's sanitizer.
+
+The cases of `test_triton_*.py` run on the GPU too when there is one; these come on top of them.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ragen_kernels
+from ragen_kernels import PolicyObjective
+from tests.kernels.kernel_cases import logprob_entropy_truth, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VOCAB = 151936
+OBJECTIVE = PolicyObjective(entropy_coef=0.001, dual_clip=3.0)
+ROOT = Path(__file__).parents[2]
+
+
+def token_terms(num_tokens: int, vocab: int, active: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """labels, old_logprobs, advantages, weights"""
+    labels = torch.randint(0, vocab, (num_tokens,), device="cuda")
+    old = torch.randn(num_tokens, device="cuda") - torch.log(torch.tensor(float(vocab)))
+    mask = torch.rand(num_tokens, device="cuda") < active
+    return labels, old, torch.randn(num_tokens, device="cuda"), mask / num_tokens
+
+
+@pytest.mark.parametrize(("num_tokens", "vocab"), [(8192, VOCAB), (1024, VOCAB + 1), (70_000, 1024)])
+def test_full_size_against_float64(num_tokens, vocab):
+    """70 000 rows are more than a grid axis of 65 535; an odd vocabulary misaligns every other row."""
+    logits = torch.randn(num_tokens, vocab, device="cuda", dtype=torch.bfloat16)
+    labels, *terms = token_terms(num_tokens, vocab)
+    rows = torch.arange(0, num_tokens, num_tokens // 64, device="cuda")
+    exact = logits[rows].double().requires_grad_()
+    truth = logprob_entropy_truth(exact, labels[rows], 1.0, None)
+    logprobs, entropy = ragen_kernels.logprob_entropy(logits, labels)
+    torch.testing.assert_close(logprobs[rows].double(), truth[0].detach(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(entropy[rows].double(), truth[1].detach(), rtol=0, atol=2e-5)
+    sampled = [x[rows].double() for x in terms]
+    from ragen_kernels.reference import policy_loss_from_logprobs
+
+    loss, _ = policy_loss_from_logprobs(*truth, *sampled, OBJECTIVE)
+    (expected,) = torch.autograd.grad(loss, exact)
+    logits.requires_grad_()
+    loss, _ = ragen_kernels.policy_loss(logits, labels, *terms, OBJECTIVE)
+    (actual,) = torch.autograd.grad(loss, logits)
+    assert relative_error(actual[rows], expected.cpu()) < 4e-3
+
+
+def test_twenty_runs_are_bit_equal():
+    labels, *terms = token_terms(512, VOCAB, active=0.7)
+    logits = torch.randn(512, VOCAB, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(VOCAB, 256, device="cuda", dtype=torch.bfloat16) / 16
+
+    def run() -> list[torch.Tensor]:
+        leaf = logits.clone().requires_grad_()
+        loss, stats = ragen_kernels.policy_loss(leaf, labels, *terms, OBJECTIVE)
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        linear_loss, _ = ragen_kernels.linear_policy_loss(*leaves, labels, *terms, OBJECTIVE)
+        return [
+            loss,
+            stats.kl,
+            linear_loss,
+            *torch.autograd.grad(loss, leaf),
+            *torch.autograd.grad(linear_loss, leaves),
+        ]
+
+    first = run()
+    for _ in range(19):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recompute"])
+def test_peak_memory_of_the_lm_head(mode):
+    """Beside operands and gradients: one chunk of logits, and what keeps d_weight in float32 until it is cast."""
+    labels, *terms = token_terms(8192, VOCAB)
+    hidden = torch.randn(8192, 896, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(VOCAB, 896, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient_bytes = hidden.nbytes + weight.nbytes * (1 + 2)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss, _ = ragen_kernels.linear_policy_loss(hidden, weight, labels, *terms, OBJECTIVE, mode=mode)
+    loss.backward()
+    extra = torch.cuda.max_memory_allocated() - before - gradient_bytes
+    # index_select of the active rows and its gradient are two more copies of hidden.
+    assert extra - 2 * hidden.nbytes < 0.7 * 2**30
+
+
+def test_no_compilation_per_sequence_length():
+    from ragen_kernels.triton_policy import policy_row_kernel
+
+    def variants() -> int:
+        return len(policy_row_kernel.device_caches[torch.cuda.current_device()][0])
+
+    def run(num_tokens: int) -> None:
+        labels, *terms = token_terms(num_tokens, 1024)
+        logits = torch.randn(num_tokens, 1024, device="cuda", requires_grad=True)
+        ragen_kernels.policy_loss(logits, labels, *terms, OBJECTIVE)
+
+    run(100)
+    before = variants()
+    for num_tokens in (1, 7, 16, 128, 1000):
+        run(num_tokens)
+    assert variants() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_compute_sanitizer(tool):
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-x"]
+    process = subprocess.run(
+        [*command, "tests/kernels/test_triton_rows.py", "tests/kernels/test_triton_returns.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stdout[-2000:]

@@ -1,0 +1,98 @@
+"""The baselines tool: its file, its table and its one-line errors; environments without a solver."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.environments import base
+from ragen_mega.environments.base import Registration, StepResult
+from ragen_mega.environments.episode import EpisodeConfig
+from ragen_mega.environments.solvers import baselines, optimal_actions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments):
+    command = [sys.executable, str(ROOT / "tools/baselines.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT)})
+
+
+def test_report(tmp_path):
+    out = tmp_path / "baselines.json"
+    process = run("--environment", "frozen_lake", "--max-actions-per-turn", "2", "--num-prompts", "64", "--json", out)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(out.read_text())
+    assert report["environment"] == "frozen_lake" and report["num_prompts"] == 64
+    assert report["protocol"] == {"max_turns": 5, "max_actions_per_turn": 2, "max_actions": 10}
+    assert 0 < report["random_ci_low"] < report["random"] < report["random_ci_high"] < 1
+    assert report["random"] < report["optimum"] < report["optimum_closed_loop"]
+    assert f"{100 * report['optimum']:.1f}%" in process.stdout
+
+
+def test_boards_of_the_user(tmp_path):
+    path, out = tmp_path / "boards.jsonl", tmp_path / "out.json"
+    board = {"set": "mine", "seed": 0, "board": ["######", "#P___#", "#_X__#", "#__O_#", "#____#", "######"]}
+    path.write_text(json.dumps(board))
+    assert run("--environment", "sokoban", "--boards", path, "--max-actions", 3, "--json", out).returncode == 0
+    assert json.loads(out.read_text())["optimum"] == 0.0  # the shortest solution takes more than three actions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--environment", "chess"], "unknown environment 'chess'"),
+        (["--environment", "sokoban", "--boards", "missing.jsonl"], "missing.jsonl: cannot read"),
+        (["--environment", "sokoban", "--num-prompts", "0"], "--num-prompts must be at least 1"),
+        (["--environment", "sokoban", "--num-prompts", "257"], "exceeds the 256 boards"),
+        (["--environment", "sokoban", "--max-turns", "0"], "max_turns must be at least 1"),
+        (["--environment", "sokoban", "--max-turns", "many"], "invalid int value"),
+        (["--environment", "sokoban", "--option", "dim"], "takes NAME=VALUE"),
+        (["--environment", "sokoban", "--option", "dim=six"], "must be int, not 'six'"),
+        (["--boards", "x"], "required: --environment"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, message):
+    process = run(*arguments, "--json", tmp_path / "out.json")
+    assert process.returncode == 2
+    assert message in process.stderr and process.stderr.count("\n") == 1 and not process.stdout
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_output_folder_is_checked_first(tmp_path):
+    process = run("--environment", "sokoban", "--json", tmp_path / "missing" / "out.json")
+    assert process.returncode == 2 and "existing folder" in process.stderr
+
+
+class Coin:
+    """Succeeds if the second action matches the first one; a world that the solvers do not know."""
+
+    actions = ("Heads", "Tails")
+    instruction = "Say the same twice.\nYour available actions are:\nHeads, Tails"
+
+    def reset(self, seed, *, outcome_seed=None, board=None):
+        self.said = []
+        return "Say something."
+
+    def step(self, action):
+        self.said.append(action.lower())
+        done = len(self.said) == 2
+        success = done and self.said[0] == self.said[1]
+        return StepResult("ok", float(success), done, False, {"success": success, "is_action_effective": True})
+
+    def facts(self):
+        return {}
+
+
+def test_environment_without_a_solver(monkeypatch):
+    monkeypatch.setitem(base._REGISTRY, "coin", Registration(f"{__name__}:Coin"))
+    result = baselines("coin", range(100), EpisodeConfig())
+    assert result.random == pytest.approx(0.5, abs=0.04) and not result.is_exact
+    assert result.optimum is None and result.optimum_closed_loop is None
+    assert baselines("coin", range(3), EpisodeConfig(max_actions=1)).random == 0.0
+    with pytest.raises(ValueError, match="no solver for Coin"):
+        optimal_actions(Coin())
+    with pytest.raises(ValueError, match="at least one board or seed"):
+        baselines("coin", [], EpisodeConfig())
