@@ -28,15 +28,15 @@ class ModelConfig:
     """Hugging Face model name or directory to start from. Without it a small Qwen2 is built and warm-started."""
     resume: bool = False
     """Continue the run of the same name from its newest checkpoint."""
-    hidden_size: int = 128
+    hidden_size: int = 96
     """Width of the small model (only without --load)."""
-    num_layers: int = 3
+    num_layers: int = 2
     """Depth of the small model (only without --load)."""
-    num_attention_heads: int = 4
+    num_attention_heads: int = 3
     """Attention heads of the small model (only without --load)."""
-    num_query_groups: int = 2
+    num_query_groups: int = 1
     """Key-value heads of the small model (only without --load)."""
-    ffn_hidden_size: int = 384
+    ffn_hidden_size: int = 256
     """Width of the small model's SwiGLU (only without --load)."""
 
 
@@ -315,13 +315,15 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    warm_start_steps: int = 1200
-    """Optimizer steps of behaviour cloning on scripted play (only without --load)."""
-    warm_start_batch: int = 32
-    """Scripted trajectories per step."""
-    warm_start_trajectories: int = 4000
-    """Scripted trajectories in all; the steps take as many passes over them as they need."""
-    warm_start_lr: float = 2e-3
+    warm_start_first_turn_steps: int = 300
+    """Optimizer steps of behaviour cloning on first turns of scripted play (only without --load)."""
+    warm_start_steps: int = 300
+    """Further steps on whole scripted trajectories."""
+    warm_start_batch: int = 16
+    """Trajectories per step; of first turns twice as many."""
+    warm_start_trajectories: int = 2000
+    """Scripted trajectories, and four times as many first turns; the steps take as many passes as they need."""
+    warm_start_lr: float = 4e-3
     """Peak learning rate of the warm start."""
     warm_start_skill: float = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""

@@ -20,6 +20,7 @@ import torch
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every number, with hardware and versions")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the table (svg, png or pdf)")
@@ -43,12 +44,6 @@ def environment(device: str) -> dict[str, Any]:
     from ragen_kernels.benchmark_peers import peer_versions
 
     facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, **peer_versions()}
-    try:
-        import triton
-    except ModuleNotFoundError:
-        facts["triton"] = None
-    else:
-        facts["triton"] = triton.__version__
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts |= {"device": properties.name, "multiprocessors": properties.multi_processor_count}
@@ -74,10 +69,9 @@ def compile_report() -> list[dict[str, Any]]:
         exponentials = sum(loop.exponentials for loop in report.streams)
         violations = config.budget.violations(report)
         streaming = f"{instructions:11.2f} {exponentials:9.2f}" if report.streams else f"{'-':>11s} {'-':>9s}"
-        print(
-            f"{config.name:38s} {report.registers:5d} {report.spill_instructions:6d} {report.shared_bytes:7d} {streaming}"
-            + (f"  OVER BUDGET: {'; '.join(violations)}" if violations else "")
-        )
+        resources = f"{report.registers:5d} {report.spill_instructions:6d} {report.shared_bytes:7d}"
+        verdict = f"  OVER BUDGET: {'; '.join(violations)}" if violations else ""
+        print(f"{config.name:38s} {resources} {streaming}{verdict}")
         rows.append(
             {
                 "name": config.name,
@@ -94,7 +88,7 @@ def compile_report() -> list[dict[str, Any]]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time every case on the device and print the table as it grows."""
-    from ragen_kernels import benchmark, benchmark_cases
+    from ragen_kernels import benchmark, benchmark_cases, benchmark_returns
     from ragen_kernels.benchmark_peers import add_peers
 
     clock = benchmark.Clock(arguments.device)
@@ -104,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     cases = [
         *benchmark_cases.logits_cases(arguments.device, compiled),
         *benchmark_cases.hidden_cases(arguments.device, compiled),
-        *benchmark_cases.returns_cases(arguments.device),
+        *benchmark_returns.returns_cases(arguments.device),
     ]
     report: dict[str, Any] = {
         "ceilings": {"copy_bytes_per_second": copy_rate, "gemms_ms": {}},
@@ -126,7 +120,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             del inputs
         results = benchmark.run_case(case, clock, copy_rate, gemm_ms, arguments.repetitions, arguments.input_sets)
         print_case(case.name, case.shape, gemm_ms, results)
-        report["results"] += [result.as_dict() for result in results]
+        report["results"] += [asdict(result) for result in results]
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
     for name, reason in report["refused"].items():
@@ -135,6 +129,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_case(name: str, shape: dict[str, Any], gemm_ms: float | None, results: list[Any]) -> None:
+    """One block of the table."""
     ceiling = "" if gemm_ms is None else f"   three GEMMs {gemm_ms:.3f} ms"
     print(f"\n{name}  {' '.join(f'{key}={value}' for key, value in shape.items())}{ceiling}")
     print(f"  {'':26s} {'ms':>9s} {'p20..p80':>17s} {'%copy':>6s} {'TF/s':>6s} {'%GEMM':>6s} {'GiB':>6s} {'error':>8s}")

@@ -32,7 +32,6 @@ HIDDEN_SHAPES = {
     "cuda": tuple((8192, 151936, width) for width in (896, 1536, 3584, 5120, 8192)),
     "cpu": ((4096, 600, 128),),
 }
-RETURNS_SHAPES = {"cuda": ((64, 4096), (256, 8192), (512, 32768)), "cpu": ((16, 256),)}
 
 
 @dataclass
@@ -59,6 +58,7 @@ class LossInputs:
 
 
 def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int) -> LossInputs:
+    """Labels and per-token constants of `num_rows` tokens, a share `active` of them with a weight."""
     random = torch.Generator(device).manual_seed(seed)
     labels = torch.randint(0, vocab, (num_rows,), generator=random, device=device)
     old_logprobs = -torch.log(torch.tensor(float(vocab), device=device)) + 0.3 * torch.randn(
@@ -99,6 +99,7 @@ def sampled_rows(inputs: LossInputs) -> Tensor:
 
 
 def true_d_logits(inputs: LossInputs, rows: Tensor, logits: Tensor) -> Tensor:
+    """Gradient of the loss in the given rows, by float64 autograd."""
     logits = logits.double().requires_grad_()
     constants = (x[rows].double() for x in inputs.constants)
     loss = torch_policy_loss(logits, inputs.labels[rows], *constants, dtype=torch.float64)
@@ -106,17 +107,20 @@ def true_d_logits(inputs: LossInputs, rows: Tensor, logits: Tensor) -> Tensor:
 
 
 def forward_error(inputs: LossInputs, output: tuple[Tensor, Tensor]) -> float:
+    """Larger error of log-probabilities and entropies on the sampled rows."""
     rows = sampled_rows(inputs)
     truth = torch_logprob_entropy(inputs.logits[rows], inputs.labels[rows], torch.float64)
     return max(relative_error(actual[rows], exact) for actual, exact in zip(output, truth, strict=True))
 
 
 def logits_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> float:
+    """Error of d_logits on the sampled rows."""
     rows = sampled_rows(inputs)
     return relative_error(output[0][rows], true_d_logits(inputs, rows, inputs.logits[rows]))
 
 
 def hidden_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> float:
+    """Error of d_hidden on the sampled rows."""
     rows = sampled_rows(inputs)
     weight = inputs.weight.double()
     truth = true_d_logits(inputs, rows, inputs.hidden[rows].double() @ weight.T) @ weight
@@ -124,10 +128,12 @@ def hidden_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> flo
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of a scalar in leaves, without touching their `.grad`."""
     return torch.autograd.grad(loss, leaves)
 
 
 def logits_inputs(num_rows: int, vocab: int, active: float, device: str) -> Callable[[int], LossInputs]:
+    """Maker of input sets that share one buffer for what an in-place operation destroys."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     scratch = torch.empty(num_rows, vocab, dtype=dtype, device=device)
 
@@ -190,6 +196,8 @@ def backward_providers() -> tuple[Provider, ...]:
 
 
 def policy_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, ...]:
+    """Policy loss and its gradient, logits in."""
+
     def prepare(inputs: LossInputs) -> tuple[Tensor, LossInputs]:
         return inputs.fresh_logits(), inputs
 
@@ -212,6 +220,7 @@ def policy_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, .
 
 
 def hidden_inputs(num_rows: int, vocab: int, width: int, active: float, device: str) -> Callable[[int], LossInputs]:
+    """Maker of input sets of hidden states and an LM head."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     def make(seed: int) -> LossInputs:
@@ -240,6 +249,8 @@ def hidden_cases(device: str, compiled: Callable[[Any], Any] | None) -> Iterator
 
 
 def hidden_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, ...]:
+    """Policy loss and its gradients, hidden states in."""
+
     def leaves(inputs: LossInputs) -> tuple[Tensor, Tensor]:
         return inputs.hidden.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
 
@@ -263,58 +274,3 @@ def hidden_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, .
     if compiled is not None:
         named["torch.compile"] = unfused(compiled(torch_policy_loss))
     return tuple(Provider(name, run, error=hidden_gradient_error) for name, run in named.items())
-
-
-def returns_cases(device: str) -> Iterator[Case]:
-    """GAE and value loss: bound by launches, against the float64 loop over time steps of the reference."""
-    from ragen_kernels import reference_returns
-
-    for num_trajectories, length in RETURNS_SHAPES[device]:
-        total = num_trajectories * length
-        shape = {"S": num_trajectories, "T": length}
-
-        def make(seed: int, total: int = total, length: int = length) -> dict[str, Tensor]:
-            random = torch.Generator(device).manual_seed(seed)
-            values, old_values, rewards = torch.randn(3, total, generator=random, device=device)
-            mask = torch.rand(total, generator=random, device=device) < 0.5
-            return {
-                "values": values,
-                "old_values": old_values,
-                "rewards": rewards,
-                "mask": mask,
-                "turn_ends": mask & (rewards > 2.0),
-                "cu_seqlens": torch.arange(0, total + 1, length, dtype=torch.int32, device=device),
-                "weights": mask / mask.sum(),
-            }
-
-        def estimate(bi_level: bool) -> Callable[[dict[str, Tensor]], Any]:
-            return lambda x: ours.gae(
-                x["rewards"],
-                x["values"],
-                x["mask"],
-                x["cu_seqlens"],
-                gamma=1.0,
-                lam=0.95,
-                turn_ends=x["turn_ends"] if bi_level else None,
-                turn_gamma=0.95,
-            )
-
-        def value_step(function: Callable[..., Any]) -> Callable[[dict[str, Tensor]], Any]:
-            def run(x: dict[str, Tensor]) -> Any:
-                values = x["values"].detach().requires_grad_()
-                return gradients(function(values, x["old_values"], x["rewards"], x["weights"], clip=0.5)[0], values)
-
-            return run
-
-        yield Case("gae", shape, make, (Provider("ragen", estimate(False)),), min_bytes=17.0 * total)
-        yield Case("bi-level gae", shape, make, (Provider("ragen", estimate(True)),), min_bytes=18.0 * total)
-        yield Case(
-            "value loss forward+backward",
-            shape,
-            make,
-            (
-                Provider("ragen", value_step(ours.value_loss)),
-                Provider("torch", value_step(reference_returns.value_loss)),
-            ),
-            min_bytes=28.0 * total,
-        )

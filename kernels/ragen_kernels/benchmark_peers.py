@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -63,6 +65,8 @@ def liger_grpo() -> Provider:
 
 
 def linear_cross_entropy(name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor], remark: str) -> Provider:
+    """A fused LM head with cross entropy; rows of weight 0 are ignored labels."""
+
     def run(inputs: LossInputs) -> tuple[Tensor, ...]:
         hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
         return gradients(
@@ -73,16 +77,19 @@ def linear_cross_entropy(name: str, function: Callable[[Tensor, Tensor, Tensor],
 
 
 def liger_linear() -> Provider:
+    """Liger's fused linear cross entropy."""
     function = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
     return linear_cross_entropy("liger flce", lambda h, w, y: function.apply(h, w, y)[0], CROSS_ENTROPY_ONLY)
 
 
 def cut_cross_entropy() -> Provider:
+    """Apple's cut cross entropy."""
     function = import_module("cut_cross_entropy").linear_cross_entropy
     return linear_cross_entropy("cut-cross-entropy", function, CROSS_ENTROPY_ONLY + ", drops small gradients")
 
 
 def torch_linear() -> Provider:
+    """torch's own chunked linear cross entropy."""
     function = import_module("torch.nn.functional").linear_cross_entropy
     return linear_cross_entropy("F.linear_cross_entropy", function, CROSS_ENTROPY_ONLY)
 
@@ -109,6 +116,12 @@ PEERS: dict[str, tuple[Callable[[], Provider], ...]] = {
 }
 
 
+def peer_failures() -> tuple[type[Exception], ...]:
+    """How a peer says no: it is absent, its interface changed, or it refuses the device, the shape or the memory."""
+    expected = (ImportError, AttributeError, TypeError, ValueError, AssertionError, RuntimeError)
+    return expected if find_spec("triton") is None else (*expected, import_module("triton.errors").TritonError)
+
+
 def add_peers(case: Case, check: Callable[[Provider], None]) -> tuple[Case, dict[str, str]]:
     """The case with every peer that passes `check` (one run), and the reasons of those that do not."""
     providers, refused = list(case.providers), {}
@@ -116,7 +129,7 @@ def add_peers(case: Case, check: Callable[[Provider], None]) -> tuple[Case, dict
         try:
             provider = build()
             check(provider)
-        except Exception as error:  # noqa: BLE001 foreign code may fail in any way; the table reports how
+        except peer_failures() as error:
             refused[build.__name__] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         else:
             providers.append(provider)
@@ -124,10 +137,9 @@ def add_peers(case: Case, check: Callable[[Provider], None]) -> tuple[Case, dict
 
 
 def peer_versions() -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
+    """Installed versions of triton and of the peers, None where absent."""
     versions = {}
-    for name in ("liger-kernel", "cut-cross-entropy", "verl"):
+    for name in ("triton", "liger-kernel", "cut-cross-entropy", "verl"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

@@ -185,5 +185,6 @@ def token_configs() -> Iterator[KernelConfig]:
 
 
 def all_configs() -> Iterator[KernelConfig]:
+    """Every kernel in every configuration."""
     yield from row_configs()
     yield from token_configs()

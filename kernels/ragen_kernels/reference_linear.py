@@ -53,6 +53,7 @@ class VocabHead:
 
 
 def build_head(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float, fp32_logits: bool) -> VocabHead:
+    """The shard's valid rows in the compute dtype of `hidden`."""
     dtype = compute_dtype(hidden)
     logits_dtype = dtype if fp32_logits else hidden.dtype
     return VocabHead(weight.detach()[: shard.num_valid].to(dtype), shard, temperature, logits_dtype)
@@ -149,7 +150,7 @@ def token_gradients(
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
-    """The active rows only. Kept for backward: `save` d_logits, `chunk` the gradients, `recompute` a few numbers a row."""
+    """Active rows only. Kept for backward: `save` d_logits, `chunk` the gradients, `recompute` a few numbers a row."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, terms, objective, head, chunks, mode):

@@ -94,6 +94,7 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
 
 
 def run_tool(name: str, *arguments: str) -> str:
+    """Standard output of a CUDA binary utility that triton ships."""
     return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
 
 

@@ -17,7 +17,7 @@ from ragen_kernels.reference_linear import check_linear_arguments, split_rows
 from ragen_kernels.triton_policy import is_split, launch_policy_rows
 from ragen_kernels.triton_rows import launch_gradient, launch_statistics, scale_
 from ragen_kernels.triton_token import NUM_OUTPUTS, contiguous_terms, launch_tokens, unpack_outputs
-from ragen_kernels.vocab import RowStatistics, VocabShard, check_rows, reduce_over_group, vocab_shard
+from ragen_kernels.vocab import VocabShard, check_rows, reduce_over_group, vocab_shard
 
 CHUNK_BYTES = 600 << 20
 """bf16 logits of one chunk: 2048 rows of 151936. Fewer rows, and re-reading the LM head starts to show."""
@@ -50,7 +50,7 @@ def empty_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype
 
 
 def chunk_rows(num_rows: int, shard: VocabShard, itemsize: int, chunk_tokens: int | None) -> list[slice]:
-    """Equal chunks of whole GEMM tiles. The budget is for the whole vocabulary: tensor parallelism shrinks the buffer."""
+    """Equal chunks of whole GEMM tiles. The budget is for the whole vocabulary, so that a shard needs its share."""
     if chunk_tokens is None:
         most = max(TILE_ROWS, CHUNK_BYTES // (shard.num_entries * itemsize) // TILE_ROWS * TILE_ROWS)
         num_chunks = max(1, -(-num_rows // most))

@@ -43,39 +43,24 @@ BLOCK = 16384
 NUM_WARPS = 16
 
 
+@triton.jit
+def zero_row(DX, num_columns, BLOCK: tl.constexpr):
+    """Zeros over one row."""
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        tl.store(DX + columns, tl.zeros((BLOCK,), DX.dtype.element_ty), mask=columns < num_columns)
+
+
+# fmt: off
 @triton.jit(do_not_specialize=["num_rows"])
 def policy_row_kernel(
-    X,
-    DX,
-    LABELS,
-    OLD,
-    ADVANTAGES,
-    WEIGHTS,
-    REF,
-    ROLLOUT,
-    OUT,
-    num_rows,
-    stride,
-    dx_stride,
-    num_valid,
-    num_columns,
-    num_entries,
-    scale,
-    lower,
-    upper,
-    dual_clip,
-    importance_cap,
-    kl_coef,
-    entropy_coef,
-    DUAL_CLIP: tl.constexpr,
-    KL: tl.constexpr,
-    IMPORTANCE: tl.constexpr,
-    ENTROPY_GRADIENT: tl.constexpr,
-    WRITE_GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
+    X, DX, LABELS, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT, OUT,
+    num_rows, stride, dx_stride, num_valid, num_columns, num_entries, scale,
+    lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef,
+    DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
+    ENTROPY_GRADIENT: tl.constexpr, WRITE_GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Rows of logits -> outputs [10, T] and, over DX, the gradient of the weighted loss. Rows of weight 0 are zeroed."""
+    """Rows of logits -> outputs [10, T] and, over DX, the gradient of the weighted loss; weight 0 gives zeros."""
     inverse_temperature = scale * LN2
     first = tl.program_id(0).to(tl.int64)
     for turn in range(0, tl.cdiv(num_rows - tl.program_id(0), tl.num_programs(0))):
@@ -92,37 +77,12 @@ def policy_row_kernel(
             ref_logprob = tl.load(REF + row).to(tl.float32) if KL else logprob
             rollout_logprob = tl.load(ROLLOUT + row).to(tl.float32) if IMPORTANCE else logprob
             loss, d_logprob, ratio, low, high, dual, kl, importance, ref_kl = token_objective(
-                logprob,
-                entropy,
-                old_logprob,
-                advantage,
-                ref_logprob,
-                rollout_logprob,
-                lower,
-                upper,
-                dual_clip,
-                importance_cap,
-                kl_coef,
-                entropy_coef,
-                DUAL_CLIP,
-                KL,
-                IMPORTANCE,
+                logprob, entropy, old_logprob, advantage, ref_logprob, rollout_logprob,
+                lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef, DUAL_CLIP, KL, IMPORTANCE,
             )
             store_outputs(
-                OUT,
-                num_rows,
-                row,
-                True,
-                weight * loss,
-                logprob,
-                entropy,
-                ratio,
-                low,
-                high,
-                dual,
-                kl,
-                importance,
-                ref_kl,
+                OUT, num_rows, row, True,
+                weight * loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl,
             )
             if WRITE_GRADIENT:
                 d_target = weight * d_logprob * inverse_temperature
@@ -132,28 +92,14 @@ def policy_row_kernel(
                     constant += d_entropy * mean2 * LN2
                     slope = -d_entropy * inverse_temperature
                 write_gradient(
-                    x_row,
-                    DX + row * dx_stride,
-                    target,
-                    column,
-                    is_local,
-                    num_valid,
-                    num_columns,
-                    scale,
-                    lse2,
-                    constant,
-                    slope,
-                    d_target,
-                    BLOCK,
-                    ENTROPY_GRADIENT,
+                    x_row, DX + row * dx_stride, target, column, is_local, num_valid, num_columns, scale, lse2,
+                    constant, slope, d_target, BLOCK, ENTROPY_GRADIENT,
                 )
         else:
             store_outputs(OUT, num_rows, row, True, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
             if WRITE_GRADIENT:
-                for start in range(0, num_columns, BLOCK):
-                    columns = start + tl.arange(0, BLOCK)
-                    zeros = tl.zeros((BLOCK,), DX.dtype.element_ty)
-                    tl.store(DX + row * dx_stride + columns, zeros, mask=columns < num_columns)
+                zero_row(DX + row * dx_stride, num_columns, BLOCK)
+# fmt: on
 
 
 def launch_policy_rows(
@@ -165,7 +111,7 @@ def launch_policy_rows(
     shard: VocabShard,
     temperature: float,
 ) -> Tensor:
-    """Outputs [10, T] of an unsplit vocabulary; the gradient goes to `out`, which may be `logits`, unless it is None."""
+    """Outputs [10, T] of an unsplit vocabulary; the gradient goes to `out` (`logits`, another buffer, or None)."""
     assert shard.start == 0, "a split vocabulary needs its statistics reduced first"
     assert logits.stride(1) == 1 and (out is None or out.stride(1) == 1), "rows must have contiguous columns"
     num_rows = len(labels)
@@ -287,7 +233,7 @@ def policy_loss(
     vocab_valid: int | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """See `reference.policy_loss`. The gradient overwrites `logits`; an active label outside the vocabulary gives NaN."""
+    """See `reference.policy_loss`. The gradient overwrites `logits`; an active label out of range gives NaN."""
     check_rows(logits, labels, temperature)
     objective.check_inputs(ref_logprobs, rollout_logprobs)
     shard = vocab_shard(logits.shape[1], vocab_start, vocab_valid, group)

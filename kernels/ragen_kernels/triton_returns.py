@@ -27,6 +27,7 @@ def compose(a1, b1, a2, b2):
 
 @triton.jit
 def first_lane(x, lane):
+    """A block's first element, as a scalar."""
     return tl.sum(tl.where(lane == 0, x, 0.0), 0)
 
 
@@ -62,8 +63,7 @@ def gae_kernel(
         sampled = tl.load(MASK + t, mask=inside, other=0) != 0
         v = tl.load(VALUES + t, mask=sampled, other=0.0).to(tl.float32)
         r = tl.load(REWARDS + t, mask=sampled, other=0.0).to(tl.float32)
-        # The right neighbour inside the block; the last lane takes the carry instead.
-        has_next = (local + 1 < length) & (lane < BLOCK - 1)
+        has_next = local + 1 < length
         next_sampled = tl.load(MASK + t + 1, mask=has_next, other=0) != 0
         v_right = tl.load(VALUES + t + 1, mask=next_sampled, other=0.0).to(tl.float32)
         a, b = tl.associative_scan((tl.where(next_sampled, 0.0, 1.0), v_right), 0, compose, reverse=True)
@@ -268,7 +268,7 @@ class _ValueLoss(torch.autograd.Function):
                 is_clipped,
                 d_values,
                 len(values),
-                clip or 0.0,
+                float(clip or 0.0),
                 CLIP=clip is not None,
                 BLOCK=TOKEN_BLOCK,
                 num_warps=TOKEN_WARPS,

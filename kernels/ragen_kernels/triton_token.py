@@ -173,12 +173,12 @@ def token_kernel(
 def objective_arguments(objective: PolicyObjective) -> dict[str, float | bool | int]:
     """The objective as kernel arguments: numbers at run time, so that only its shape is compiled in."""
     return {
-        "lower": 1 - objective.clip_ratio_low,
-        "upper": 1 + objective.clip_ratio_high,
-        "dual_clip": objective.dual_clip or 0.0,
-        "importance_cap": objective.importance_cap or 0.0,
-        "kl_coef": objective.kl_coef,
-        "entropy_coef": objective.entropy_coef,
+        "lower": 1.0 - objective.clip_ratio_low,
+        "upper": 1.0 + objective.clip_ratio_high,
+        "dual_clip": float(objective.dual_clip or 0.0),
+        "importance_cap": float(objective.importance_cap or 0.0),
+        "kl_coef": float(objective.kl_coef),
+        "entropy_coef": float(objective.entropy_coef),
         "DUAL_CLIP": objective.dual_clip is not None,
         "KL": 0 if objective.kl_kind is None else 1 + KL_KINDS.index(objective.kl_kind),
         "IMPORTANCE": objective.importance_cap is not None,

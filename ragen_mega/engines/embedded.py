@@ -21,7 +21,7 @@ from ragen_mega.engines.slots import Prefill, SlotTable
 from ragen_mega.types import Completion, SamplingParams
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     session: int
     tokens: list[int]
@@ -53,7 +53,7 @@ class EmbeddedEngine:
         self._slots: SlotTable | None = None
         self._slot_of: dict[int, int] = {}
         self._sessions: list[int] = []  # session of every slot in use
-        self._waiting: list[_Request] = []
+        self._waiting: dict[int, _Request] = {}  # by session, in order of arrival
         self._running: dict[int, _Request] = {}  # by session
         self._scheduler: asyncio.Task[None] | None = None
 
@@ -62,10 +62,9 @@ class EmbeddedEngine:
         """Weights and KV cache exist only inside; `load_weights` comes first."""
         if self._slots is not None:
             raise RuntimeError("the engine is awake already; leave the first `with engine.awake()` before the next")
-        with torch.inference_mode():
-            self._slots = SlotTable(
-                self._shape, num_slots=self._max_sessions, max_context=self._max_context, dtype=self._dtype
-            )
+        self._slots = SlotTable(
+            self._shape, num_slots=self._max_sessions, max_context=self._max_context, dtype=self._dtype
+        )
         try:
             yield
         finally:
@@ -80,8 +79,7 @@ class EmbeddedEngine:
                 f"{len(self._sessions)} sessions hold a cache of the old weights; release them before load_weights"
             )
         self._decoder = None  # the old weights go before the new ones come, and a failed load leaves none
-        with torch.inference_mode():
-            self._decoder = Decoder(self._shape, weights, max_context=self._max_context, dtype=self._dtype)
+        self._decoder = Decoder(self._shape, weights, max_context=self._max_context, dtype=self._dtype)
         self.weight_version += 1
 
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
@@ -96,17 +94,17 @@ class EmbeddedEngine:
                 "check that the tokenizer belongs to the model"
             )
         sampler.check(sampling, vocab=self._shape.vocab)
-        if session in self._running or any(request.session == session for request in self._waiting):
+        if session in self._running or session in self._waiting:
             raise ValueError(f"session {session} already generates; await one completion before asking for the next")
         if len(tokens) >= self._max_context:
             return Completion([], [], "length")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(session, tokens, sampling, future))
+        request = self._waiting[session] = _Request(session, tokens, sampling, future)
         self._wake_scheduler()
         try:
             return await future
         finally:
-            if future.cancelled():
+            if request in (self._waiting.get(session), self._running.get(session)):  # the caller was cancelled
                 self._forget(session)
 
     def release(self, session: int) -> None:
@@ -117,8 +115,7 @@ class EmbeddedEngine:
             return
         # The rows in use stay contiguous, so that a step works on views of them: the last row fills the gap.
         last = self._sessions.pop()
-        with torch.inference_mode():
-            self._slots.remove(slot)
+        self._slots.remove(slot)
         if last != session:
             self._sessions[slot] = last
             self._slot_of[last] = slot
@@ -129,7 +126,7 @@ class EmbeddedEngine:
         """Drop weights, cache and sessions; completions in progress are cancelled."""
         if self._scheduler is not None and not self._scheduler.done():
             self._scheduler.cancel()
-        for request in (*self._waiting, *self._running.values()):
+        for request in (*self._waiting.values(), *self._running.values()):
             request.future.cancel()
         self._waiting.clear()
         self._running.clear()
@@ -139,13 +136,11 @@ class EmbeddedEngine:
 
     def _forget(self, session: int) -> None:
         """Stop working for the session's request, if there is one."""
-        if (request := self._running.pop(session, None)) is not None:
-            if self._slots is not None:
-                self._slots.stop(self._slot_of[session])
-            request.future.cancel()
-        for request in [request for request in self._waiting if request.session == session]:
-            self._waiting.remove(request)
-            request.future.cancel()
+        if session in self._running and self._slots is not None:
+            self._slots.stop(self._slot_of[session])
+        for requests in (self._running, self._waiting):
+            if (request := requests.pop(session, None)) is not None:
+                request.future.cancel()
 
     def _wake_scheduler(self) -> None:
         if self._scheduler is None or self._scheduler.done():
@@ -156,7 +151,7 @@ class EmbeddedEngine:
         """Hand the scheduler's failure to everyone who waits for it."""
         if task.cancelled() or (error := task.exception()) is None:
             return
-        for request in (*self._waiting, *self._running.values()):
+        for request in (*self._waiting.values(), *self._running.values()):
             if not request.future.done():
                 request.future.set_exception(error)
         self._waiting.clear()
@@ -167,27 +162,26 @@ class EmbeddedEngine:
         while True:
             # Callers that were just answered come back with their next turn before the next step is planned.
             await asyncio.sleep(0)
-            with torch.inference_mode():
-                admitted = self._admit()
-                if not admitted and not self._running:
-                    return
-                if self._running:
-                    self._answer(self._slots.decode(self._decoder))
+            admitted = self._admit()
+            if not admitted and not self._running:
+                return
+            if self._running:
+                self._answer(self._slots.decode(self._decoder))
 
     def _admit(self) -> bool:
         """Prefill every waiting request that has or finds a slot, equal beginnings first computed once."""
         admitted: list[_Request] = []
-        for request in self._waiting:
-            if request.session not in self._slot_of:
+        for session, request in self._waiting.items():
+            if session not in self._slot_of:
                 if len(self._sessions) == self._max_sessions:
                     continue
-                self._slot_of[request.session] = len(self._sessions)
-                self._sessions.append(request.session)
+                self._slot_of[session] = len(self._sessions)
+                self._sessions.append(session)
             admitted.append(request)
         if not admitted:
             return False
-        self._waiting = [request for request in self._waiting if request.session not in self._slot_of]
-        self._running |= {request.session: request for request in admitted}
+        for request in admitted:
+            self._running[request.session] = self._waiting.pop(request.session)
         prefills = [Prefill(self._slot_of[request.session], request.tokens, request.sampling) for request in admitted]
         self._answer(self._slots.prefill(self._decoder, prefills, num_slots=len(self._sessions)))
         return True

@@ -42,9 +42,10 @@ class _Padding:
     mask: Tensor  # [m, 1, 1, Lq, Lk] -inf where a query must not look
 
     @classmethod
-    def of(cls, row: Tensor, place: Tensor, positions: Tensor, num_keys: int, dtype: torch.dtype) -> _Padding:
-        reach = positions.new_zeros(int(row[-1]) + 1, int(place.max()) + 1)  # padding sees the first key
-        reach[row, place] = positions
+    def of(cls, row: Tensor, place: Tensor, last_key: Tensor, num_keys: int, dtype: torch.dtype) -> _Padding:
+        """Query i is the `place[i]`-th of row `row[i]` and sees the keys up to `last_key[i]`, of `num_keys`."""
+        reach = last_key.new_zeros(int(row[-1]) + 1, int(place.max()) + 1)  # padding sees a key, so that it stays finite
+        reach[row, place] = last_key
         mask = torch.zeros(*reach.shape, num_keys, dtype=dtype)
         mask.masked_fill_(torch.arange(num_keys) > reach[..., None], -torch.inf)
         return cls(row, place, mask[:, None, None])
@@ -86,9 +87,10 @@ class KVCache:
         offset = torch.arange(member.shape[0]) - (counts.cumsum(0) - counts)[member]  # [T] place among the new tokens
         positions = starts[member] + offset
         token_rows, end = rows[member], int((starts + counts).max())
-        every = _Padding.of(member, offset, positions, end, self._all_keys.dtype)
-        ones = torch.ones_like(rows)
-        last = _Padding.of(ones.cumsum(0) - ones, ones - ones, starts + counts - 1, end, self._all_keys.dtype)
+        seen = int(starts.min())  # by every query
+        every = _Padding.of(member, offset, positions - seen, end - seen, self._all_keys.dtype)
+        each, first = torch.arange(rows.shape[0]), torch.zeros_like(rows)
+        last = _Padding.of(each, first, starts + counts - 1 - seen, end - seen, self._all_keys.dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
@@ -97,7 +99,8 @@ class KVCache:
             padding = every if q.shape[0] == token_rows.shape[0] else last
             queries = padding.pad(q.unflatten(1, (self._shape.kv_heads, -1)))  # [m, kv_heads, group, Lq, d]
             scores = queries.flatten(2, 3) @ keys[..., :end].index_select(0, rows)
-            scores = scores.view(*queries.shape[:4], end).add_(padding.mask)
+            scores = scores.view(*queries.shape[:4], end)
+            scores[..., seen:] += padding.mask
             weights = torch.softmax(scores, dim=-1, out=scores).flatten(2, 3)  # in place: fresh pages cost more than this
             attended = weights @ values[:, :, :end].index_select(0, rows)
             return padding.unpad(attended.view_as(queries)).flatten(1)

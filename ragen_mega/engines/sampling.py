@@ -57,7 +57,7 @@ def sample(
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
     """Zero everything but the smallest set of most likely tokens whose mass reaches top_p [n, 1]; order is kept."""
-    ordered, order = probabilities.sort(-1, descending=True, stable=True)
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     mass_before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     kept = (mass_before < top_p) | (top_p >= 1.0)
     return probabilities * torch.zeros_like(kept).scatter_(-1, order, kept)

@@ -86,6 +86,7 @@ class _Rows:
 class SlotTable:
     """Slots [0, n) are in use, whether they run or wait for their environment."""
 
+    @torch.inference_mode()
     def __init__(self, shape: DecoderShape, *, num_slots: int, max_context: int, dtype: torch.dtype) -> None:
         self._max_context = max_context
         self._rows = _Rows.create(num_slots, max_context, shape.vocab, dtype)
@@ -97,10 +98,12 @@ class SlotTable:
         self._prefix_is_stale = True
         self._uses_top_p = self._uses_greedy = False
 
+    @torch.inference_mode()
     def stop(self, slot: int) -> None:
         """The slot's completion is no longer wanted; its cache stays."""
         self._rows.running[slot] = False
 
+    @torch.inference_mode()
     def remove(self, slot: int) -> None:
         """Free a slot; the last slot in use takes its place."""
         self._num_slots -= 1
@@ -112,6 +115,7 @@ class SlotTable:
         self._rows.running[last] = False
         self._prefix_is_stale = True
 
+    @torch.inference_mode()
     def decode(self, decoder: Decoder) -> list[tuple[int, Completion]]:
         """One token for every running slot; the completions that it ended."""
         rows, num_rows = self._rows, self._num_slots
@@ -126,6 +130,7 @@ class SlotTable:
         rows.length[:num_rows] += rows.running[:num_rows]
         return self._accept(index, decoder.logits(hidden))
 
+    @torch.inference_mode()
     def prefill(self, decoder: Decoder, requests: list[Prefill], *, num_slots: int) -> list[tuple[int, Completion]]:
         """Compute what is new of the requests, sample their first tokens; the completions that end with them."""
         self._prefix_is_stale |= num_slots != self._num_slots
@@ -152,10 +157,9 @@ class SlotTable:
         planned = self._length[: self._num_slots].copy()  # cached once the suffixes are computed
         for request in requests:
             slot, tokens = request.slot, np.asarray(request.tokens)
-            shared = _shared_length(self._ids[: self._num_slots], tokens)  # [n]
-            cached_here = int(min(shared[slot], self._length[slot]))
-            cached, source = cached_here, slot
-            if cached_here == 0:  # a new trajectory
+            cached, source = int(min(_shared_length(self._ids[slot], tokens), self._length[slot])), slot
+            if cached == 0:  # a new trajectory
+                shared = _shared_length(self._ids[: self._num_slots], tokens)  # [n]
                 cached_anywhere = np.minimum(shared, self._length[: self._num_slots])
                 source = int(cached_anywhere.argmax())
                 cached = int(cached_anywhere[source])
@@ -217,9 +221,9 @@ class SlotTable:
 
 
 def _shared_length(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """How many leading tokens each row of ids [n, >= len(tokens)] has in common with tokens: [n]."""
-    different = ids[:, : len(tokens)] != tokens
-    return np.where(different.any(axis=1), different.argmax(axis=1), len(tokens))
+    """How many leading tokens each row of ids [..., >= len(tokens)] has in common with tokens: [...]."""
+    different = ids[..., : len(tokens)] != tokens
+    return np.where(different.any(axis=-1), different.argmax(axis=-1), len(tokens))
 
 
 def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:

@@ -35,8 +35,10 @@ def scripted_texts(make_episode: Callable[[], Episode], seeds: Sequence[int], *,
     return texts
 
 
-def scripted_trajectory(episode: Episode, renderer: ChatRenderer, name: str, seed: int, *, skill: float) -> Trajectory:
-    """One episode of the scripted player as a trajectory; its loss mask covers what the player says."""
+def scripted_trajectory(
+    episode: Episode, renderer: ChatRenderer, name: str, seed: int, *, skill: float, max_turns: int | None = None
+) -> Trajectory:
+    """The first `max_turns` turns (None: all) of a scripted episode; the loss mask covers what the player says."""
     generator = np.random.default_rng([seed, 1])
     trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
     trajectory.append_observation(renderer.start(episode.start(seed, outcome_seed=seed)))
@@ -46,8 +48,9 @@ def scripted_trajectory(episode: Episode, renderer: ChatRenderer, name: str, see
         turn = trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
         result = episode.respond(response)
         turn.reward, turn.info = result.reward, result.info
-        if result.message is not None:
-            trajectory.append_observation(renderer.observe(result.message, finished_cleanly=True))
+        if result.message is None or len(trajectory.turns) == max_turns:
+            break
+        trajectory.append_observation(renderer.observe(result.message, finished_cleanly=True))
     return trajectory
 
 

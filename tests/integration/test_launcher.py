@@ -27,7 +27,7 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | changes
 
 
-def execute(*command: object, timeout: float = 120, **changes: str) -> subprocess.CompletedProcess[str]:
+def execute(*command: object, timeout: float = 240, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, timeout=timeout, env=environment(**changes)
     )
@@ -49,11 +49,7 @@ class TestPolyglot:
         assert (process.returncode, process.stderr) == (0, "")
         assert bash_half.rstrip().splitlines()[-1].startswith("exec "), "signals must reach torchrun, not a shell"
 
-    @pytest.mark.parametrize(
-        "command",
-        [("bash",), (sys.executable, "-m", "torch.distributed.run"), ("torchrun", "--nproc-per-node", "2")],
-        ids=["bash", "torchrun as a module", "torchrun with 2 ranks"],
-    )
+    @pytest.mark.parametrize("command", [("bash",), ("torchrun", "--nproc-per-node", "2")], ids=["bash", "torchrun"])
     def test_help(self, command):
         process = execute(*command, SCRIPT, "--help")
         assert process.returncode == 0, process.stderr

@@ -2,18 +2,29 @@
 
 Stock, the interpreter multiplies the bit patterns of bfloat16 operands and truncates when it casts to bfloat16. It also
 reads and writes out of bounds silently and always runs programs in order, which hides races between them. Importing
-this module patches the interpreter; `sanitize` switches the checks on.
+this module switches the interpreter on for this process and patches it; `sanitize` switches the checks on.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import triton.language as tl
-from triton.runtime import interpreter
+
+if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("triton was imported to compile, it cannot be interpreted any more: import this module first")
+os.environ["TRITON_INTERPRET"] = "1"  # triton decides at its own import
+import triton.language as tl  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+knobs.propagate_env = False
+knobs.runtime.interpret = True
+del os.environ["TRITON_INTERPRET"]  # the processes that other tests start compile as usual
 
 Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,3 +179,30 @@ def assert_stats(stats: object, truth: dict[str, Tensor], tolerance: float) -> N
             continue
         error = (actual.cpu().double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
         assert error <= tolerance * max(1.0, float(expected.abs().max()) if expected.numel() else 1.0), (name, error)
+
+
+def check_poisoned_tokens(policy_loss_from_logprobs: Callable[..., Any], device: str) -> None:
+    """With NaN in every input of the tokens of weight 0, loss, gradients and statistics are those without."""
+    case, objective = make_case(31, seed=11), OBJECTIVES["everything"]
+    truth, inputs = unfused_truth(case, objective), case.to(device, torch.float32)
+    masked = inputs.weights == 0
+    assert masked.any() and not masked.all()
+
+    def poison(x: Tensor) -> Tensor:
+        return torch.where(masked, torch.nan, x.to(device, torch.float32))
+
+    logprobs, entropy = poison(truth.logprobs).requires_grad_(), poison(truth.entropy).requires_grad_()
+    loss, stats = policy_loss_from_logprobs(
+        logprobs,
+        entropy,
+        poison(inputs.old_logprobs),
+        poison(inputs.advantages),
+        inputs.weights,
+        objective,
+        **{name: poison(term) for name, term in inputs.terms.items()},
+    )
+    loss.backward()
+    assert relative_error(loss, truth.loss) < 1e-5
+    assert_stats(stats, truth.stats, 1e-5)
+    for grad in (logprobs.grad, entropy.grad):
+        assert torch.isfinite(grad).all() and not grad[masked].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ def gae_truth(
     advantages = torch.zeros(len(case.rewards), dtype=torch.float64)
     returns = torch.zeros_like(advantages)
     offsets = case.cu_seqlens.tolist()
-    for start, stop in zip(offsets, offsets[1:]):
+    for start, stop in itertools.pairwise(offsets):
         own = [t for t in range(start, stop) if case.loss_mask[t]]
         r = {t: float(case.rewards[t]) for t in own}
         v = {t: float(case.values[t]) for t in own}

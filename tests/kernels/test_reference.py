@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.kernel_cases import OBJECTIVES, assert_stats, make_case, relative_error, unfused_truth
+from tests.kernels.kernel_cases import (
+    OBJECTIVES,
+    assert_stats,
+    check_poisoned_tokens,
+    make_case,
+    relative_error,
+    unfused_truth,
+)
 
 from ragen_kernels import PolicyObjective
 from ragen_kernels.reference import logprob_entropy, policy_loss, policy_loss_from_logprobs
@@ -103,6 +110,10 @@ def test_nothing_of_an_inactive_token_leaks():
     assert relative_error(loss, truth.loss) < 1e-12
     assert relative_error(d_hidden, truth.d_hidden) < 1e-12 and relative_error(d_weight, truth.d_weight) < 1e-12
     assert_stats(stats, truth.stats, 1e-6)
+
+
+def test_poisoned_tokens_are_ignored():
+    check_poisoned_tokens(policy_loss_from_logprobs, "cpu")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,5 +1,7 @@
 """Advantages, normalisation and value loss against loops, identities and autograd."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def test_gae_equals_the_loop(bi_level):
     torch.testing.assert_close(estimate.advantages.double(), advantages, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(estimate.returns.double(), returns, rtol=1e-6, atol=1e-6)
     offsets = case.cu_seqlens.tolist()
-    for row, (start, end) in enumerate(zip(offsets, offsets[1:])):
+    for row, (start, end) in enumerate(itertools.pairwise(offsets)):
         own = advantages[start:end][case.loss_mask[start:end]]
         moments = torch.stack([torch.tensor(float(len(own))).double(), own.sum(), own.square().sum()])
         torch.testing.assert_close(estimate.moments[row].double(), moments, rtol=1e-5, atol=1e-5)

@@ -1,7 +1,6 @@
 """A vocabulary split over two gloo ranks gives the loss and gradients of the whole one."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -83,9 +82,9 @@ def run_reference(rank: int, rendezvous: str) -> None:
 
 
 def run_triton(rank: int, rendezvous: str) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.kernels.interpreter_shim import sanitize  # first: it switches the interpreter on
+
     from ragen_kernels import triton_linear, triton_policy
-    from tests.kernels.interpreter_shim import sanitize
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
     with sanitize(order=rank):

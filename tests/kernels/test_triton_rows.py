@@ -11,6 +11,7 @@ from tests.kernels.kernel_cases import (
     OBJECTIVES,
     Case,
     assert_stats,
+    check_poisoned_tokens,
     logprob_entropy_truth,
     make_case,
     relative_error,
@@ -170,17 +171,27 @@ def test_token_kernel(triton_policy, kernel_device, name):
     assert relative_error(logprobs.grad, exact[0].grad) < 1e-5 and relative_error(entropy.grad, exact[1].grad) < 1e-5
 
 
+def test_token_kernel_ignores_poisoned_tokens(triton_policy, kernel_device):
+    from ragen_kernels.triton_token import policy_loss_from_logprobs
+
+    check_poisoned_tokens(policy_loss_from_logprobs, kernel_device)
+
+
 @pytest.mark.parametrize(("num_shards", "valid"), [(2, 512), (4, 505), (4, 300)])
 def test_tensor_parallel_shards(triton_policy, kernel_device, num_shards, valid):
     """Shards of one vocabulary, the last partly or wholly padding, combined by hand instead of by a collective."""
     from ragen_kernels.triton_rows import launch_gradient, launch_statistics
 
+    width = 512 // num_shards
     case = from_logits(make_case(5, 512, 8, vocab_valid=valid, seed=valid), torch.float32)
+    case = replace(
+        case, labels=torch.tensor([0, width - 1, width, valid - 1, case.labels[4]])
+    )  # first and last columns
     logits = case.logits.requires_grad_()
     outputs = logprob_entropy_truth(logits, case.labels, case.temperature, valid)
     upstream = torch.randn(2, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (expected,) = torch.autograd.grad(outputs, logits, tuple(upstream))
-    width, labels = 512 // num_shards, case.labels.to(kernel_device)
+    labels = case.labels.to(kernel_device)
     pieces = [piece.contiguous() for piece in case.logits.float().to(kernel_device).split(width, dim=1)]
     shards = [VocabShard(i * width, min(max(valid - i * width, 0), width), valid, None) for i in range(num_shards)]
     local = [launch_statistics(x, labels, shard, case.temperature) for x, shard in zip(pieces, shards, strict=True)]

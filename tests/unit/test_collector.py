@@ -1,0 +1,319 @@
+"""Multi-turn collection with real environments, and the metrics of a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from ragen_mega.engines.embedded import EmbeddedEngine
+from ragen_mega.environments.base import make
+from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
+from ragen_mega.rollout.collector import Task, collect, tasks_for_group
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.summary import summarize
+from ragen_mega.types import Completion, SamplingParams, Trajectory, TrajectoryGroup, Turn
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+BOARD = ("SFFG", "FFFF", "FFFF", "FFFF")
+COMPACT = EpisodeConfig(prompt_style="compact")
+
+
+def frozen_lake(rules: EpisodeConfig = COMPACT) -> Callable[[], Episode]:
+    return lambda: Episode(make("frozen_lake", success_rate=1.0), rules)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    texts = ["system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left", "first second third"]
+    texts += [message.content for seed in range(20) for message in frozen_lake()().start(seed)]
+    return train_tokenizer(texts, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer: PreTrainedTokenizerFast) -> ChatRenderer:
+    return ChatRenderer(tokenizer, think=True)
+
+
+class RecordingEngine:
+    """Passes everything on to another engine and keeps what was asked and answered, per session."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.engine = engine
+        self.calls: dict[int, list[tuple[list[int], SamplingParams, Completion]]] = {}
+        self.released: list[int] = []
+        self.weight_version = engine.weight_version
+
+    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+        completion = await self.engine.generate(tokens, sampling, session=session)
+        self.calls.setdefault(session, []).append((list(tokens), sampling, completion))
+        return completion
+
+    def release(self, session: int) -> None:
+        self.released.append(session)
+        self.engine.release(session)
+
+    def awake(self) -> AbstractContextManager[None]:
+        return self.engine.awake()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.engine.load_weights(weights)
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+
+class ScriptedEngine:
+    """A policy that says what it is told: `say(session, turn)` -> text; `delay(session)` loop iterations later."""
+
+    weight_version = 7
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, say: Callable[[int, int], str], delay: Callable[[int], int] = lambda _: 0
+    ) -> None:
+        self.tokenizer, self.say, self.delay = tokenizer, say, delay
+        self.log: list[tuple[int, int]] = []
+        self.turns: dict[int, int] = {}
+
+    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+        turn = self.turns.get(session, 0)
+        self.turns[session] = turn + 1
+        for _ in range(self.delay(session)):
+            await asyncio.sleep(0)
+        self.log.append((session, turn))
+        sampled = self.tokenizer.encode(self.say(session, turn) + "<|im_end|>", add_special_tokens=False)
+        sampled = sampled[: sampling.max_tokens]
+        return Completion(sampled, [-1.0] * len(sampled), "stop")
+
+    def release(self, session: int) -> None:
+        pass
+
+    def awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def engine(model: Qwen2ForCausalLM) -> Iterator[RecordingEngine]:
+    engine = EmbeddedEngine(model.config, max_context=512, max_sessions=16)
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        yield RecordingEngine(engine)
+
+
+def lake_tasks(num_groups: int = 2, group_size: int = 4, make_episode: Callable[[], Episode] | None = None) -> list[Task]:
+    return [
+        task
+        for group_id in range(num_groups)
+        for task in tasks_for_group(
+            group_id, "frozen_lake", seed=50 + group_id, make_episode=make_episode or frozen_lake(), group_size=group_size
+        )
+    ]
+
+
+def test_mask_covers_exactly_what_the_engine_returned(
+    engine: RecordingEngine, renderer: ChatRenderer, model: Qwen2ForCausalLM
+) -> None:
+    groups = collect(engine, renderer, lake_tasks(), max_tokens=12, max_context=512, temperature=0.8, seed=3)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    assert [group.group_id for group in groups] == [0, 1] and len(trajectories) == 8
+    assert sorted(engine.released) == list(range(8))
+    for session, trajectory in enumerate(trajectories):
+        calls = engine.calls[session]
+        assert len(calls) == len(trajectory.turns) == 5  # garbage is penalised, not fatal
+        expected_mask = [False] * len(trajectory)
+        for (tokens, _, completion), turn in zip(calls, trajectory.turns, strict=True):
+            assert tokens == trajectory.tokens[: turn.start]
+            assert completion.tokens == trajectory.tokens[turn.start : turn.end]
+            assert completion.logprobs == trajectory.rollout_logprobs[turn.start : turn.end]
+            expected_mask[turn.start : turn.end] = [True] * len(completion.tokens)
+        assert trajectory.loss_mask == expected_mask
+        assert trajectory.loss_mask[-1] and not trajectory.loss_mask[0]
+        with torch.inference_mode():
+            logits = model(torch.tensor([trajectory.tokens])).logits[0, :-1] / 0.8
+        picked = logits.log_softmax(-1).gather(-1, torch.tensor(trajectory.tokens[1:])[:, None])[:, 0]
+        mask = torch.tensor(trajectory.loss_mask[1:])
+        torch.testing.assert_close(torch.tensor(trajectory.rollout_logprobs[1:])[mask], picked[mask], atol=1e-5, rtol=0)
+
+
+def test_between_turns_stands_what_the_environment_said(
+    engine: RecordingEngine, renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tasks = lake_tasks(1, 2)
+    trajectory = collect(engine, renderer, tasks, max_tokens=10, max_context=512, seed=0)[0].trajectories[1]
+    episode = tasks[1].make_episode()
+    episode.start(tasks[1].seed, outcome_seed=tasks[1].outcome_seed)
+    for turn, following in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+        result = episode.respond(renderer.decode_action(trajectory.tokens[turn.start : turn.end]))
+        assert turn.reward == result.reward == -0.1
+        ended = trajectory.tokens[turn.end - 1] == renderer.end_of_turn
+        assert (turn.info["finish_reason"] == "stop") == ended
+        between = tokenizer.decode(trajectory.tokens[turn.end : following.start])
+        opening = "" if ended else "<|im_end|>"
+        assert between == f"{opening}\n<|im_start|>user\n{result.message.content}<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert trajectory.truncated and not trajectory.terminated
+
+
+def test_samples_depend_on_seed_and_task_alone(engine: RecordingEngine, renderer: ChatRenderer) -> None:
+    def play(tasks: Sequence[Task], seed: int) -> list[Trajectory]:
+        groups = collect(engine, renderer, tasks, max_tokens=8, max_context=512, seed=seed)
+        return [trajectory for group in groups for trajectory in group.trajectories]
+
+    tasks = lake_tasks()
+    whole = play(tasks, seed=5)
+    parts = play(tasks[:3], seed=5) + play(tasks[3:], seed=5)  # cuts through the first group
+    assert [t.tokens for t in parts] == [t.tokens for t in whole]
+    assert [t.tokens for t in play(tasks, seed=6)] != [t.tokens for t in whole]
+    assert len({tuple(t.tokens) for t in whole}) == len(whole)
+    twins = [replace(task, outcome_seed=1) for task in tasks[:4]]  # same outcomes, still different samples
+    assert len({tuple(t.tokens) for t in play(twins, seed=5)}) == 4
+
+
+def test_solved_episodes_are_terminated_with_their_reward(
+    renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    answers = {0: " go</think><answer> Right || Right</answer>", 1: " go</think><answer> Right</answer>"}
+    engine = ScriptedEngine(tokenizer, lambda session, turn: answers[turn])
+    tasks = tasks_for_group(9, "frozen_lake", 0, frozen_lake(), group_size=2, board=BOARD)
+    seen: list[int] = []
+    groups = collect(engine, renderer, tasks, max_tokens=60, max_context=512, seed=0, advance=lambda: seen.append(1))
+    assert len(seen) == 2
+    for trajectory in groups[0].trajectories:
+        assert trajectory.success and trajectory.terminated and not trajectory.truncated
+        assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
+        assert trajectory.turns[0].info["actions"] == ("Right", "Right")
+        assert (trajectory.group_id, trajectory.weight_version, trajectory.environment) == (9, 7, "frozen_lake")
+    metrics = summarize(groups)
+    assert metrics["success"] == metrics["reward"] == metrics["valid_format_rate"] == metrics["thought_length"] == 1.0
+    assert metrics["num_turns"] == 2.0 and metrics["truncated_rate"] == metrics["in_group_std"] == 0.0
+
+
+def test_no_trajectory_waits_for_another(renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = ScriptedEngine(tokenizer, lambda session, turn: "?", delay=lambda session: 200 if session == 0 else 1)
+    collect(engine, renderer, lake_tasks(1, 3), max_tokens=5, max_context=512, seed=0)
+    assert engine.log[:10] == sorted(engine.log[:10], key=lambda call: call[1])  # sessions 1 and 2 go on together
+    assert {session for session, _ in engine.log[:10]} == {1, 2}
+    assert engine.log[10:] == [(0, turn) for turn in range(5)]
+
+
+def test_a_context_without_room_closes_the_trajectory(engine: RecordingEngine, renderer: ChatRenderer) -> None:
+    tasks = lake_tasks(1, 4)
+    prompt = len(renderer.start(tasks[0].make_episode().start(tasks[0].seed)))
+    max_context = prompt + 70
+    for trajectory in collect(engine, renderer, tasks, max_tokens=12, max_context=max_context, seed=0)[0].trajectories:
+        assert len(trajectory) <= max_context
+        assert trajectory.truncated and not trajectory.terminated
+        assert [turn.info.get("context_overflow", False) for turn in trajectory.turns][-1]
+        assert not any("context_overflow" in turn.info for turn in trajectory.turns[:-1])
+        assert 1 <= len(trajectory.turns) < 5 and trajectory.loss_mask[-1]
+    tight = collect(engine, renderer, tasks, max_tokens=12, max_context=prompt + 3, seed=0)[0].trajectories
+    assert all(len(trajectory) <= prompt + 3 for trajectory in tight)
+    with pytest.raises(ValueError, match=f"has {prompt} tokens and max_context is {prompt}"):
+        collect(engine, renderer, tasks, max_tokens=12, max_context=prompt, seed=0)
+
+
+class BrokenEpisode(Episode):
+    """An environment that fails in its second turn for some seeds."""
+
+    def respond(self, text: str) -> TurnResult:
+        if self._num_turns == 1:
+            raise KeyError("lost connection")
+        return super().respond(text)
+
+
+def test_an_environment_that_raises_costs_one_trajectory(engine: RecordingEngine, renderer: ChatRenderer) -> None:
+    def broken() -> Episode:
+        return BrokenEpisode(make("frozen_lake"), COMPACT)
+
+    healthy, other = lake_tasks(1, 2)
+    groups = collect(
+        engine, renderer, [healthy, replace(other, make_episode=broken)], max_tokens=6, max_context=512, seed=0
+    )
+    fine, failed = groups[0].trajectories
+    assert len(fine.turns) == 5 and "error" not in fine.turns[-1].info
+    assert len(failed.turns) == 2 and failed.truncated and not failed.terminated and not failed.success
+    assert failed.turns[-1].info["error"] == "KeyError: 'lost connection'" and failed.turns[-1].reward == 0.0
+    summarize(groups)
+
+
+def test_an_episode_that_cannot_start_ends_the_rollout(engine: RecordingEngine, renderer: ChatRenderer) -> None:
+    tasks = tasks_for_group(0, "frozen_lake", 0, frozen_lake(), group_size=3, board=("SF", "FX"))
+    with pytest.raises(ValueError, match="board"):
+        collect(engine, renderer, tasks, max_tokens=6, max_context=512, seed=0)
+
+
+def test_tasks_of_a_group_share_all_but_their_outcomes() -> None:
+    tasks = tasks_for_group(3, "frozen_lake", 11, frozen_lake(), group_size=4, outcome_seed=2, board=list(BOARD))
+    assert len({task.outcome_seed for task in tasks}) == 4
+    assert {replace(task, outcome_seed=0) for task in tasks} == {replace(tasks[0], outcome_seed=0)}
+    again = tasks_for_group(3, "frozen_lake", 11, tasks[0].make_episode, group_size=4, outcome_seed=2, board=BOARD)
+    assert again == tasks
+    with pytest.raises(ValueError, match="group_size"):
+        tasks_for_group(3, "frozen_lake", 11, frozen_lake(), group_size=0)
+    assert collect(None, None, [], max_tokens=1, max_context=2, seed=0) == []
+
+
+def trajectory_of(environment: str, rewards: Sequence[float], *, success: bool, truncated: bool) -> Trajectory:
+    trajectory = Trajectory(group_id=0, environment=environment, truncated=truncated)
+    for index, reward in enumerate(rewards):
+        info = {"is_format_valid": index == 0, "is_action_valid": False, "thought": "two words" if index == 0 else ""}
+        trajectory.turns.append(Turn(10 * index, 10 * index + 3 + index, reward, info))
+    trajectory.turns[-1].info["success"] = success
+    return trajectory
+
+
+def test_summary_by_hand() -> None:
+    lake = TrajectoryGroup(
+        0,
+        [
+            trajectory_of("frozen_lake", [0.0, 1.0], success=True, truncated=False),
+            trajectory_of("frozen_lake", [-0.1, -0.1, -0.2], success=False, truncated=True),
+        ],
+    )
+    bandit = TrajectoryGroup(1, [trajectory_of("bandit", [0.1], success=False, truncated=False)] * 2)
+    expected = {
+        "success": 0.5,
+        "reward": 0.3,
+        "in_group_std": 0.7,
+        "response_length": (3 + 4 + 3 + 4 + 5) / 5,
+        "thought_length": 2 * 2 / 5,
+        "valid_format_rate": 2 / 5,
+        "valid_action_rate": 0.0,
+        "num_turns": 2.5,
+        "truncated_rate": 0.5,
+        "num_trajectories": 2.0,
+        "sampled_tokens": 19.0,
+    }
+    assert summarize([lake]) == pytest.approx(expected)
+    both = summarize([lake, bandit])
+    assert {key: both[f"{key}/frozen_lake"] for key in expected} == pytest.approx(expected)
+    assert both["success"] == 0.25 and both["in_group_std"] == pytest.approx(0.35)
+    assert both["reward/bandit"] == pytest.approx(0.1) and both["num_trajectories"] == 4.0
+    assert summarize([]) == {}

@@ -1,0 +1,431 @@
+"""The embedded engine against transformers: log-probabilities, samples, scheduling, weights."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from ragen_mega.engines import kv_cache, slots
+from ragen_mega.engines.decoder import Decoder, DecoderShape
+from ragen_mega.engines.embedded import EmbeddedEngine
+from ragen_mega.types import Completion, SamplingParams
+
+Result = TypeVar("Result")
+VOCAB = 60
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "initializer_range": 0.2,
+}
+CONFIGS = {
+    "qwen2_tied": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2_untied": Qwen2Config(
+        **SIZES,
+        num_key_value_heads=3,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True),
+}
+
+
+def build_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = CONFIGS[name]
+    model = (Qwen3ForCausalLM if name == "qwen3" else Qwen2ForCausalLM)(config).eval()
+    with torch.no_grad():  # biases start at 0 and norms at 1, which would hide a mistake
+        for parameter_name, parameter in model.named_parameters():
+            if "bias" in parameter_name or "norm" in parameter_name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build_model("qwen2_tied")
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(model.config, max_context=200, max_sessions=80)
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        yield engine
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    return asyncio.run(work)
+
+
+def random_tokens(generator: random.Random, count: int) -> list[int]:
+    return [generator.randrange(VOCAB) for _ in range(count)]
+
+
+async def play(
+    engine: EmbeddedEngine, session: int, prompt: list[int], *, turns: int, temperature: float = 1.0, rest: bool = False
+) -> tuple[list[int], list[tuple[int, Completion]]]:
+    """A trajectory with random observations; `rest`: the environment takes its time."""
+    generator = random.Random(session)
+    tokens, answers = list(prompt), []
+    for turn in range(turns):
+        sampling = SamplingParams(
+            generator.randint(3, 12), temperature=temperature, stop_token_ids=(7, 8), seed=100 * session + turn
+        )
+        completion = await engine.generate(list(tokens), sampling, session=session)
+        answers.append((len(tokens), completion))
+        tokens += completion.tokens + random_tokens(generator, generator.randint(1, 9))
+        for _ in range(generator.randint(0, 6) if rest else 0):
+            await asyncio.sleep(0)
+    engine.release(session)
+    return tokens, answers
+
+
+def reference_logprobs(model: PreTrainedModel, tokens: list[int], temperature: float) -> torch.Tensor:
+    """[L, V] log-probabilities of the token behind each position, one full forward."""
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0] / temperature, dim=-1)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("rest", [False, True])
+def test_multi_turn_logprobs_equal_one_full_forward(name: str, rest: bool) -> None:
+    model = build_model(name)
+    generator = random.Random(0)
+    common = random_tokens(generator, 20)
+    prompts = [common + random_tokens(generator, length) for length in (1, 25, 25, 60)]
+
+    async def everything(engine: EmbeddedEngine) -> list[tuple[list[int], list[tuple[int, Completion]]]]:
+        return await asyncio.gather(
+            *(play(engine, i, prompts[i % 4], turns=1 + i % 4, temperature=0.7, rest=rest) for i in range(13))
+        )
+
+    engine = EmbeddedEngine(model.config, max_context=200, max_sessions=9)  # some sessions have to wait for a slot
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        trajectories = run(everything(engine))
+    for tokens, answers in trajectories:
+        expected = reference_logprobs(model, tokens, 0.7)
+        for start, completion in answers:
+            positions = torch.arange(start - 1, start - 1 + len(completion.tokens))
+            assert tokens[start : start + len(completion.tokens)] == completion.tokens
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs), expected[positions, completion.tokens], atol=1e-5, rtol=0
+            )
+
+
+def test_float64_is_exact_to_float64() -> None:
+    model = build_model("qwen3").double()
+    engine = EmbeddedEngine(model.config, max_context=64, max_sessions=2, dtype=torch.float64)
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        completion = run(engine.generate([1, 2, 3], SamplingParams(40, seed=5), session=0))
+    # The rotary tables are float32 in both, so only their cosines' last bits differ.
+    expected = reference_logprobs(model, [1, 2, 3, *completion.tokens], 1.0)
+    picked = expected[torch.arange(2, 42), completion.tokens]
+    torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), picked, atol=1e-6, rtol=0)
+
+
+def test_a_turn_costs_its_new_tokens_and_equal_prompts_are_computed_once(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    forward = Decoder.forward
+
+    def counting_forward(self: Decoder, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        computed.append(tokens.shape[0])
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "forward", counting_forward)
+    generator = random.Random(3)
+    task = random_tokens(generator, 50)
+    prompts = [task + random_tokens(generator, 30) for _ in range(2)]
+
+    async def members() -> None:
+        first = await asyncio.gather(
+            *(engine.generate(prompts[i // 8], SamplingParams(1, seed=i), session=i) for i in range(16))
+        )
+        # One prompt whole, the other's own part, and of the copies the last token alone.
+        assert sum(computed) == 80 + 30 + 14
+        computed.clear()
+        await engine.generate(prompts[0] + first[3].tokens + [1, 2, 3, 4], SamplingParams(1), session=3)
+        assert sum(computed) == 1 + 4  # the last sampled token has not been fed yet
+        computed.clear()
+        await engine.generate(prompts[0] + first[4].tokens + [1, 2, 3, 4], SamplingParams(6), session=4)
+        assert computed[0] == 1 + 4 and len(computed) == 6
+
+    run(members())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_completion_does_not_depend_on_the_batch(engine: EmbeddedEngine, temperature: float) -> None:
+    prompt = random_tokens(random.Random(9), 30)
+
+    async def among_others() -> tuple[list[int], list[tuple[int, Completion]]]:
+        others = [prompt[: 5 + i % 26] + random_tokens(random.Random(i), i) for i in range(64)]
+        tasks = [asyncio.create_task(play(engine, 100 + i, other, turns=3, rest=True)) for i, other in enumerate(others)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        result = await play(engine, 42, prompt, turns=3, temperature=temperature)
+        await asyncio.gather(*tasks)
+        return result
+
+    alone_tokens, alone = run(play(engine, 42, prompt, turns=3, temperature=temperature))
+    tokens, answers = run(among_others())
+    assert tokens == alone_tokens
+    for (_, one), (_, other) in zip(alone, answers, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_shared_prefix_attention_changes_nothing(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = random.Random(4)
+    task = random_tokens(generator, 40)
+    prompts = [task + random_tokens(generator, 20) for _ in range(3)] + [random_tokens(generator, 70)]
+    used: list[int] = []
+    share = kv_cache.KVCache.share
+
+    def recording_share(self: kv_cache.KVCache, *args: Any) -> kv_cache.SharedPrefix | None:
+        prefix = share(self, *args)
+        used.append(0 if prefix is None else prefix.length)
+        return prefix
+
+    async def everything() -> list[tuple[list[int], list[tuple[int, Completion]]]]:
+        sizes = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3)  # uneven classes
+        return await asyncio.gather(*(play(engine, i, prompts[p], turns=3, rest=True) for i, p in enumerate(sizes)))
+
+    monkeypatch.setattr(kv_cache.KVCache, "share", recording_share)
+    shared = run(everything())
+    assert {40, 60} <= set(used)
+    monkeypatch.setattr(kv_cache, "_MIN_SHARED", 10**6)
+    monkeypatch.setattr(slots, "_MIN_COPIED", 10**6)
+    used.clear()
+    for (tokens, answers), (plain_tokens, plain) in zip(shared, run(everything()), strict=True):
+        assert tokens == plain_tokens
+        for (_, one), (_, other) in zip(answers, plain, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert set(used) == {0}
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.7)])
+def test_samples_follow_the_distribution(
+    model: PreTrainedModel, engine: EmbeddedEngine, temperature: float, top_p: float
+) -> None:
+    prompt, draws = [3, 1, 4, 1, 5], 3000
+    logprobs = reference_logprobs(model, prompt, temperature)[-1].double()
+    probabilities = logprobs.exp()
+    if top_p < 1.0:
+        ordered, order = probabilities.sort(descending=True)
+        kept = order[: int((ordered.cumsum(0) < top_p).sum()) + 1]
+        nucleus = torch.zeros_like(probabilities)
+        nucleus[kept] = probabilities[kept]
+        probabilities = nucleus / nucleus.sum()
+
+    async def draw(seed: int) -> int:
+        completion = await engine.generate(prompt, SamplingParams(1, temperature, top_p, seed=seed), session=seed)
+        engine.release(seed)
+        token = completion.tokens[0]
+        assert completion.logprobs[0] == pytest.approx(float(logprobs[token]), abs=1e-5)  # before top_p
+        return token
+
+    async def draw_all() -> list[int]:
+        return await asyncio.gather(*(draw(seed) for seed in range(draws)))
+
+    counts = Counter(run(draw_all()))
+    expected = {token: draws * p for token, p in enumerate(probabilities.tolist())}
+    assert all(expected[token] > 0 for token in counts)
+    common = [token for token in expected if expected[token] >= 5]
+    rare_expected = draws - sum(expected[token] for token in common)
+    rare_count = draws - sum(counts[token] for token in common)
+    statistic = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in common)
+    statistic += (rare_count - rare_expected) ** 2 / rare_expected if rare_expected > 1 else 0.0
+    freedom = len(common)
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # mean + 4 standard deviations of chi-square
+
+
+def test_greedy_is_argmax_with_the_logprob_of_temperature_one(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+    tokens = [5, 6, 9]
+    completion = run(engine.generate(list(tokens), SamplingParams(12, temperature=0.0), session=0))
+    for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
+        expected = reference_logprobs(model, tokens, 1.0)[-1]
+        assert token == int(expected.argmax())
+        assert logprob == pytest.approx(float(expected[token]), abs=1e-5)
+        tokens.append(token)
+
+
+def test_completions_end_at_a_stop_token_a_limit_or_the_context(engine: EmbeddedEngine) -> None:
+    free = run(engine.generate([1, 2], SamplingParams(30, seed=1), session=0))
+    assert (len(free.tokens), free.finish_reason) == (30, "length")
+    stop = free.tokens[11]
+    first = free.tokens.index(stop)
+    stopped = run(engine.generate([1, 2], SamplingParams(30, seed=1, stop_token_ids=(stop,)), session=1))
+    assert stopped.tokens == free.tokens[: first + 1] and stopped.finish_reason == "stop"
+    assert len(stopped.logprobs) == first + 1
+    for room in (0, 1, 7):
+        prompt = random_tokens(random.Random(room), 200 - room)
+        cut = run(engine.generate(prompt, SamplingParams(30), session=2 + room))
+        assert (len(cut.tokens), len(cut.logprobs), cut.finish_reason) == (room, room, "length")
+
+
+def test_long_prompts_are_computed_in_parts(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_MAX_PREFILL_PLACES", 16)
+    engine = EmbeddedEngine(model.config, max_context=120, max_sessions=4)
+    prompts = [random_tokens(random.Random(i), length) for i, length in enumerate((100, 33, 16, 5))]
+
+    async def everything() -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.generate(prompt, SamplingParams(4, seed=i), session=i) for i, prompt in enumerate(prompts))
+        )
+
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        for prompt, completion in zip(prompts, run(everything()), strict=True):
+            expected = reference_logprobs(model, prompt + completion.tokens, 1.0)
+            picked = expected[torch.arange(len(prompt) - 1, len(prompt) + 3), completion.tokens]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), picked, atol=1e-5, rtol=0)
+
+
+def test_a_changed_history_is_computed_again(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+    run(engine.generate([1, 2, 3, 4, 5, 6], SamplingParams(3), session=0))
+    prompt = [1, 2, 3, 9, 9]
+    completion = run(engine.generate(prompt, SamplingParams(1), session=0))
+    expected = reference_logprobs(model, prompt, 1.0)[-1, completion.tokens[0]]
+    assert completion.logprobs[0] == pytest.approx(float(expected), abs=1e-5)
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_weights_must_arrive_complete_once_and_in_shape(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+    weights = weights_of(model)
+    name = "model.layers.1.self_attn.k_proj.bias"
+    bad_streams = {
+        "1 of .* missing, first 'model.layers.1.self_attn.k_proj.bias'": {k: v for k, v in weights.items() if k != name},
+        "unexpected weight 'model.layers.9.x'": weights | {"model.layers.9.x": weights[name]},
+        "must have the full shape \\(16,\\)": weights | {name: weights[name][:8]},
+        "ties its embeddings": weights | {"lm_head.weight": weights["lm_head.weight"] + 1},
+    }
+    for message, stream in bad_streams.items():
+        with pytest.raises(ValueError, match=message):
+            engine.load_weights(stream.items())
+        with pytest.raises(RuntimeError, match="no weights"):
+            run(engine.generate([1], SamplingParams(1), session=0))
+    with pytest.raises(ValueError, match="arrived twice"):
+        engine.load_weights([*weights.items(), (name, weights[name])])
+    before = engine.weight_version
+    engine.load_weights((item for item in weights.items() if item[0] != "lm_head.weight"))
+    assert engine.weight_version == before + 1
+
+
+def test_untied_models_need_their_head() -> None:
+    model = build_model("qwen2_untied")
+    engine = EmbeddedEngine(model.config, max_context=8, max_sessions=1)
+    with engine.awake(), pytest.raises(ValueError, match="missing, first 'lm_head.weight'"):
+        engine.load_weights((item for item in weights_of(model).items() if item[0] != "lm_head.weight"))
+
+
+def test_weights_are_copied_and_new_weights_take_effect(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+    weights = weights_of(model)
+    engine.load_weights(weights.items())
+    before = run(engine.generate([1, 2, 3], SamplingParams(5), session=0))
+    for tensor in weights.values():
+        tensor.mul_(1.5)
+    engine.release(0)
+    assert run(engine.generate([1, 2, 3], SamplingParams(5), session=0)).logprobs == before.logprobs
+    with pytest.raises(RuntimeError, match="hold a cache of the old weights"):
+        engine.load_weights(weights.items())
+    engine.release(0)
+    engine.load_weights(weights.items())
+    assert run(engine.generate([1, 2, 3], SamplingParams(5), session=0)).logprobs != before.logprobs
+
+
+def test_diverged_weights_fail_every_caller(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+    weights = weights_of(model)
+    weights["model.norm.weight"][3] = float("nan")
+    engine.load_weights(weights.items())
+
+    async def both() -> list[Completion | BaseException]:
+        calls = (engine.generate([1, 2], SamplingParams(5), session=i) for i in range(2))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    for result in run(both()):
+        assert isinstance(result, FloatingPointError) and "diverged" in str(result)
+
+
+def test_released_and_cancelled_sessions_make_room(model: PreTrainedModel) -> None:
+    engine = EmbeddedEngine(model.config, max_context=100, max_sessions=1)
+
+    async def scenario() -> None:
+        holder = asyncio.create_task(engine.generate([1, 2], SamplingParams(90), session=0))
+        waiter = asyncio.create_task(engine.generate([3, 4], SamplingParams(4), session=1))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="already generates"):
+            await engine.generate([1], SamplingParams(1), session=0)
+        holder.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await holder
+        assert not waiter.done()
+        engine.release(0)
+        assert len((await waiter).tokens) == 4
+        engine.release(1)
+        engine.release(1)  # releasing twice is harmless
+
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        run(scenario())
+
+
+def test_weights_and_cache_exist_only_while_awake(model: PreTrainedModel) -> None:
+    engine = EmbeddedEngine(model.config, max_context=16, max_sessions=1)
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.load_weights(model.state_dict().items())
+    with engine.awake():
+        with pytest.raises(RuntimeError, match="awake already"), engine.awake():
+            pass
+        engine.load_weights(model.state_dict().items())
+        run(engine.generate([1], SamplingParams(1), session=0))
+    with pytest.raises(RuntimeError, match="no weights"):
+        run(engine.generate([1], SamplingParams(1), session=0))
+    with engine.awake():  # a session does not survive sleep
+        engine.load_weights(model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "message"),
+    [
+        ([], SamplingParams(1), "at least one token"),
+        ([VOCAB], SamplingParams(1), "token ids must lie"),
+        ([1], SamplingParams(0), "max_tokens"),
+        ([1], SamplingParams(1, temperature=-1.0), "temperature"),
+        ([1], SamplingParams(1, top_p=0.0), "top_p"),
+        ([1], SamplingParams(1, seed=-1), "seed"),
+        ([1], SamplingParams(1, stop_token_ids=(VOCAB,)), "stop_token_ids"),
+    ],
+)
+def test_bad_requests_are_refused(engine: EmbeddedEngine, tokens: list[int], sampling: SamplingParams, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(engine.generate(tokens, sampling, session=0))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SIZES, hidden_act="gelu"),
+        Qwen2Config(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        Qwen3Config(**SIZES, attention_bias=True),
+    ],
+)
+def test_variants_that_would_be_computed_wrongly_are_refused(config: Qwen2Config | Qwen3Config) -> None:
+    with pytest.raises(ValueError, match="only|not supported"):
+        DecoderShape.from_config(config)
