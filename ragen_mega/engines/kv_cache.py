@@ -100,7 +100,7 @@ class KVCache:
             queries = padding.pad(q.unflatten(1, (self._shape.kv_heads, -1)))  # [m, kv_heads, group, Lq, d]
             scores = queries.flatten(2, 3) @ keys[..., :end].index_select(0, rows)
             scores = scores.view(*queries.shape[:4], end)
-            scores[..., seen:] += padding.mask
+            scores[..., seen:].add_(padding.mask)
             weights = torch.softmax(scores, dim=-1, out=scores).flatten(2, 3)  # in place: fresh pages cost more than this
             attended = weights @ values[:, :, :end].index_select(0, rows)
             return padding.unpad(attended.view_as(queries)).flatten(1)
