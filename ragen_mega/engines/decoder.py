@@ -1,7 +1,7 @@
 """The Qwen2, Qwen2.5 and Qwen3 dense decoder for inference in plain torch, with fused projections.
 
-Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2); rotary embeddings are RoFormer's
-(arXiv:2104.09864, Eq. 34). Attention itself is a callback, so that one decoder serves prefill and decode.
+Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2); rotary embeddings as in
+RoFormer (arXiv:2104.09864, Eq. 34). Attention itself is a callback, so that one decoder serves prefill and decode.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class DecoderShape:
     def from_config(cls, config: Qwen2Config | Qwen3Config) -> DecoderShape:
         """Raises ValueError for an architecture or a variant that this decoder does not compute."""
         if config.model_type not in ("qwen2", "qwen3"):
-            raise ValueError(f"model_type must be qwen2 or qwen3, not {config.model_type!r}; use the sglang engine for others")
+            raise ValueError(
+                f"model_type must be qwen2 or qwen3, not {config.model_type!r}; load a dense Qwen2, Qwen2.5 or Qwen3"
+            )
         rope = config.rope_parameters
         if config.hidden_act != "silu" or rope["rope_type"] != "default" or any(
             kind != "full_attention" for kind in config.layer_types
@@ -50,7 +52,7 @@ class DecoderShape:
             raise ValueError(
                 "the embedded engine computes silu, default rotary embeddings and full attention only, not hidden_act "
                 f"{config.hidden_act}, rope_type {rope['rope_type']}, layer_types {sorted(set(config.layer_types))}; "
-                "use the sglang engine"
+                "load a checkpoint without these variants"
             )
         is_qwen3 = config.model_type == "qwen3"
         if is_qwen3 and config.attention_bias:
@@ -86,7 +88,8 @@ class DecoderShape:
             "mlp.down_proj.weight": (self.hidden, self.intermediate),
         }
         if self.qkv_bias:
-            layer |= {f"self_attn.{x}_proj.bias": (rows,) for x, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))}
+            projections = (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
+            layer |= {f"self_attn.{name}_proj.bias": (rows,) for name, rows in projections}
         if self.qk_norm:
             layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
         expected = {f"model.layers.{i}.{name}": shape for i in range(self.num_layers) for name, shape in layer.items()}
@@ -111,15 +114,15 @@ class _Layer:
 class Decoder:
     """The weights of one version, fused, and the forward pass over them.
 
-    Rows of q and k are reordered so that the two halves which a rotary embedding mixes are neighbours: a rotation is then
-    one complex product. Scores do not change, because q and k are reordered alike.
+    Rows of q and k are reordered so that the two halves which a rotary embedding mixes are neighbours: a rotation is
+    then one complex product. Scores do not change, because q and k are reordered alike.
     """
 
     def __init__(
         self, shape: DecoderShape, weights: Iterable[tuple[str, Tensor]], *, max_context: int, dtype: torch.dtype
     ) -> None:
         if dtype not in _COMPLEX:
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, not {dtype}; the embedded engine is a CPU engine")
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, not {dtype}; on a CPU others are slower")
         self.shape = shape
         received = _receive(shape, weights, dtype)
         self.embedding = received["model.embed_tokens.weight"]
@@ -204,7 +207,10 @@ def _receive(shape: DecoderShape, weights: Iterable[tuple[str, Tensor]], dtype: 
     received: dict[str, Tensor] = {}
     for name, tensor in weights:
         if name not in expected:
-            raise ValueError(f"unexpected weight {name!r}; the model expects {len(expected)} names, e.g. {min(expected)!r}")
+            raise ValueError(
+                f"unexpected weight {name!r}; the model has {len(expected)} names, e.g. {min(expected)!r}; "
+                "check that the weights belong to the model config"
+            )
         if name in received:
             raise ValueError(f"weight {name!r} arrived twice; each name must be exported by one rank only")
         if tuple(tensor.shape) != expected[name]:
@@ -219,5 +225,7 @@ def _receive(shape: DecoderShape, weights: Iterable[tuple[str, Tensor]], dtype: 
             raise ValueError("the model ties its embeddings, but lm_head.weight differs from model.embed_tokens.weight")
     missing = sorted(expected.keys() - received.keys())
     if missing:
-        raise ValueError(f"{len(missing)} of {len(expected)} weights are missing, first {missing[0]!r}; export all layers")
+        raise ValueError(
+            f"{len(missing)} of {len(expected)} weights are missing, first {missing[0]!r}; export the whole model"
+        )
     return received

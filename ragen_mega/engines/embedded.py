@@ -30,7 +30,7 @@ class _Request:
 
 
 class EmbeddedEngine:
-    """Decodes up to `max_sessions` trajectories of up to `max_context` tokens at once; more sessions wait their turn."""
+    """Decodes up to `max_sessions` trajectories of up to `max_context` tokens at once; more sessions wait."""
 
     def __init__(
         self,

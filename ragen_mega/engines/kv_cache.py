@@ -24,7 +24,7 @@ _READ_COST = 8.0
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The first `length` tokens of rows [0, n), when these fall into C classes of equal tokens, padded to N rows each."""
+    """The first `length` tokens of rows [0, n), which form C classes of equal tokens, each padded to N rows."""
 
     length: int
     from_rows: Tensor  # [C * kv_heads * N] row * kv_heads + kv_head, for every place in a class
@@ -44,7 +44,7 @@ class _Padding:
     @classmethod
     def of(cls, row: Tensor, place: Tensor, last_key: Tensor, num_keys: int, dtype: torch.dtype) -> _Padding:
         """Query i is the `place[i]`-th of row `row[i]` and sees the keys up to `last_key[i]`, of `num_keys`."""
-        reach = last_key.new_zeros(int(row[-1]) + 1, int(place.max()) + 1)  # padding sees a key, so that it stays finite
+        reach = last_key.new_zeros(int(row[-1]) + 1, int(place.max()) + 1)  # padding sees a key and so stays finite
         reach[row, place] = last_key
         mask = torch.zeros(*reach.shape, num_keys, dtype=dtype)
         mask.masked_fill_(torch.arange(num_keys) > reach[..., None], -torch.inf)
@@ -101,7 +101,7 @@ class KVCache:
             scores = queries.flatten(2, 3) @ keys[..., :end].index_select(0, rows)
             scores = scores.view(*queries.shape[:4], end)
             scores[..., seen:].add_(padding.mask)
-            weights = torch.softmax(scores, dim=-1, out=scores).flatten(2, 3)  # in place: fresh pages cost more than this
+            weights = torch.softmax(scores, dim=-1, out=scores).flatten(2, 3)  # in place: fresh pages cost more
             attended = weights @ values[:, :, :end].index_select(0, rows)
             return padding.unpad(attended.view_as(queries)).flatten(1)
 
@@ -140,7 +140,7 @@ class KVCache:
         return attend
 
     def share(self, token_ids: NDArray[np.int64], length: int) -> SharedPrefix | None:
-        """The prefix that is worth reading once per class, or None. token_ids [n, >= length]: all rows are that long."""
+        """The prefix worth reading once per class, or None. token_ids [n, >= length]; all rows are that long."""
         order, shared = _sorted_by_prefix(np.ascontiguousarray(token_ids[:, :length]))
         prefix_length = _best_prefix_length(shared)
         if prefix_length == 0:

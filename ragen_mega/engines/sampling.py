@@ -1,7 +1,7 @@
 """Inverse-CDF sampling with one counter-based random stream per completion.
 
-The k-th token of a completion uses the k-th number of the Philox stream (Salmon et al., SC 2011) that its seed names, so
-a sample does not depend on what else is in the batch. Nucleus: Holtzman et al., arXiv:1904.09751, Eq. 2 and 3.
+The k-th token of a completion uses the k-th number of the Philox stream (Salmon et al., SC 2011) that its seed names,
+so a sample does not depend on what else is in the batch. Nucleus: Holtzman et al., arXiv:1904.09751, Eq. 2 and 3.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def check(sampling: SamplingParams, *, vocab: int) -> None:
         raise ValueError(f"a sampling seed must be a non-negative integer, not {sampling.seed}")
     outside = [token for token in sampling.stop_token_ids if not 0 <= token < vocab]
     if outside:
-        raise ValueError(f"stop_token_ids must lie in the vocabulary of {vocab} tokens, not {outside}; check the tokenizer")
+        raise ValueError(
+            f"stop_token_ids must lie in the vocabulary of {vocab} tokens, not {outside}; "
+            "check that the tokenizer belongs to the model"
+        )
 
 
 def uniforms(seed: int, count: int) -> Tensor:
@@ -47,7 +50,7 @@ def sample(
     cdf = probabilities.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
     if not bool(torch.isfinite(total).all()):
-        raise FloatingPointError("the rollout engine computed non-finite logits; the weights it was given have diverged")
+        raise FloatingPointError("the rollout engine computed non-finite logits: the weights have diverged")
     # uniform < 1, so uniform * total < total: the result is a token, and never one of probability zero.
     tokens = torch.searchsorted(cdf, uniform[:, None] * total, right=True)  # [n, 1]
     if greedy is not None:

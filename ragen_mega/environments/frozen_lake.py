@@ -14,7 +14,7 @@ import numpy as np
 
 from ragen_mega.environments.base import StepResult, canonical_action, check_seed, stable_seed
 
-Observation = Literal["grid", "coord", "grid_coord"]
+Observation = Literal["grid", "cells", "coord", "grid_coord"]
 Cell = tuple[int, int]  # (row, column), both from 0 at the top left
 
 # In an order where the perpendicular moves are the cyclic neighbours.
@@ -186,6 +186,8 @@ class FrozenLake:
         grid = "\n".join("".join(cells.get((r, c), "_") for c in range(lake.size)) for r in range(lake.size))
         if self._observation == "grid":
             return grid
+        if self._observation == "cells":
+            return " ".join([f"P{self._player}", f"G{lake.goal}", *(f"O{hole}" for hole in sorted(lake.holes))])
         holes = ", ".join(map(str, sorted(lake.holes))) or "none"
         last = lake.size - 1
         coordinates = f"Player: {self._player}\nGoal: {lake.goal}\nHoles: {holes}\nCorners: (0, 0) to ({last}, {last})"
@@ -207,7 +209,7 @@ class FrozenLake:
                 "Coordinates are (row, column), both counted from 0 at the top left; Up lowers the row and Left lowers "
                 "the column."
             )
-        if self._observation != "coord":
+        if self._observation != "coord":  # elsewhere symbols stand for what lies in a cell
             legend = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in _MEANINGS.items())
             parts.append("The meaning of each symbol in the state is:\n" + legend)
         parts.append("Your available actions are:\n" + ", ".join(self.actions))

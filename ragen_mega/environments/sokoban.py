@@ -13,10 +13,20 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ragen_mega.environments.base import StepResult, canonical_action, check_seed, stable_seed
-from ragen_mega.environments.sokoban_rooms import DIRECTIONS, SYMBOLS, Room, generate_room, parse_room
+from ragen_mega.environments.sokoban_rooms import (
+    BOX,
+    DIRECTIONS,
+    PLAYER,
+    SYMBOLS,
+    TARGET,
+    WALL,
+    Room,
+    generate_room,
+    parse_room,
+)
 from ragen_mega.environments.solvers_sokoban import shortest_plan
 
-Observation = Literal["grid", "coord", "grid_coord"]
+Observation = Literal["grid", "cells", "coord", "grid_coord"]
 Vocabulary = Literal["standard", "new"]
 
 STEP_REWARD = -0.1
@@ -136,14 +146,17 @@ class Sokoban:
         grid = "\n".join(room.rows(self._symbols))
         if self._observation == "grid":
             return grid
+        rows, columns = room.size
+        inner = {(r, c) for r, c in room.walls if 0 < r < rows - 1 and 0 < c < columns - 1}
+        if self._observation == "cells":
+            kinds = ((PLAYER, [room.player]), (BOX, room.boxes), (TARGET, room.targets), (WALL, inner))
+            return " ".join(f"{self._symbols[kind]}{cell}" for kind, cells in kinds for cell in sorted(cells))
         coordinates = "\n".join(
             [f"Player: {room.player}", f"Boxes: {_cells(room.boxes)}", f"Targets: {_cells(room.targets)}"]
         )
         if self._observation == "grid_coord":
             return f"{coordinates}\n{grid}"
         # Without the grid the walls have to be told, or the state would be incomplete; the outer ring is a rule.
-        rows, columns = room.size
-        inner = {(r, c) for r, c in room.walls if 0 < r < rows - 1 and 0 < c < columns - 1}
         return f"{coordinates}\nWalls: {_cells(inner)}\nSize: {rows} rows, {columns} columns"
 
     def _write_instruction(self) -> str:

@@ -77,9 +77,9 @@ def collect(
 ) -> list[TrajectoryGroup]:
     """Sample one trajectory per task with an engine that is awake; groups in order of their first task.
 
-    `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `advance` is called when a trajectory ends.
-    What a task samples depends on the weights, `seed` and the task alone, not on the other tasks: the tasks of a group
-    may be collected in parts. Raises ValueError if a first prompt leaves no room to answer.
+    `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `advance` is called when one ends. What a
+    task samples depends on the weights, `seed` and the task alone, not on the other tasks: the tasks of a group may be
+    collected in parts. Raises ValueError if a first prompt leaves no room to answer.
     """
     if not tasks:
         return []

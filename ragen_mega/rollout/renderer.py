@@ -1,7 +1,7 @@
 """Chat messages as token deltas: every token is appended once and never re-tokenised.
 
-The deltas are cut out of the tokenizer's own chat template, so training and inference see the markers that the model was
-trained with. Text boundaries fall on special tokens, where tokenisation cannot merge across.
+The deltas are cut out of the tokenizer's own chat template, so that the policy sees the markers that the model was
+trained with. Cuts fall on special tokens, which tokenisation cannot merge across.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ChatRenderer:
         whole = self._template([first, answer, second, answer, third])
         if appended != whole or self._encode(appended) != self._encode_pieces(appended):
             raise ValueError(
-                "the chat template is not prefix-stable: a whole conversation differs from its turns appended one by one; "
+                "the chat template is not prefix-stable: a conversation differs from its turns appended one by one; "
                 f"use one that only appends\n  appended {appended!r}\n  whole    {whole!r}"
             )
 

@@ -1,12 +1,14 @@
 """Scripted players: true thoughts about the state, and actions that are uniformly random unless `skill` says otherwise.
 
-A thought states facts and relations that the state implies; it never says which action is best. What to make of the facts
-is left to reinforcement learning.
+A thought states facts and relations that the state implies, and ends with what the chosen actions may lead to; it never
+says which action is best. What to make of the facts is left to reinforcement learning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +16,21 @@ from ragen_mega.environments.bandit import Bandit
 from ragen_mega.environments.base import Environment
 from ragen_mega.environments.episode import Episode
 from ragen_mega.environments.frozen_lake import DIRECTIONS, FrozenLake
+from ragen_mega.environments.sokoban import Sokoban
+from ragen_mega.environments.sokoban_rooms import DIRECTIONS as SOKOBAN_DIRECTIONS
 from ragen_mega.environments.solvers import optimal_actions
 
-ACTIONS_PER_TURN = 2
-
 Cell = tuple[int, int]
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedPlayer:
+    """How one kind of environment is narrated."""
+
+    describe: Callable[[Any, Sequence[str]], str]
+    """(environment, the actions about to be taken) -> thought."""
+    actions_per_turn: int
 
 
 def scripted_response(episode: Episode, generator: np.random.Generator, *, skill: float = 0.0) -> str:
@@ -28,57 +40,124 @@ def scripted_response(episode: Episode, generator: np.random.Generator, *, skill
     without a scripted player.
     """
     environment, config = episode.environment, episode.config
-    count = min(ACTIONS_PER_TURN, config.max_actions_per_turn, episode.actions_left)
+    player = _player(environment)
+    count = min(player.actions_per_turn, config.max_actions_per_turn, episode.actions_left)
     plan = optimal_actions(environment)[:count] if skill > 0 else []
     actions = [
         plan[index] if index < len(plan) and generator.random() < skill else str(generator.choice(environment.actions))
         for index in range(count)
     ]
     answer = "<answer> " + " || ".join(actions) + "</answer>"
-    return f"{_thought(environment)}</think>{answer}" if config.think else answer
+    return f"{player.describe(environment, actions)}</think>{answer}" if config.think else answer
 
 
-def _thought(environment: Environment) -> str:
-    for kind, describe in _DESCRIPTIONS.items():
+def _player(environment: Environment) -> ScriptedPlayer:
+    for kind, player in _PLAYERS.items():
         if isinstance(environment, kind):
-            return describe(environment)
+            return player
     raise ValueError(
         f"there is no scripted player for {type(environment).__name__}; add one to warm_start/scripted.py or start from a "
         "pretrained checkpoint with --load"
     )
 
 
-def describe_bandit(environment: Bandit) -> str:
+def describe_bandit(environment: Bandit, actions: Sequence[str]) -> str:
     """Which arms there are, in the order shown."""
     first, second = environment.facts()["arms"]
     return f" arms {first} {second}"
 
 
-def describe_frozen_lake(environment: FrozenLake) -> str:
-    """Where each move would lead: the edge, or a cell that is a hole, the goal, or ice closer to or farther from it."""
-    facts = environment.facts()
-    player, goal = facts["player"], facts["goal"]
-    parts = [f" goal {goal}"]
-    for action, (d_row, d_column) in DIRECTIONS.items():
-        cell = (player[0] + d_row, player[1] + d_column)
-        if not (0 <= cell[0] < facts["size"] and 0 <= cell[1] < facts["size"]):
+def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str:
+    """The four neighbours, what each move risks and gains given where it may slip, and that of the chosen actions."""
+    facts, lake = environment.facts(), environment.lake
+    player, goal, holes = facts["player"], facts["goal"], facts["holes"]
+    parts = []
+    for action in DIRECTIONS:
+        cell = lake.neighbour(player, action)
+        if cell == player:
             parts.append(f" {action} edge")
             continue
-        if cell in facts["holes"]:
-            what = "hole"
-        elif cell == goal:
-            what = "goal"
+        if cell in holes or cell == goal:
+            what = "hole" if cell in holes else "goal"
         else:
             what = "closer" if _distance(cell, goal) < _distance(player, goal) else "farther"
-        parts.append(f" {action} {cell} {what}")
+        parts.append(f" {action} to{cell} {what}")
+    prospects = {action: _prospect(environment, action) for action in DIRECTIONS}
+    parts += [f" {action} {prospect}" for action, prospect in prospects.items()]
+    parts += [f" go {prospects[action]}" for action in actions]
     return "".join(parts)
+
+
+def _prospect(environment: FrozenLake, action: str) -> str:
+    """Of the cells where `action` may end: how many are holes, and how far the others are from the goal in sum."""
+    facts, order = environment.facts(), list(DIRECTIONS)
+    player, goal = facts["player"], facts["goal"]
+    slips = (-1, 0, 1) if facts["success_rate"] < 1 else (0,)
+    ends = [environment.lake.neighbour(player, order[(order.index(action) + slip) % len(order)]) for slip in slips]
+    dry = [cell for cell in ends if cell not in facts["holes"]]
+    risk = ("safe", "risky", "deadly", "deadly")[len(ends) - len(dry)]
+    if goal in dry:
+        return f"{risk} goal"
+    gain = sum(_distance(player, goal) - _distance(cell, goal) for cell in dry)
+    return f"{risk} {'nearer' if gain > 1 else 'closer' if gain == 1 else 'level' if gain == 0 else 'farther'}"
+
+
+def describe_sokoban(environment: Sokoban, actions: Sequence[str]) -> str:
+    """Where to stand for a push toward the target, what each move does, and that of the chosen actions.
+
+    Moves lead into a wall, are stuck (the box cannot move), push the box closer to or away from the nearest target, or
+    take the player near to or far from a place to stand.
+    """
+    facts = environment.facts()
+    standing = _standing_cells(facts)
+    parts = [f" stand{cell}" for cell in standing]
+    effects = {}
+    for action, move in SOKOBAN_DIRECTIONS.items():
+        to, pushed, effects[action] = _effect(facts, move, standing)
+        parts.append(f" {action} to{to}" + (f" push{pushed}" if pushed else "") + f" {effects[action]}")
+    parts += [f" go {effects[action]}" for action in actions]
+    return "".join(parts)
+
+
+def _standing_cells(facts: Facts) -> list[Cell]:
+    """Cells behind a box as seen from its nearest target, walls not considered."""
+    cells = []
+    for box in facts["boxes"]:
+        for move in SOKOBAN_DIRECTIONS.values():
+            if _to_target(facts, _add(box, move)) < _to_target(facts, box):
+                cells.append((box[0] - move[0], box[1] - move[1]))
+    return cells
+
+
+def _effect(facts: Facts, move: Cell, standing: Sequence[Cell]) -> tuple[Cell, Cell | None, str]:
+    """Cell that a move leads to, cell that a box is pushed to, and what that does."""
+    player, free, boxes = facts["player"], facts["free"], facts["boxes"]
+    to = _add(player, move)
+    if to in boxes:
+        pushed = _add(to, move)
+        if pushed not in free or pushed in boxes:
+            return to, pushed, "stuck"
+        return to, pushed, "closer" if _to_target(facts, pushed) < _to_target(facts, to) else "away"
+    if to not in free:
+        return to, None, "wall"
+    nearest = min((_distance(player, cell) for cell in standing), default=0)
+    return to, None, "near" if any(_distance(to, cell) < nearest for cell in standing) else "far"
+
+
+def _to_target(facts: Facts, cell: Cell) -> int:
+    return min(_distance(cell, target) for target in facts["targets"])
+
+
+def _add(cell: Cell, move: Cell) -> Cell:
+    return cell[0] + move[0], cell[1] + move[1]
 
 
 def _distance(a: Cell, b: Cell) -> int:
     return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
-_DESCRIPTIONS: dict[type, Callable[..., str]] = {
-    Bandit: describe_bandit,
-    FrozenLake: describe_frozen_lake,
+_PLAYERS: dict[type, ScriptedPlayer] = {
+    Bandit: ScriptedPlayer(describe_bandit, actions_per_turn=1),
+    FrozenLake: ScriptedPlayer(describe_frozen_lake, actions_per_turn=2),
+    Sokoban: ScriptedPlayer(describe_sokoban, actions_per_turn=1),
 }

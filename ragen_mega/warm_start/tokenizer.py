@@ -24,19 +24,20 @@ CHAT_TEMPLATE = (
 
 _MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_COORDINATE = re.compile(r" \(\d+, \d+\)")
+_COORDINATE = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)")
+"""A coordinate, with what is written straight before it, e.g. `P(1, 2)` or ` to(1, 2)`."""
 _MIN_FREQUENCY = 2
 
 
-def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 512) -> Qwen2Tokenizer:
-    """Train on `texts`: 256 bytes, markers, tags, the coordinates that occur, and merges up to `vocab_size` tokens."""
+def train_tokenizer(texts: Sequence[str], *, num_merges: int = 300) -> Qwen2Tokenizer:
+    """Train on `texts`: 256 bytes, markers, tags, the coordinates that occur, and up to `num_merges` merges."""
     coordinates = Counter(match for text in texts for match in _COORDINATE.findall(text))
     added = [*_TAGS, *sorted(cell for cell, count in coordinates.items() if count >= _MIN_FREQUENCY)]
     blank = Qwen2Tokenizer().backend_tokenizer
     blank.train_from_iterator(
         (_COORDINATE.sub("\n", text) for text in texts),
         trainers.BpeTrainer(
-            vocab_size=max(256 + len(_MARKERS), vocab_size - len(added)),
+            vocab_size=256 + len(_MARKERS) + num_merges,
             min_frequency=_MIN_FREQUENCY,
             show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

@@ -75,7 +75,10 @@ class ScriptedEngine:
     weight_version = 7
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, say: Callable[[int, int], str], delay: Callable[[int], int] = lambda _: 0
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        say: Callable[[int, int], str],
+        delay: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self.tokenizer, self.say, self.delay = tokenizer, say, delay
         self.log: list[tuple[int, int]] = []
@@ -128,13 +131,11 @@ def engine(model: Qwen2ForCausalLM) -> Iterator[RecordingEngine]:
         yield RecordingEngine(engine)
 
 
-def lake_tasks(num_groups: int = 2, group_size: int = 4, make_episode: Callable[[], Episode] | None = None) -> list[Task]:
+def lake_tasks(num_groups: int = 2, group_size: int = 4) -> list[Task]:
     return [
         task
         for group_id in range(num_groups)
-        for task in tasks_for_group(
-            group_id, "frozen_lake", seed=50 + group_id, make_episode=make_episode or frozen_lake(), group_size=group_size
-        )
+        for task in tasks_for_group(group_id, "frozen_lake", 50 + group_id, frozen_lake(), group_size=group_size)
     ]
 
 
@@ -145,6 +146,7 @@ def test_mask_covers_exactly_what_the_engine_returned(
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     assert [group.group_id for group in groups] == [0, 1] and len(trajectories) == 8
     assert sorted(engine.released) == list(range(8))
+    assert len({sampling.seed for calls in engine.calls.values() for _, sampling, _ in calls}) == 8 * 5
     for session, trajectory in enumerate(trajectories):
         calls = engine.calls[session]
         assert len(calls) == len(trajectory.turns) == 5  # garbage is penalised, not fatal
@@ -177,7 +179,8 @@ def test_between_turns_stands_what_the_environment_said(
         assert (turn.info["finish_reason"] == "stop") == ended
         between = tokenizer.decode(trajectory.tokens[turn.end : following.start])
         opening = "" if ended else "<|im_end|>"
-        assert between == f"{opening}\n<|im_start|>user\n{result.message.content}<|im_end|>\n<|im_start|>assistant\n<think>"
+        said = f"\n<|im_start|>user\n{result.message.content}<|im_end|>\n<|im_start|>assistant\n<think>"
+        assert between == opening + said
     assert trajectory.truncated and not trajectory.terminated
 
 
@@ -233,6 +236,12 @@ def test_a_context_without_room_closes_the_trajectory(engine: RecordingEngine, r
         assert [turn.info.get("context_overflow", False) for turn in trajectory.turns][-1]
         assert not any("context_overflow" in turn.info for turn in trajectory.turns[:-1])
         assert 1 <= len(trajectory.turns) < 5 and trajectory.loss_mask[-1]
+    free = collect(engine, renderer, tasks[:1], max_tokens=12, max_context=512, seed=0)[0].trajectories[0]
+    second = free.turns[1].start
+    for max_context, sampled in ((second, 0), (second + 1, 1)):  # no room at all, room for one token
+        cut = collect(engine, renderer, tasks[:1], max_tokens=12, max_context=max_context, seed=0)[0].trajectories[0]
+        assert cut.tokens == free.tokens[: second + 1 if sampled else free.turns[0].end]
+        assert len(cut.turns) == 1 + sampled and cut.turns[-1].info["context_overflow"]
     tight = collect(engine, renderer, tasks, max_tokens=12, max_context=prompt + 3, seed=0)[0].trajectories
     assert all(len(trajectory) <= prompt + 3 for trajectory in tight)
     with pytest.raises(ValueError, match=f"has {prompt} tokens and max_context is {prompt}"):

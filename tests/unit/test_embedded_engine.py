@@ -172,7 +172,8 @@ def test_a_completion_does_not_depend_on_the_batch(engine: EmbeddedEngine, tempe
 
     async def among_others() -> tuple[list[int], list[tuple[int, Completion]]]:
         others = [prompt[: 5 + i % 26] + random_tokens(random.Random(i), i) for i in range(64)]
-        tasks = [asyncio.create_task(play(engine, 100 + i, other, turns=3, rest=True)) for i, other in enumerate(others)]
+        plays = (play(engine, 100 + i, other, turns=3, rest=True) for i, other in enumerate(others))
+        tasks = [asyncio.create_task(one) for one in plays]
         for _ in range(5):
             await asyncio.sleep(0)
         result = await play(engine, 42, prompt, turns=3, temperature=temperature)
@@ -309,7 +310,7 @@ def test_weights_must_arrive_complete_once_and_in_shape(model: PreTrainedModel, 
     weights = weights_of(model)
     name = "model.layers.1.self_attn.k_proj.bias"
     bad_streams = {
-        "1 of .* missing, first 'model.layers.1.self_attn.k_proj.bias'": {k: v for k, v in weights.items() if k != name},
+        f"1 of .* missing, first '{name}'": {key: value for key, value in weights.items() if key != name},
         "unexpected weight 'model.layers.9.x'": weights | {"model.layers.9.x": weights[name]},
         "must have the full shape \\(16,\\)": weights | {name: weights[name][:8]},
         "ties its embeddings": weights | {"lm_head.weight": weights["lm_head.weight"] + 1},
@@ -412,7 +413,9 @@ def test_weights_and_cache_exist_only_while_awake(model: PreTrainedModel) -> Non
         ([1], SamplingParams(1, stop_token_ids=(VOCAB,)), "stop_token_ids"),
     ],
 )
-def test_bad_requests_are_refused(engine: EmbeddedEngine, tokens: list[int], sampling: SamplingParams, message: str) -> None:
+def test_bad_requests_are_refused(
+    engine: EmbeddedEngine, tokens: list[int], sampling: SamplingParams, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         run(engine.generate(tokens, sampling, session=0))
 

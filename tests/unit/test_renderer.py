@@ -9,7 +9,11 @@ from ragen_mega.environments.episode import Message
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-USER = [Message("user", "State:\nP _ O\nYou have 10 actions left.\n"), Message("user", "Reward:\n-0.1\n"), Message("user", "")]
+USER = [
+    Message("user", "State:\nP _ O\nYou have 10 actions left.\n"),
+    Message("user", "Reward:\n-0.1\n"),
+    Message("user", ""),
+]
 ANSWERS = ["the goal is right </think> <answer> Right || Down </answer>", " \n<answer>Up</answer>"]
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a model.<|im_end|>\\n' }}{% endif %}"
