@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,17 +25,17 @@ from ragen_mega.environments.base import make
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Which model is trained."""
+
     load: str | None = None
     """Hugging Face model name or directory to start from. Without it a small Qwen2 is built and warm-started."""
-    resume: bool = False
-    """Continue the run of the same name from its newest checkpoint."""
     hidden_size: int = 96
     """Width of the small model (only without --load)."""
     num_layers: int = 2
     """Depth of the small model (only without --load)."""
-    num_attention_heads: int = 3
+    num_attention_heads: int = 4
     """Attention heads of the small model (only without --load)."""
-    num_query_groups: int = 1
+    num_query_groups: int = 2
     """Key-value heads of the small model (only without --load)."""
     ffn_hidden_size: int = 256
     """Width of the small model's SwiGLU (only without --load)."""
@@ -42,6 +43,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    """How model and optimizer are laid out over the ranks."""
+
     tensor_model_parallel_size: int = 1
     """Ranks that share every matrix (TP)."""
     pipeline_model_parallel_size: int = 1
@@ -78,6 +81,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
+    """What is played, and within which limits."""
+
     environments: str = "frozen_lake"
     """Environments and their shares of the groups of a step, e.g. `frozen_lake` or `sokoban:4,frozen_lake:4`."""
     environment_options: str = "{}"
@@ -139,6 +144,8 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    """How many trajectories are sampled in a step, and how."""
+
     num_groups: int = 8
     """Initial states per step (P)."""
     group_size: int = 16
@@ -165,6 +172,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class FilterConfig:
+    """Which initial states a step trains on."""
+
     filter_strategy: Literal["none", "top_fraction", "top_p_linear", "top_p_softmax", "top_k", "min_p"] = "top_fraction"
     """How groups are kept, by the standard deviation of their raw returns (StarPO-S: top_fraction)."""
     filter_value: float | None = None
@@ -177,7 +186,8 @@ class FilterConfig:
     def __post_init__(self) -> None:
         if self.filter_strategy == "none" and self.filter_value is not None:
             raise ValueError(
-                f"filter_value {self.filter_value} does nothing with filter_strategy none; drop --filter-value or name a strategy"
+                f"filter_value {self.filter_value} does nothing with filter_strategy none; "
+                "drop --filter-value or name a strategy"
             )
         if self.filter_strategy == "none" and self.filter_keep_zero:
             raise ValueError("filter_keep_zero does nothing with filter_strategy none, which keeps all; drop the flag")
@@ -191,6 +201,8 @@ class FilterConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
+    """How rewards become advantages."""
+
     advantage_estimator: Literal["gae", "bilevel_gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "gae"
     """`gae` and `bilevel_gae` train a critic (PPO); the others compare trajectories of a group or batch."""
     gamma: float = 1.0
@@ -234,7 +246,8 @@ class AdvantageConfig:
             raise ValueError("reward_normalization_scope does nothing with identity; add --reward-normalization mean")
         if (self.kl_in_reward == "none") != (self.kl_reward_coef == 0.0):
             raise ValueError(
-                f"kl_in_reward ({self.kl_in_reward}) and kl_reward_coef ({self.kl_reward_coef}) need each other; set both or none"
+                f"kl_in_reward ({self.kl_in_reward}) and kl_reward_coef ({self.kl_reward_coef}) need each other; "
+                "set both or none"
             )
         if self.kl_in_reward != "none" and self.advantage_estimator in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(
@@ -252,6 +265,8 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
+    """The policy loss and the critic's."""
+
     clip_ratio_low: float = 0.2
     """Lower clip bound of the ratio, 1 - this."""
     clip_ratio_high: float = 0.28
@@ -278,6 +293,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """Optimizer steps and their schedule."""
+
     num_steps: int = 200
     """StarPO steps: one rollout and its updates."""
     minibatch_size: int = 32
@@ -315,6 +332,8 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
+    """Behaviour cloning of a scripted player, before reinforcement learning."""
+
     warm_start_first_turn_steps: int = 300
     """Optimizer steps of behaviour cloning on first turns of scripted play (only without --load)."""
     warm_start_steps: int = 300
@@ -331,6 +350,8 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
+    """When and on what the policy is evaluated."""
+
     eval_interval: int = 20
     """Steps between evaluations (0: only at the end)."""
     eval_prompts: int = 256
@@ -343,12 +364,12 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
+    """Where a run writes."""
+
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed)."""
     output: str = "runs"
     """Directory of all runs."""
-    checkpoint_interval: int = 0
-    """Steps between checkpoints (0: only at the end)."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project."""
     overwrite: bool = False
@@ -357,7 +378,11 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class StarPOConfig:
-    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core."""
+    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core.
+
+    --recipe NAME puts the flags of examples/recipes/NAME.flags before those of the command line, which win; NAME none
+    takes no recipe.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -380,7 +405,8 @@ class StarPOConfig:
             )
         if self.rollout.group_size == 1 and not self.advantage.uses_critic:
             raise ValueError(
-                f"{self.advantage.advantage_estimator} compares trajectories of a group, but group_size is 1; raise --group-size"
+                f"{self.advantage.advantage_estimator} compares trajectories of a group, but group_size is 1; "
+                "raise --group-size"
             )
         if self.rollout.group_size == 1 and self.filter.filter_strategy != "none":
             raise ValueError(
@@ -405,6 +431,7 @@ class StarPOConfig:
         return Path(self.logging.output) / name
 
     def to_dict(self) -> dict[str, Any]:
+        """Section name -> field name -> value, as JSON takes it."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -414,7 +441,9 @@ class StarPOConfig:
         for section, entries in values.items():
             known = {item.name for item in dataclasses.fields(sections[section])} if section in sections else set()
             if unknown := set(entries) - known:
-                raise ValueError(f"config has unknown keys {sorted(unknown)} in {section!r}; was it written by another version?")
+                raise ValueError(
+                    f"config has unknown keys {sorted(unknown)} in {section!r}; load it with the version that wrote it"
+                )
         return cls(**{section: sections[section](**entries) for section, entries in values.items()})
 
 
@@ -437,8 +466,9 @@ def parse(argv: Sequence[str]) -> StarPOConfig:
                 prog="examples/pretrain_starpo.sh",
             )
     except SystemExit as error:
-        if not error.code:  # --help
-            print(complaint.getvalue(), end="")
+        if not error.code:  # --help, which every rank was asked for
+            if os.environ.get("RANK", "0") == "0":
+                print(complaint.getvalue(), end="")
             raise
         raise ValueError(_unbox(complaint.getvalue())) from None
 

@@ -52,10 +52,12 @@ def device() -> torch.device:
 
 
 def rank() -> int:
+    """This process's index among all, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
+    """The number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -65,6 +67,7 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
+    """Return once every rank has come here."""
     if world_size() > 1:
         dist.barrier(group=_control_group)
 

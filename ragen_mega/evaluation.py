@@ -39,6 +39,7 @@ class EvaluationResult:
     pass_at_k: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
+        """Field name -> value, as JSON takes it."""
         return asdict(self)
 
 

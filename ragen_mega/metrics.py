@@ -224,13 +224,13 @@ class RunLogger:
 def _claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """Create the run directory, mode 0700, or raise ValueError if what is there must not be touched."""
     if resume and overwrite:
-        raise ValueError("resume continues a run and overwrite deletes it; drop --resume or --overwrite")
+        raise ValueError("resume continues a run and overwrite deletes it; drop resume or overwrite")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"run directory {directory} is a file; choose another --name or --output")
     is_run = (directory / CONFIG_FILE).exists()
     if resume:
         if not is_run:
-            raise ValueError(f"no run to resume in {directory} (no {CONFIG_FILE}); drop --resume or correct --name")
+            raise ValueError(f"no run to resume in {directory} (no {CONFIG_FILE}); drop resume or correct --name")
         (directory / SUMMARY_FILE).unlink(missing_ok=True)  # not finished any more
         return
     if directory.exists() and any(directory.iterdir()):
@@ -243,7 +243,7 @@ def _claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
             state = "a finished" if (directory / SUMMARY_FILE).exists() else "an unfinished"
             raise ValueError(
                 f"run directory {directory} already holds {state} run; "
-                "add --resume to continue it, --overwrite to delete it, or choose another --name"
+                "add --overwrite to delete it, or choose another --name"
             )
         shutil.rmtree(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)

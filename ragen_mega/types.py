@@ -203,6 +203,7 @@ class TokenBatch:
         return replace(self, **{name: value.to(device) for name, value in self.tensors()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(field name, tensor) of every field that is set."""
         for item in fields(self):
             if (value := getattr(self, item.name)) is not None:
                 yield item.name, value

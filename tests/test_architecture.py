@@ -32,9 +32,18 @@ QUARANTINE = {
 
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 80
-MAX_LINE_LENGTH = 120
-LONGER: dict[str, str] = {}
+MAX_LINE_LENGTH = 128
+LONGER = {
+    "ragen_mega/config.py": "one dataclass per concern in one file, so that every flag is found in one place",
+}
 """`path` or `path::function` -> why it may be longer than the limit."""
+
+BROAD_EXCEPT = {
+    "ragen_mega/rollout/collector.py::_respond": (
+        "an environment is anyone's code, and one broken trajectory must not end the rollout"
+    ),
+}
+"""`path::function` -> why it may catch every exception."""
 
 MIN_DOCUMENTED = 0.95
 
@@ -247,13 +256,17 @@ def test_names_of_files():
 
 
 def test_no_broad_except():
-    report([
-        f"{place(path, node.lineno)} catches {ast.unparse(node.type) if node.type else 'everything'}"
-        for path in python_files()
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)))
-    ])
+    broad = {}
+    for path in python_files():
+        owners = dict(functions(path))
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            if node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)):
+                around = [name for name, owner in owners.items() if owner.lineno <= node.lineno <= owner.end_lineno]
+                broad[f"{path.relative_to(ROOT)}::{around[-1] if around else node.lineno}"] = place(path, node.lineno)
+    report([f"{where} ({line}) catches everything" for where, line in broad.items() if where not in BROAD_EXCEPT])
+    report([f"{where} does not catch everything; drop it from BROAD_EXCEPT" for where in BROAD_EXCEPT if where not in broad])
 
 
 def test_no_unfinished_code():

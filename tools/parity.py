@@ -248,6 +248,7 @@ def measure(names: list[str]) -> dict:
 
 
 def is_within_tolerance(report: dict) -> bool:
+    """Whether every layout in the report of `measure` agrees as well as TOLERANCES demand."""
     return report["transformers"]["max_diff_logprobs"] <= TRANSFORMERS_TOLERANCE and all(
         row[key] <= tolerance for row in report["layouts"] for key, tolerance in TOLERANCES.items()
     )

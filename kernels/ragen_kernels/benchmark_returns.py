@@ -17,7 +17,7 @@ RETURNS_SHAPES = {"cuda": ((64, 4096), (256, 8192), (512, 32768)), "cpu": ((16, 
 
 
 def returns_cases(device: str) -> Iterator[Case]:
-    """GAE and value loss: bound by launches, against the float64 loop over time steps of the reference."""
+    """GAE and value loss, both bound by launches; the value loss also in plain torch."""
     for num_trajectories, length in RETURNS_SHAPES[device]:
         total = num_trajectories * length
         shape = {"S": num_trajectories, "T": length}

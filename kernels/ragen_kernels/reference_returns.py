@@ -11,12 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+CONSTANT_STD = 1e-6
+"""Scores of a group whose standard deviation is not above this count as equal."""
+
 
 class AdvantageEstimate(NamedTuple):
     """Attributes:
-    advantages: [T] float32, 0 where not sampled.
-    returns: [T] float32, advantages + values, 0 where not sampled.
-    moments: [S, 3] float32, per trajectory the count, sum and sum of squares of its advantages, for whitening.
+    advantages: [T], 0 where not sampled; float32, or float64 where the reference gets float64 rewards.
+    returns: [T], advantages + values, 0 where not sampled; same dtype.
+    moments: [S, 3], per trajectory the count, sum and sum of squares of its advantages, for whitening; same dtype.
     """
 
     advantages: Tensor
@@ -64,7 +67,7 @@ def gae(
     Token level: A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1} over the sampled tokens i of a trajectory, with
     V = A = 0 behind the last. Bi-level, with `turn_ends`: the last token e_k of turn k gets the turn's advantage
     A_{e_k} = r_{e_k} + turn_gamma V_{e_{k+1}} - V_{e_k} + turn_gamma turn_lam A_{e_{k+1}}, and the other tokens follow
-    the token-level rule, which starts anew from it in every turn.
+    the token-level rule, which starts anew from it in every turn. All in float64, by doubling instead of a loop.
 
     Args:
         rewards, values: [T] float; entries that were not sampled are ignored.
@@ -83,75 +86,113 @@ def gae(
     positions = loss_mask[: int(cu_seqlens[-1])].nonzero().squeeze(1)  # [N] sampled tokens
     owners = torch.searchsorted(cu_seqlens[1:].long(), positions, right=True)  # [N]
     counts = torch.bincount(owners, minlength=num_trajectories)  # [S]
-    ranks = torch.arange(len(positions)) - (counts.cumsum(0) - counts)[owners]  # [N] index among its trajectory's
-    length = int(counts.max()) if num_trajectories else 0
+    longest = int(counts.max()) if num_trajectories else 0
+    r, v = rewards[positions].double(), values[positions].double()  # [N]
 
-    def spread(x: Tensor) -> Tensor:  # [T] -> [length, S], one row per time step; zeros behind the end
-        steps = torch.zeros(length, num_trajectories, dtype=torch.float64)
-        return steps.index_put_((ranks, owners), x[positions].double())
+    in_chain = _continues(owners)  # [N] A_{i+1} is the next token's
+    deltas = r + gamma * _next(v, in_chain) - v
+    if turn_ends is not None:
+        is_end = turn_ends[positions]
+        ends = is_end.nonzero().squeeze(1)  # [K]
+        r_end, v_end, has_next_turn = r[ends], v[ends], _continues(owners[ends])
+        turn_deltas = r_end + turn_gamma * _next(v_end, has_next_turn) - v_end
+        turn_advantages = _accumulate_from_right(turn_deltas, turn_gamma * turn_lam, has_next_turn, longest)
+        deltas = deltas.index_copy(0, ends, turn_advantages)
+        in_chain = in_chain & ~is_end
+    advantages = _accumulate_from_right(deltas, gamma * lam, in_chain, longest)
 
-    reward, value = spread(rewards), spread(values)
-    is_end = torch.zeros_like(reward, dtype=torch.bool) if turn_ends is None else spread(turn_ends) > 0
-    advantage = torch.zeros_like(reward)
-    # A_{i+1} and V_{i+1}, and the same for the next turn end.
-    following, next_value, turn_following, next_turn_value = reward.new_zeros(4, num_trajectories)
-    for step in reversed(range(length)):
-        r, v, end = reward[step], value[step], is_end[step]
-        following = r + gamma * next_value - v + gamma * lam * following
-        if turn_ends is not None:
-            turn = r + turn_gamma * next_turn_value - v + turn_gamma * turn_lam * turn_following
-            following = torch.where(end, turn, following)
-            turn_following = torch.where(end, turn, turn_following)
-            next_turn_value = torch.where(end, v, next_turn_value)
-        advantage[step], next_value = following, v
+    zeros = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
+    sums = zeros.new_zeros(num_trajectories, 2)
+    sums = sums.index_add(0, owners, torch.stack([advantages, advantages.square()], dim=1))
+    dtype = _result_dtype(rewards)
+    return AdvantageEstimate(
+        zeros.index_copy(0, positions, advantages).to(dtype),
+        zeros.index_copy(0, positions, advantages + v).to(dtype),
+        torch.cat([counts.unsqueeze(1).double(), sums], dim=1).to(dtype),
+    )
 
-    packed = advantage[ranks, owners]  # [N]
-    advantages = torch.zeros(len(rewards)).index_put_((positions,), packed.float())
-    returns = torch.zeros(len(rewards)).index_put_((positions,), (packed + values[positions]).float())
-    moments = torch.stack([counts.double(), advantage.sum(0), advantage.square().sum(0)], dim=1).float()
-    return AdvantageEstimate(advantages, returns, moments)
+
+def _continues(owners: Tensor) -> Tensor:
+    """[N] bool, whether the next entry belongs to the same trajectory."""
+    continues = torch.zeros_like(owners, dtype=torch.bool)
+    continues[:-1] = owners[1:] == owners[:-1]
+    return continues
+
+
+def _next(x: Tensor, continues: Tensor) -> Tensor:
+    """x_{i+1}, 0 where the chain ends."""
+    return torch.where(continues, x.roll(-1), 0.0)
+
+
+def _accumulate_from_right(deltas: Tensor, decay: float, continues: Tensor, longest: int) -> Tensor:
+    """Solve x_i = deltas_i + decay x_{i+1} for all i at once, x_{i+1} = 0 where the chain ends.
+
+    Doubling: after n rounds `totals` sums up to 2^n terms of a chain and `decays` holds decay^(2^n), 0 behind a chain's
+    end, so log2(`longest`) rounds reach every end of chains of at most that length.
+    """
+    totals, decays = deltas, decay * continues.to(deltas.dtype)
+    shift = 1
+    while shift < longest and shift < len(totals):
+        own, left = totals[:-shift], decays[:-shift]
+        # Without the condition a NaN would cross from one trajectory into another, as 0 * NaN.
+        reached = torch.where(left != 0, own + left * totals[shift:], own)
+        totals = torch.cat([reached, totals[-shift:]])
+        decays = torch.cat([left * decays[shift:], torch.zeros_like(decays[-shift:])])
+        shift *= 2
+    return totals
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @torch.no_grad()
 def whiten(advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """(A - mean) / sqrt(var + epsilon) at the sampled tokens, 0 elsewhere.
+    """(A - mean) / sqrt(var + epsilon) at the sampled tokens, 0 elsewhere; float64 inside.
 
     Args:
         advantages: [T].
         loss_mask: [T] bool.
         moments: [3] count, sum and sum of squares over all ranks: the sum of `AdvantageEstimate.moments`. With fewer
-            than two tokens the variance counts as 1.
+            than two tokens the (unbiased) variance counts as 1.
+
+    Returns:
+        [T] float32; float64 for float64 advantages.
     """
     count, total, squares = moments.double().unbind()
     mean = total / count.clamp(min=1)
     variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
     variance = torch.where(count > 1, variance, 1.0)
-    return torch.where(loss_mask, (advantages - mean) * torch.rsqrt(variance + epsilon), 0.0).float()
+    whitened = (advantages.double() - mean) * torch.rsqrt(variance + epsilon)
+    return torch.where(loss_mask, whitened, 0.0).to(_result_dtype(advantages))
 
 
 @torch.no_grad()
-def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """Group-relative advantage of whole trajectories: (score - group mean) / (group std + epsilon).
+def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
+    """Group-relative advantage of whole trajectories: (score - group mean) / group std; float64 inside.
 
     GRPO, arXiv:2402.03300 section 4.1.2; without the division Dr.GRPO, arXiv:2503.20783. The standard deviation is the
-    unbiased one; the only trajectory of a group gets 0.
+    unbiased one. A group whose standard deviation is at most CONSTANT_STD is constant, also the only trajectory of a
+    group, and gets 0: the threshold takes the place of an epsilon in the divisor, which would scale every other group.
 
     Args:
         scores: [S] float, one per trajectory.
-        group_ids: [S] int, any labels.
+        group_ids: [S], any labels.
         scale_by_std: divide by the group's standard deviation.
+
+    Returns:
+        [S] float32; float64 for float64 scores.
     """
     check_groups(scores, group_ids)
-    _, groups = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(groups.max()) + 1 if len(groups) else 0
-    counts = torch.bincount(groups, minlength=num_groups)
-    zeros = torch.zeros(num_groups, dtype=torch.float64)
-    mean = zeros.index_add(0, groups, scores.double()) / counts.clamp(min=1)
+    _, groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
+    mean = zeros.index_add(0, groups, scores.double()) / counts
     centred = scores.double() - mean[groups]
     if scale_by_std:
         variance = zeros.index_add(0, groups, centred.square()) / (counts - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + epsilon)[groups]
-    return centred.float()
+        std = variance.sqrt()[groups]
+        centred = torch.where(std > CONSTANT_STD, centred / std.clamp(min=CONSTANT_STD), 0.0)
+    return centred.to(_result_dtype(scores))
 
 
 def check_groups(scores: Tensor, group_ids: Tensor) -> None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ragen_kernels import reference_returns
 from ragen_kernels.reference_returns import AdvantageEstimate, check_gae_arguments, check_groups, check_value_clip
 
 SCAN_BLOCK = 2048
@@ -124,27 +125,31 @@ def whiten_kernel(ADVANTAGES, MASK, MOMENTS, OUT, size, epsilon, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["size"])
-def group_normalize_kernel(SCORES, GROUPS, OUT, size, epsilon, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per trajectory, which looks for its group's members among all: no sorting, no atomics."""
+def group_normalize_kernel(SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per trajectory, which looks for its group's members among all: no sorting, no atomics.
+
+    In float64: the float32 mean of equal scores is off by enough to give them a standard deviation.
+    """
     own = tl.program_id(0)
     group = tl.load(GROUPS + own)
-    count, total = 0.0, 0.0
+    count, total = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
     for start in range(0, size, BLOCK):
         other = start + tl.arange(0, BLOCK)
         member = (tl.load(GROUPS + other, mask=other < size, other=0) == group) & (other < size)
-        count += tl.sum(member.to(tl.float32), 0)
-        total += tl.sum(tl.load(SCORES + other, mask=member, other=0.0).to(tl.float32), 0)
+        count += tl.sum(member.to(tl.float64), 0)
+        total += tl.sum(tl.load(SCORES + other, mask=member, other=0.0).to(tl.float64), 0)
     mean = total / count
-    centred = tl.load(SCORES + own).to(tl.float32) - mean
+    centred = tl.load(SCORES + own).to(tl.float64) - mean
     if SCALE:
-        squares = 0.0
+        squares = tl.full((), 0.0, tl.float64)
         for start in range(0, size, BLOCK):
             other = start + tl.arange(0, BLOCK)
             member = (tl.load(GROUPS + other, mask=other < size, other=0) == group) & (other < size)
-            deviation = tl.load(SCORES + other, mask=member, other=0.0).to(tl.float32) - mean
+            deviation = tl.load(SCORES + other, mask=member, other=0.0).to(tl.float64) - mean
             squares += tl.sum(tl.where(member, deviation * deviation, 0.0), 0)
-        centred /= tl.sqrt(squares / tl.maximum(count - 1.0, 1.0)) + epsilon
-    tl.store(OUT + own, centred)
+        std = tl.sqrt(squares / tl.maximum(count - 1.0, 1.0))
+        centred = tl.where(std > constant_std, centred / tl.maximum(std, constant_std), 0.0)
+    tl.store(OUT + own, centred.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -185,7 +190,7 @@ def gae(
     turn_gamma: float = 1.0,
     turn_lam: float = 1.0,
 ) -> AdvantageEstimate:
-    """See `reference_returns.gae`; arithmetic is float32."""
+    """See `reference_returns.gae`; arithmetic and results are float32."""
     discounts = {"gamma": gamma, "lam": lam, "turn_gamma": turn_gamma, "turn_lam": turn_lam}
     check_gae_arguments(rewards, values, loss_mask, cu_seqlens, turn_ends, discounts)
     num_trajectories = len(cu_seqlens) - 1
@@ -219,7 +224,7 @@ def as_bytes(mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whiten(advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """See `reference_returns.whiten`."""
+    """See `reference_returns.whiten`; the result is float32."""
     out = torch.empty_like(advantages, dtype=torch.float32)
     if len(out):
         whiten_kernel[(triton.cdiv(len(out), TOKEN_BLOCK),)](
@@ -236,8 +241,8 @@ def whiten(advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: f
 
 
 @torch.no_grad()
-def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """See `reference_returns.group_normalize`."""
+def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
+    """See `reference_returns.group_normalize`; the result is float32."""
     check_groups(scores, group_ids)
     out = torch.empty_like(scores, dtype=torch.float32)
     if len(out):
@@ -246,7 +251,7 @@ def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = T
             group_ids.contiguous(),
             out,
             len(out),
-            epsilon,
+            reference_returns.CONSTANT_STD,
             SCALE=scale_by_std,
             BLOCK=TOKEN_BLOCK,
             num_warps=TOKEN_WARPS,

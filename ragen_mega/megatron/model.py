@@ -65,6 +65,7 @@ def rope_parameters(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def head_dim(hf: PretrainedConfig) -> int:
+    """Channels of one attention head; older configurations leave it to be derived."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 

@@ -33,7 +33,11 @@ _RULES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (r"(?:pre_mlp_layernorm|mlp\.linear_fc1\.layer_norm)[._]weight", ("post_attention_layernorm.weight",), "replicated"),
     (r"self_attention\.q_layernorm\.weight", ("self_attn.q_norm.weight",), "replicated"),
     (r"self_attention\.k_layernorm\.weight", ("self_attn.k_norm.weight",), "replicated"),
-    (r"self_attention\.linear_qkv\.(weight|bias)", ("self_attn.q_proj.{}", "self_attn.k_proj.{}", "self_attn.v_proj.{}"), "qkv"),
+    (
+        r"self_attention\.linear_qkv\.(weight|bias)",
+        ("self_attn.q_proj.{}", "self_attn.k_proj.{}", "self_attn.v_proj.{}"),
+        "qkv",
+    ),
     (r"self_attention\.linear_proj\.weight", ("self_attn.o_proj.weight",), "row"),
     (r"mlp\.linear_fc1\.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
     (r"mlp\.linear_fc2\.weight", ("mlp.down_proj.weight",), "row"),

@@ -17,10 +17,6 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.types import Completion, TokenBatch, Trajectory
 from ragen_mega.warm_start.scripted import scripted_response
 
-ANSWER_SHARE = 0.1
-"""Share of the turns whose actions are cloned. Random actions cannot be predicted, and where all of them are cloned their
-noise makes up most of the gradient that should teach the facts."""
-
 CloneStep = Callable[[TokenBatch], dict[str, float]]
 
 
@@ -44,16 +40,12 @@ def scripted_trajectory(
 ) -> Trajectory:
     """The first `max_turns` turns (None: all) of a scripted episode; the loss mask covers what the player says."""
     generator = np.random.default_rng([seed, 1])
-    answer_start, answer_end = renderer.tokenizer.convert_tokens_to_ids(["<answer>", "</answer>"])
     trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
     trajectory.append_observation(renderer.start(episode.start(seed, outcome_seed=seed)))
     while not episode.done:
         response = scripted_response(episode, generator, skill=skill)
         tokens = [*renderer.tokenizer.encode(response, add_special_tokens=False), renderer.end_of_turn]
         turn = trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
-        if generator.random() >= ANSWER_SHARE:
-            for position in range(turn.start + tokens.index(answer_start) + 1, turn.start + tokens.index(answer_end)):
-                trajectory.loss_mask[position] = False
         result = episode.respond(response)
         turn.reward, turn.info = result.reward, result.info
         if result.message is None or len(trajectory.turns) == max_turns:

@@ -65,6 +65,32 @@ def test_gae_ignores_what_was_not_sampled():
     assert not clean.advantages[~case.loss_mask].any()
 
 
+def test_a_broken_trajectory_leaves_the_others_alone():
+    case = make_trajectories(lengths=(25, 14, 30), seed=5)
+    settings = {"gamma": 0.9, "lam": 0.8, "turn_ends": case.turn_ends, "turn_gamma": 0.9}
+    clean = gae(case.rewards, case.values, case.loss_mask, case.cu_seqlens, **settings)
+    values = case.values.clone()
+    values[25:39] = torch.nan
+    broken = gae(case.rewards, values, case.loss_mask, case.cu_seqlens, **settings)
+    for part in (slice(0, 25), slice(39, 69)):
+        assert torch.equal(clean.advantages[part], broken.advantages[part])
+    assert torch.equal(clean.moments[[0, 2]], broken.moments[[0, 2]])
+    assert broken.advantages[25:39].isnan().any()
+
+
+def test_float64_stays_float64():
+    case = make_trajectories(lengths=(40, 7), seed=2)
+    settings = {"gamma": 0.97, "lam": 0.9}
+    arguments = (case.rewards.double(), case.values.double(), case.loss_mask, case.cu_seqlens)
+    estimate = gae(*arguments, **settings)
+    advantages, returns = gae_truth(case, **settings)
+    torch.testing.assert_close(estimate.advantages, advantages, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(estimate.returns, returns, rtol=1e-12, atol=1e-12)
+    white = whiten(estimate.advantages, case.loss_mask, estimate.moments.sum(0), epsilon=0.0)
+    own = advantages[case.loss_mask]
+    torch.testing.assert_close(white[case.loss_mask], (own - own.mean()) / own.std(), rtol=1e-12, atol=1e-12)
+
+
 def test_gae_refuses_bad_arguments():
     case = make_trajectories(lengths=(5,), seed=0)
     with pytest.raises(ValueError, match="gamma"):
@@ -89,6 +115,8 @@ def test_group_normalize_is_per_group():
     torch.testing.assert_close(group_normalize(2 * scores, groups, scale_by_std=False), 2 * expected)
     equal = group_normalize(torch.full((4,), 0.3), torch.zeros(4, dtype=torch.int64))
     assert torch.equal(equal, torch.zeros(4))
+    small = group_normalize(torch.tensor([1e-4, 3e-4, 2e-4]), torch.zeros(3, dtype=torch.int64))
+    torch.testing.assert_close(small, torch.tensor([-1.0, 1.0, 0.0]), rtol=1e-5, atol=1e-5)  # no epsilon shrinks it
     assert group_normalize(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 

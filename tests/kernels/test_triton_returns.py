@@ -76,6 +76,8 @@ def test_group_normalize(triton_returns, kernel_device, scale_by_std):
     random = torch.Generator().manual_seed(6)
     scores, groups = torch.randn(75, generator=random), torch.randint(-3, 9, (75,), generator=random)
     groups[10] = 77  # alone in its group
+    groups[20:37] = 78  # all equal, by a value whose float32 sums round
+    scores[20:37] = 10.9
     actual = triton_returns.group_normalize(
         scores.to(kernel_device), groups.to(kernel_device), scale_by_std=scale_by_std
     )
@@ -83,6 +85,7 @@ def test_group_normalize(triton_returns, kernel_device, scale_by_std):
         actual.cpu(), group_normalize(scores, groups, scale_by_std=scale_by_std), rtol=1e-5, atol=1e-6
     )
     assert actual[10] == 0
+    assert not actual[20:37].any() or not scale_by_std
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])

@@ -49,6 +49,18 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("rank", "is_printed"), [(None, True), ("0", True), ("1", False)])
+def test_help_comes_from_one_rank_and_names_the_recipes(rank, is_printed, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert not caught.value.code
+    printed = capsys.readouterr().out
+    assert ("--recipe NAME" in printed) == ("--num-groups" in printed) == is_printed
+
+
 def test_world_size_must_fit() -> None:
     config = parse(["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"])
     config.parallel.check_world(8)

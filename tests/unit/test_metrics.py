@@ -128,7 +128,7 @@ class TestRunLogger:
         if not finished:
             (tmp_path / "a" / "summary.json").unlink()
         state = "a finished" if finished else "an unfinished"
-        with pytest.raises(ValueError, match=f"holds {state} run; add --resume"):
+        with pytest.raises(ValueError, match=f"holds {state} run; add --overwrite"):
             logger(tmp_path / "a")
         assert len(read_metrics(tmp_path / "a" / "metrics.jsonl")) == 3
 
@@ -154,7 +154,7 @@ class TestRunLogger:
     def test_resume_needs_a_run(self, tmp_path):
         with pytest.raises(ValueError, match="no run to resume"):
             logger(tmp_path / "a", resume=True)
-        with pytest.raises(ValueError, match="drop --resume or --overwrite"):
+        with pytest.raises(ValueError, match="drop resume or overwrite"):
             logger(tmp_path / "a", resume=True, overwrite=True)
 
     def test_a_line_that_was_cut_short_is_dropped_but_only_at_the_end(self, tmp_path):

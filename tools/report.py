@@ -1,0 +1,126 @@
+"""Summarise finished runs: one table row each, the mean over seeds, and a plot of the learning curves.
+
+    python tools/report.py runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
+
+Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run counts its prompts; mean and standard
+deviation are over runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from ragen_mega.console import fail
+from ragen_mega.metrics import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
+
+
+def read_run(directory: Path) -> list[dict[str, Any]]:
+    """One row per evaluated set of a finished run. Raises ValueError if it is not finished."""
+    if not (directory / SUMMARY_FILE).exists():
+        raise ValueError(f"{directory} holds no {SUMMARY_FILE}: it is no run, or has not finished; leave it out")
+    summary = json.loads((directory / SUMMARY_FILE).read_text())
+    config = json.loads((directory / CONFIG_FILE).read_text())
+    return [
+        {
+            "run": directory.name,
+            "set": name,
+            "seed": config["train"]["seed"],
+            "success": result["success"],
+            "ci_low": result["ci_low"],
+            "ci_high": result["ci_high"],
+            "warm_start": summary["warm_start"][name]["success"],
+            "random": result["random"],
+            "optimum": result["optimum"],
+            "num_prompts": result["num_prompts"],
+            "steps": summary["steps"],
+            "minutes": summary["seconds"] / 60,
+        }
+        for name, result in summary["sets"].items()
+    ]
+
+
+def hardware() -> str:
+    """Machine and versions, for the head of a report."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core", "transformers"))
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+
+
+def markdown(title: str, rows: list[dict[str, Any]]) -> str:
+    """The table as Markdown."""
+    lines = [
+        f"# {title}",
+        "",
+        hardware(),
+        "",
+        "| run | set | success (95% CI) | warm start | random | optimum | prompts | steps | minutes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        optimum = "-" if row["optimum"] is None else f"{row['optimum']:.1%}"
+        lines.append(
+            f"| {row['run']} | {row['set']} | {row['success']:.1%} ({row['ci_low']:.1%} - {row['ci_high']:.1%}) | "
+            f"{row['warm_start']:.1%} | {row['random']:.1%} | {optimum} | {row['num_prompts']} | {row['steps']} | "
+            f"{row['minutes']:.1f} |"
+        )
+    successes = [row["success"] for row in rows]
+    if len(successes) > 1:
+        lines += ["", f"Mean {statistics.mean(successes):.1%}, standard deviation over {len(successes)} runs "
+                      f"{statistics.stdev(successes):.1%}."]
+    return "\n".join([*lines, "", f"![learning curves]({title}.svg)", ""])
+
+
+def plot(directories: list[Path], rows: list[dict[str, Any]], path: Path) -> None:
+    """Success in training (per step) and on the held-out boards (marked), beside random and optimal play."""
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for directory in directories:
+        records = read_metrics(directory / METRICS_FILE)
+        (line,) = axes.plot(
+            [record["step"] for record in records], [record["rollout/success"] for record in records], alpha=0.35
+        )
+        evaluated = [record for record in records if "eval/success" in record]
+        axes.plot(
+            [record["step"] for record in evaluated], [record["eval/success"] for record in evaluated],
+            marker="o", color=line.get_color(), label=directory.name,
+        )
+    for key, style in (("random", ":"), ("optimum", "--")):
+        if rows[0][key] is not None:
+            axes.axhline(rows[0][key], color="black", linestyle=style, linewidth=1, label=key)
+    axes.set(xlabel="step", ylabel="success", ylim=(0, 1.02))
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument("--output", type=Path, default=Path("docs/results"))
+    parser.add_argument("--title", required=True, help="name of the files and heading of the report")
+    arguments = parser.parse_args()
+    try:
+        rows = [row for directory in arguments.runs for row in read_run(directory)]
+    except (ValueError, OSError, KeyError) as error:
+        fail(str(error))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    text = markdown(arguments.title, rows)
+    (arguments.output / f"{arguments.title}.md").write_text(text)
+    write_json(arguments.output / f"{arguments.title}.json", {"hardware": hardware(), "runs": rows})
+    plot(arguments.runs, rows, arguments.output / f"{arguments.title}.svg")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
