@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 """:" # For Bash these lines are a program that becomes torchrun on this file; for Python they are a string.
 . "$(dirname "$0")/../tools/setup_env.sh" && setup_env
-exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "${NPROC_PER_NODE:-1}" "$0" "$@"
+exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "${NPROC_PER_NODE:-$(default_ranks)}" "$0" "$@"
 ":"""
 
-# Train an agent by StarPO:     bash examples/pretrain_starpo.sh [--recipe NAME] [flags]
+# Train an agent by StarPO:     bash examples/pretrain_starpo.sh [--recipe NAME] [flags]     (NPROC_PER_NODE ranks;
+#                               default: one a GPU, without GPUs two where there are two cores)
 #                            or torchrun [--nproc-per-node N] examples/pretrain_starpo.sh [--recipe NAME] [flags]
 # A recipe is a file of flags in examples/recipes; flags of the command line win. Without one: frozen_lake.
 

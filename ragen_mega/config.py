@@ -87,6 +87,9 @@ class EnvironmentConfig:
     """Environments and their shares of the groups of a step, e.g. `frozen_lake` or `sokoban:4,frozen_lake:4`."""
     environment_options: str = "{}"
     """JSON object of options per environment, e.g. '{"sokoban": {"observation": "grid_coord"}}'."""
+    curriculum: str = "{}"
+    """JSON object: step -> options per environment that training adds to environment_options from that step on.
+    Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30": {}}'."""
     max_turns: int = 5
     """Turns per trajectory (K)."""
     max_actions_per_turn: int = 5
@@ -101,27 +104,28 @@ class EnvironmentConfig:
     """Instructions in the first user message, in the system message, or (small models) none at all."""
 
     def __post_init__(self) -> None:
-        try:
-            options = json.loads(self.environment_options)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"environment_options must be a JSON object per environment, not {self.environment_options!r} ({error}); "
-                'write e.g. \'{"sokoban": {"observation": "grid"}}\''
-            ) from None
+        self._check_options("environment_options", _json_object("environment_options", self.environment_options), {})
+        for step, options in _json_object("curriculum", self.curriculum).items():
+            if not step.isdigit():
+                raise ValueError(
+                    f"curriculum maps steps to options, but {step!r} is no step; write e.g. "
+                    '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
+                )
+            self._check_options("curriculum", options, json.loads(self.environment_options))
+
+    def _check_options(self, flag: str, options: Any, base: dict[str, Any]) -> None:
         if not isinstance(options, dict) or not all(isinstance(value, dict) for value in options.values()):
             raise ValueError(
-                f"environment_options must map environment names to objects, not {self.environment_options!r}; "
+                f"{flag} must map environment names to objects, not {options!r}; "
                 'write e.g. \'{"sokoban": {"observation": "grid"}}\''
             )
-        shares = self.shares
-        for name in options:
-            if name not in shares:
-                raise ValueError(
-                    f"environment_options names {name!r}, which is not trained ({', '.join(shares)}); "
-                    "drop it or add it to --environments"
-                )
-        for name in shares:
-            make(name, **options.get(name, {}))
+        if unknown := set(options) - set(self.shares):
+            raise ValueError(
+                f"{flag} names {', '.join(sorted(unknown))}, which is not trained ({', '.join(self.shares)}); "
+                "drop it or add it to --environments"
+            )
+        for name in self.shares:
+            make(name, **base.get(name, {}) | options.get(name, {}))
 
     @property
     def shares(self) -> dict[str, int]:
@@ -140,6 +144,11 @@ class EnvironmentConfig:
     def options(self, name: str) -> dict[str, Any]:
         """Options of one environment's constructor."""
         return json.loads(self.environment_options).get(name, {})
+
+    def training_options(self, name: str, step: int) -> dict[str, Any]:
+        """The options under which a training step plays: those of `options` and of the curriculum's latest entry."""
+        entries = {int(key): value for key, value in json.loads(self.curriculum).items() if int(key) <= step}
+        return self.options(name) | (entries[max(entries)].get(name, {}) if entries else {})
 
 
 @dataclass(frozen=True)
@@ -492,6 +501,16 @@ def _last_wins(argv: Sequence[str]) -> list[str]:
             groups[-1].append(argument)
     last = {group[0].replace("_", "-").replace("--no-", "--"): group for group in groups}
     return [argument for group in last.values() for argument in group]
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{flag} must be a JSON object, not {text!r} ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{flag} must be a JSON object, not {text!r}")
+    return value
 
 
 def _flag(name: str) -> str:

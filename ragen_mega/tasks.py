@@ -28,10 +28,10 @@ def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
     )
 
 
-def episode_maker(config: EnvironmentConfig, name: str) -> Callable[[], Episode]:
-    """A function that builds one episode of environment `name`."""
+def episode_maker(config: EnvironmentConfig, name: str, step: int | None = None) -> Callable[[], Episode]:
+    """A function that builds one episode of environment `name`, under the curriculum of a training `step` if given."""
     rules = episode_config(config)
-    options = config.options(name)
+    options = config.options(name) if step is None else config.training_options(name, step)
     return lambda: Episode(make(name, **options), rules)
 
 
@@ -43,30 +43,30 @@ class TaskSampler:
         shares = config.environment.shares
         rotation = [name for name, share in shares.items() for _ in range(share)]
         self._names = [rotation[i % len(rotation)] for i in range(config.rollout.num_groups)]
-        self._makers = {name: episode_maker(config.environment, name) for name in shares}
         self._held_out = {name: held_out_states(config.environment, name) for name in shares}
 
     def sample(self, step: int) -> list[list[Task]]:
         """The P groups of N tasks of a step."""
         generator = np.random.default_rng([self.config.train.seed, step])
         num_groups, group_size = self.config.rollout.num_groups, self.config.rollout.group_size
+        makers = {name: episode_maker(self.config.environment, name, step) for name in set(self._names)}
         groups = []
         for index, name in enumerate(self._names):
             group_id = step * num_groups + index
-            seed = self._fresh_seed(name, generator)
+            seed = self._fresh_seed(makers[name](), self._held_out[name], generator)
             groups.append(
                 tasks_for_group(
-                    group_id, name, seed, self._makers[name], group_size=group_size, outcome_seed=self.config.train.seed
+                    group_id, name, seed, makers[name], group_size=group_size, outcome_seed=self.config.train.seed
                 )
             )
         return groups
 
-    def _fresh_seed(self, name: str, generator: np.random.Generator) -> int:
+    @staticmethod
+    def _fresh_seed(episode: Episode, held_out: frozenset[str], generator: np.random.Generator) -> int:
+        """A training seed whose initial state is no evaluation board."""
         while True:
             seed = int(generator.integers(*TRAINING_SEEDS))
-            if not self._held_out[name]:
-                return seed
-            if initial_state(self._makers[name](), seed) not in self._held_out[name]:
+            if not held_out or initial_state(episode, seed) not in held_out:
                 return seed
 
 

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen2Config, Qwen3Config
 
@@ -24,7 +26,7 @@ from ragen_mega.types import Completion, SamplingParams
 @dataclass(slots=True, eq=False)
 class _Request:
     session: int
-    tokens: list[int]
+    token_ids: NDArray[np.int64]
     sampling: SamplingParams
     future: asyncio.Future[Completion]
 
@@ -88,9 +90,10 @@ class EmbeddedEngine:
             raise RuntimeError("the engine has no weights; call load_weights inside `with engine.awake()` first")
         if not tokens:
             raise ValueError("generate needs at least one token to continue; render a prompt first")
-        if min(tokens) < 0 or max(tokens) >= self._shape.vocab:
+        token_ids = np.array(tokens)
+        if token_ids.min() < 0 or token_ids.max() >= self._shape.vocab:
             raise ValueError(
-                f"token ids must lie in [0, {self._shape.vocab}), not in [{min(tokens)}, {max(tokens)}]; "
+                f"token ids must lie in [0, {self._shape.vocab}), not in [{token_ids.min()}, {token_ids.max()}]; "
                 "check that the tokenizer belongs to the model"
             )
         sampler.check(sampling, vocab=self._shape.vocab)
@@ -99,7 +102,7 @@ class EmbeddedEngine:
         if len(tokens) >= self._max_context:
             return Completion([], [], "length")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = self._waiting[session] = _Request(session, tokens, sampling, future)
+        request = self._waiting[session] = _Request(session, token_ids, sampling, future)
         self._wake_scheduler()
         try:
             return await future
@@ -182,7 +185,7 @@ class EmbeddedEngine:
             return False
         for request in admitted:
             self._running[request.session] = self._waiting.pop(request.session)
-        prefills = [Prefill(self._slot_of[request.session], request.tokens, request.sampling) for request in admitted]
+        prefills = [Prefill(self._slot_of[request.session], request.token_ids, request.sampling) for request in admitted]
         self._answer(self._slots.prefill(self._decoder, prefills, num_slots=len(self._sessions)))
         return True
 

@@ -20,6 +20,8 @@ _MIN_SHARED = 16
 """Shorter prefixes are not worth the extra operations."""
 _READ_COST = 8.0
 """Reading one key from memory costs about as much time as this many scores of it."""
+_FIRST_WIDTH, _WIDTH_STEP = 256, 64
+"""Positions that a row of keys holds at first, and the multiple that it grows to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +64,37 @@ class _Padding:
 
 
 class KVCache:
-    """One row of keys and values per slot; keys are stored transposed, which makes the scores twice as fast."""
+    """One row of keys and values per slot.
+
+    Keys are stored transposed, which makes the scores twice as fast, in rows that are not much longer than what they
+    hold: the d lines of a row are read together, and far apart they would cost a page each.
+    """
 
     def __init__(self, shape: DecoderShape, *, num_slots: int, max_context: int, dtype: torch.dtype) -> None:
         self._shape = shape
-        layers, kv_heads, head_dim = shape.num_layers, shape.kv_heads, shape.head_dim
-        # Zeros, not empty: masked positions take part in products. Pages that are never written take no memory.
-        self._all_keys = torch.zeros(layers, num_slots, kv_heads, head_dim, max_context, dtype=dtype)
-        self._all_values = torch.zeros(layers, num_slots, kv_heads, max_context, head_dim, dtype=dtype)
-        self._keys = list(self._all_keys)  # per layer [slots, kv_heads, d, max_context]
-        self._values = list(self._all_values)  # per layer [slots, kv_heads, max_context, d]
+        self._max_context = max_context
+        self._dtype = dtype
+        layers, rows = range(shape.num_layers), (num_slots, shape.kv_heads)
+        width = min(_FIRST_WIDTH, max_context)
+        # per layer [slots, kv_heads, d, width] and [slots, kv_heads, max_context, d]
+        self._keys = [_lazy_zeros(*rows, shape.head_dim, width, dtype=dtype) for _ in layers]
+        self._values = [_lazy_zeros(*rows, max_context, shape.head_dim, dtype=dtype) for _ in layers]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row."""
-        self._all_keys[:, target, :, :, :length] = self._all_keys[:, source, :, :, :length]
-        self._all_values[:, target, :, :length] = self._all_values[:, source, :, :length]
+        for keys, values in zip(self._keys, self._values, strict=True):
+            keys[target, :, :, :length] = keys[source, :, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+
+    def _reserve(self, length: int) -> None:
+        """Widen the rows of keys to hold `length` positions."""
+        old = self._keys[0].shape[-1]
+        if length <= old:
+            return
+        width = min(-(-max(length, old * 3 // 2) // _WIDTH_STEP) * _WIDTH_STEP, self._max_context)
+        for layer, keys in enumerate(self._keys):
+            self._keys[layer] = _lazy_zeros(*keys.shape[:3], width, dtype=self._dtype)
+            self._keys[layer][..., :old] = keys
 
     def prefill(self, rows: Tensor, starts: Tensor, counts: Tensor) -> Attend:
         """Attention of packed new tokens: rows [m] gain counts [m] tokens behind their first starts [m] positions.
@@ -87,10 +105,11 @@ class KVCache:
         offset = torch.arange(member.shape[0]) - (counts.cumsum(0) - counts)[member]  # [T] place among the new tokens
         positions = starts[member] + offset
         token_rows, end = rows[member], int((starts + counts).max())
+        self._reserve(end)
         seen = int(starts.min())  # by every query
-        every = _Padding.of(member, offset, positions - seen, end - seen, self._all_keys.dtype)
+        every = _Padding.of(member, offset, positions - seen, end - seen, self._dtype)
         each, first = torch.arange(rows.shape[0]), torch.zeros_like(rows)
-        last = _Padding.of(each, first, starts + counts - 1 - seen, end - seen, self._all_keys.dtype)
+        last = _Padding.of(each, first, starts + counts - 1 - seen, end - seen, self._dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
@@ -113,8 +132,9 @@ class KVCache:
         group = shape.heads // shape.kv_heads
         start = prefix.length if prefix else 0
         end = int(positions.max()) + 1
+        self._reserve(end)
         rows = torch.arange(num_rows)
-        mask = torch.zeros(num_rows, 1, end - start, dtype=self._all_keys.dtype)
+        mask = torch.zeros(num_rows, 1, end - start, dtype=self._dtype)
         mask.masked_fill_((torch.arange(start, end) > positions[:, None])[:, None], -torch.inf)
         mask = mask.repeat_interleave(shape.kv_heads, dim=0)  # [n * kv_heads, 1, L]
 
@@ -164,6 +184,14 @@ class KVCache:
             keys=[keys[leaders, :, :, :prefix_length].flatten(0, 1) for keys in self._keys],
             values=[values[leaders, :, :prefix_length].flatten(0, 1) for values in self._values],
         )
+
+
+def _lazy_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, because masked positions take part in products; pages that are never written take no memory.
+
+    Unlike `torch.zeros`, which writes them all.
+    """
+    return torch.from_numpy(np.zeros(shape, dtype=np.float64 if dtype == torch.float64 else np.float32))
 
 
 def _sorted_by_prefix(token_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ragen_mega.engines import sampling as sampler
@@ -29,7 +30,7 @@ class Prefill(NamedTuple):
     """A request for a slot: the whole trajectory so far, and how to continue it."""
 
     slot: int
-    tokens: list[int]
+    tokens: NDArray[np.int64]
     sampling: SamplingParams
 
 
@@ -156,7 +157,7 @@ class SlotTable:
         suffixes, deferred = [], []
         planned = self._length[: self._num_slots].copy()  # cached once the suffixes are computed
         for request in requests:
-            slot, tokens = request.slot, np.asarray(request.tokens)
+            slot, tokens = request.slot, request.tokens
             cached, source = int(min(_shared_length(self._ids[slot], tokens), self._length[slot])), slot
             if cached == 0:  # a new trajectory
                 shared = _shared_length(self._ids[: self._num_slots], tokens)  # [n]
@@ -169,14 +170,14 @@ class SlotTable:
             start = min(cached, len(tokens) - 1)  # the last token is computed in any case: its logits are needed
             if source != slot:
                 self._cache.copy_row(source, slot, start)
-            self._begin(request, tokens)
+            self._begin(request)
             planned[slot] = len(tokens)
             suffixes.append(_Suffix(slot, start, len(tokens) - start))
         return suffixes, deferred
 
-    def _begin(self, request: Prefill, tokens: np.ndarray) -> None:
+    def _begin(self, request: Prefill) -> None:
         """Write the request into its row."""
-        rows, slot, sampling = self._rows, request.slot, request.sampling
+        rows, (slot, tokens, sampling) = self._rows, request
         limit = min(len(tokens) + sampling.max_tokens, self._max_context)
         self._ids[slot, : len(tokens)] = tokens
         rows.uniforms[slot, len(tokens) : limit] = sampler.uniforms(sampling.seed, limit - len(tokens))
@@ -220,7 +221,7 @@ class SlotTable:
         return finished
 
 
-def _shared_length(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _shared_length(ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """How many leading tokens each row of ids [..., >= len(tokens)] has in common with tokens: [...]."""
     different = ids[..., : len(tokens)] != tokens
     return np.where(different.any(axis=-1), different.argmax(axis=-1), len(tokens))

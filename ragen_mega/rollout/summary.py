@@ -6,8 +6,9 @@ Source of the signals: StarPO, arXiv:2504.20073, section 4 (success, in-group re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 
+from ragen_mega.starpo.diagnostics import in_group_reward_std
 from ragen_mega.types import Trajectory, TrajectoryGroup
 
 
@@ -15,9 +16,9 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Metrics of all trajectories, and again under `name/environment` if there are several environments.
 
     success, truncated_rate: share of trajectories. reward: mean total reward. in_group_std: mean over groups of the
-    population standard deviation of total rewards. num_turns: mean per trajectory. response_length: sampled tokens per
-    turn. thought_length: words of the thought per turn, 0 for a turn without one. valid_format_rate, valid_action_rate:
-    share of turns. num_trajectories, sampled_tokens: counts. No group, no metrics.
+    unbiased standard deviation of total rewards (StarPO Eq. 7), 0 for a group of one. num_turns: mean per trajectory.
+    response_length: sampled tokens per turn. thought_length: words of the thought per turn, 0 for a turn without one.
+    valid_format_rate, valid_action_rate: share of turns. num_trajectories, sampled_tokens: counts. No group, no metrics.
     """
     if not groups:
         return {}
@@ -37,7 +38,7 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     return {
         "success": fmean(trajectory.success for trajectory in trajectories),
         "reward": fmean(trajectory.total_reward for trajectory in trajectories),
-        "in_group_std": fmean(pstdev(group.total_rewards) for group in groups),
+        "in_group_std": fmean(_reward_std(group) for group in groups),
         "response_length": fmean(turn.end - turn.start for turn in turns),
         "thought_length": fmean(len(turn.info.get("thought", "").split()) for turn in turns),
         "valid_format_rate": fmean(bool(turn.info.get("is_format_valid", False)) for turn in turns),
@@ -47,3 +48,7 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "num_trajectories": float(len(trajectories)),
         "sampled_tokens": float(sum(trajectory.num_sampled_tokens for trajectory in trajectories)),
     }
+
+
+def _reward_std(group: TrajectoryGroup) -> float:
+    return in_group_reward_std([group.total_rewards]) if len(group.trajectories) > 1 else 0.0

@@ -89,17 +89,24 @@ def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str
 
 
 def _prospect(environment: FrozenLake, action: str) -> str:
-    """Of the cells where `action` may end: how many are holes, and how far the others are from the goal in sum."""
+    """One word for the cells where `action` may end: how many are holes, and how much nearer to the goal the others are.
+
+    No hole: goal (one of them is it), nearer, closer, level, farther. One hole: gamble (the goal is among the others),
+    daring (the others are closer), risky. Two or more: deadly. One word, so that it can be found again by what it says.
+    """
     facts, order = environment.facts(), list(DIRECTIONS)
     player, goal = facts["player"], facts["goal"]
     slips = (-1, 0, 1) if facts["success_rate"] < 1 else (0,)
     ends = [environment.lake.neighbour(player, order[(order.index(action) + slip) % len(order)]) for slip in slips]
     dry = [cell for cell in ends if cell not in facts["holes"]]
-    risk = ("safe", "risky", "deadly", "deadly")[len(ends) - len(dry)]
-    if goal in dry:
-        return f"{risk} goal"
     gain = sum(_distance(player, goal) - _distance(cell, goal) for cell in dry)
-    return f"{risk} {'nearer' if gain > 1 else 'closer' if gain == 1 else 'level' if gain == 0 else 'farther'}"
+    if len(ends) - len(dry) >= 2:
+        return "deadly"
+    if len(dry) < len(ends):
+        return "gamble" if goal in dry else "daring" if gain > 0 else "risky"
+    if goal in dry:
+        return "goal"
+    return "nearer" if gain > 1 else "closer" if gain == 1 else "level" if gain == 0 else "farther"
 
 
 def describe_sokoban(environment: Sokoban, actions: Sequence[str]) -> str:

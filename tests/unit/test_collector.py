@@ -33,7 +33,7 @@ def frozen_lake(rules: EpisodeConfig = COMPACT) -> Callable[[], Episode]:
 def tokenizer() -> PreTrainedTokenizerFast:
     texts = ["system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left", "first second third"]
     texts += [message.content for seed in range(20) for message in frozen_lake()().start(seed)]
-    return train_tokenizer(texts, vocab_size=300)
+    return train_tokenizer(texts)
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def test_summary_by_hand() -> None:
     expected = {
         "success": 0.5,
         "reward": 0.3,
-        "in_group_std": 0.7,
+        "in_group_std": 1.4 / 2**0.5,  # of 1 and -0.4, unbiased
         "response_length": (3 + 4 + 3 + 4 + 5) / 5,
         "thought_length": 2 * 2 / 5,
         "valid_format_rate": 2 / 5,
@@ -323,6 +323,8 @@ def test_summary_by_hand() -> None:
     assert summarize([lake]) == pytest.approx(expected)
     both = summarize([lake, bandit])
     assert {key: both[f"{key}/frozen_lake"] for key in expected} == pytest.approx(expected)
-    assert both["success"] == 0.25 and both["in_group_std"] == pytest.approx(0.35)
+    assert both["success"] == 0.25 and both["in_group_std"] == pytest.approx(0.7 / 2**0.5)
     assert both["reward/bandit"] == pytest.approx(0.1) and both["num_trajectories"] == 4.0
+    alone = TrajectoryGroup(2, [trajectory_of("bandit", [0.3], success=True, truncated=False)])
+    assert summarize([alone])["in_group_std"] == 0.0
     assert summarize([]) == {}

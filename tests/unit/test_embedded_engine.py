@@ -98,7 +98,9 @@ def reference_logprobs(model: PreTrainedModel, tokens: list[int], temperature: f
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("rest", [False, True])
-def test_multi_turn_logprobs_equal_one_full_forward(name: str, rest: bool) -> None:
+def test_multi_turn_logprobs_equal_one_full_forward(name: str, rest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "_FIRST_WIDTH", 16)  # so that the cache has to grow
+    monkeypatch.setattr(kv_cache, "_WIDTH_STEP", 8)
     model = build_model(name)
     generator = random.Random(0)
     common = random_tokens(generator, 20)

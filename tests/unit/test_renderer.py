@@ -28,7 +28,7 @@ PLAIN_TEXT_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
     texts = ["system\nuser\nassistant\nfirst second third", *(message.content for message in USER), *ANSWERS]
-    return train_tokenizer(texts * 3, vocab_size=400)
+    return train_tokenizer(texts * 3)
 
 
 @pytest.fixture(scope="module")

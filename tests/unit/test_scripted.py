@@ -1,0 +1,90 @@
+"""The scripted players tell the truth, checked by playing the move they describe, and act at random level."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+
+from ragen_mega.environments.base import make
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.warm_start.scripted import describe_frozen_lake, describe_sokoban, scripted_response
+
+
+def distance(a: tuple[int, int], b: tuple[int, int]) -> int:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+def wander(environment, seed: int, num_actions: int) -> bool:
+    """Take random actions; False if the episode ended."""
+    environment.reset(seed)
+    generator = np.random.default_rng(seed)
+    return not any(environment.step(str(generator.choice(environment.actions))).terminated for _ in range(num_actions))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sokoban_effects_are_what_the_moves_do(seed: int) -> None:
+    environment = make("sokoban", observation="cells")
+    if not wander(environment, seed, seed % 5):
+        return
+    before = environment.facts()
+    (box,), (target,) = before["boxes"], before["targets"]
+    standing = [tuple(map(int, cell)) for cell in re.findall(r"stand\((\d), (\d)\)", describe_sokoban(environment, ()))]
+    assert standing
+    for action, effect in re.findall(r" (Up|Down|Left|Right) to\S+ \S+(?: push\S+ \S+)? (\w+)", describe_sokoban(environment, ())):
+        world = copy.deepcopy(environment)
+        effective = world.step(action).info["is_action_effective"]
+        after = world.facts()
+        moved = after["boxes"][0] != box
+        nearer = min(distance(after["player"], c) for c in standing) < min(distance(before["player"], c) for c in standing)
+        if not effective:
+            assert effect in ("wall", "stuck")
+        elif moved:
+            assert effect == ("closer" if distance(after["boxes"][0], target) < distance(box, target) else "away")
+        else:
+            assert effect == ("near" if nearer else "far")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_frozen_lake_prospects_match_the_possible_outcomes(seed: int) -> None:
+    environment = make("frozen_lake", observation="cells")
+    if not wander(environment, seed, seed % 3):
+        return
+    facts, lake = environment.facts(), environment.lake
+    order = ["Left", "Down", "Right", "Up"]
+    text = " " + " ".join(describe_frozen_lake(environment, ()).split()[-8:])
+    for action, word in re.findall(r" (Left|Down|Right|Up) (\w+)", text):
+        ends = [lake.neighbour(facts["player"], order[(order.index(action) + slip) % 4]) for slip in (-1, 0, 1)]
+        num_holes = sum(end in facts["holes"] for end in ends)
+        assert (word == "deadly") == (num_holes >= 2)
+        assert (word in ("gamble", "daring", "risky")) == (num_holes == 1)
+        assert (word in ("goal", "gamble")) == (facts["goal"] in ends and num_holes < 2)
+
+
+@pytest.mark.parametrize("name", ["sokoban", "frozen_lake", "bandit"])
+def test_actions_are_uniform_and_answers_parse(name: str) -> None:
+    options = {} if name == "bandit" else {"observation": "cells"}
+    episode = Episode(make(name, **options), EpisodeConfig(prompt_style="compact"))
+    counts: dict[str, int] = {}
+    for seed in range(150):
+        episode.start(seed)
+        generator = np.random.default_rng(seed)
+        while not episode.done:
+            result = episode.respond(scripted_response(episode, generator))
+            assert result.info["is_format_valid"] and result.info["is_action_valid"]
+            for action in result.info["actions"]:
+                counts[action] = counts.get(action, 0) + 1
+    total = sum(counts.values())
+    expected = 1 / len(episode.environment.actions)
+    for action in episode.environment.actions:
+        assert abs(counts[action] / total - expected) < 4 * (expected * (1 - expected) / total) ** 0.5
+
+
+def test_skill_plays_the_shortest_plan() -> None:
+    episode = Episode(make("sokoban", max_shortest=5), EpisodeConfig(max_actions_per_turn=1, max_turns=10))
+    for seed in range(20):
+        episode.start(seed)
+        generator = np.random.default_rng(seed)
+        while not episode.done:
+            result = episode.respond(scripted_response(episode, generator, skill=1.0))
+        assert result.info["success"]
