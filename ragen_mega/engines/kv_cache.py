@@ -39,28 +39,31 @@ class SharedPrefix:
 class _Padding:
     """Packed queries [T] <-> padded to the longest of m rows [m, Lq]."""
 
-    row: Tensor  # [T] which of the m rows
-    place: Tensor  # [T] which query of the row
+    sources: Tensor  # [m * Lq] the packed query of every place, any for a place that is padding
+    places: Tensor  # [T] the place of every packed query
     mask: Tensor  # [m, 1, 1, Lq, Lk] -inf where a query must not look
 
     @classmethod
-    def of(cls, row: Tensor, place: Tensor, last_key: Tensor, num_keys: int, dtype: torch.dtype) -> _Padding:
-        """Query i is the `place[i]`-th of row `row[i]` and sees the keys up to `last_key[i]`, of `num_keys`."""
-        reach = last_key.new_zeros(int(row[-1]) + 1, int(place.max()) + 1)  # padding sees a key and so stays finite
-        reach[row, place] = last_key
-        mask = torch.zeros(*reach.shape, num_keys, dtype=dtype)
-        mask.masked_fill_(torch.arange(num_keys) > reach[..., None], -torch.inf)
-        return cls(row, place, mask[:, None, None])
+    def of(cls, counts: Tensor, last_key: Tensor, num_keys: int, dtype: torch.dtype) -> _Padding:
+        """Row i has counts[i] queries; a query sees the keys up to its last_key [T], of `num_keys`."""
+        num_rows, longest = counts.shape[0], int(counts.max())
+        row = torch.repeat_interleave(torch.arange(num_rows), counts)
+        query = torch.arange(row.shape[0])
+        places = row * longest + query - (counts.cumsum(0) - counts)[row]
+        sources = torch.zeros(num_rows * longest, dtype=torch.int64)
+        sources[places] = query
+        mask = torch.zeros(num_rows * longest, num_keys, dtype=dtype)
+        mask.masked_fill_(torch.arange(num_keys) > last_key[sources, None], -torch.inf)
+        return cls(sources, places, mask.view(num_rows, 1, 1, longest, num_keys))
 
     def pad(self, q: Tensor) -> Tensor:
         """[T, kv_heads, group, d] -> [m, kv_heads, group, Lq, d]."""
-        padded = q.new_zeros(self.mask.shape[0], *q.shape[1:3], self.mask.shape[3], q.shape[3])
-        padded[self.row, :, :, self.place] = q
-        return padded
+        padded = q.index_select(0, self.sources).unflatten(0, (self.mask.shape[0], -1))
+        return padded.permute(0, 2, 3, 1, 4).contiguous()
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """[m, kv_heads, group, Lq, d] -> [T, kv_heads, group, d]."""
-        return padded[self.row, :, :, self.place]
+        """[m, kv_heads, group, Lq, d] -> [T, kv_heads * group * d]."""
+        return padded.permute(0, 3, 1, 2, 4).reshape(self.sources.shape[0], -1).index_select(0, self.places)
 
 
 class KVCache:
@@ -101,28 +104,29 @@ class KVCache:
 
         Queries may be those of all new tokens, or of the last one of every row.
         """
-        member = torch.repeat_interleave(torch.arange(rows.shape[0]), counts)  # [T]
-        offset = torch.arange(member.shape[0]) - (counts.cumsum(0) - counts)[member]  # [T] place among the new tokens
-        positions = starts[member] + offset
-        token_rows, end = rows[member], int((starts + counts).max())
+        ends = starts + counts
+        end, seen = int(ends.max()), int(starts.min())  # every query sees the keys before `seen`
         self._reserve(end)
-        seen = int(starts.min())  # by every query
-        every = _Padding.of(member, offset, positions - seen, end - seen, self._dtype)
-        each, first = torch.arange(rows.shape[0]), torch.zeros_like(rows)
-        last = _Padding.of(each, first, starts + counts - 1 - seen, end - seen, self._dtype)
+        bounds = counts.cumsum(0)
+        offset = starts - (bounds - counts)  # from the place among the packed tokens to the position
+        positions = torch.arange(int(bounds[-1])) + torch.repeat_interleave(offset, counts)
+        every = _Padding.of(counts, positions - seen, end - seen, self._dtype)
+        last = _Padding.of(torch.ones_like(counts), ends - 1 - seen, end - seen, self._dtype)
+        spans = list(zip(*(x.tolist() for x in (rows, starts, ends, bounds - counts, bounds)), strict=True))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
-            keys[token_rows, :, :, positions] = k
-            values[token_rows, :, positions] = v
-            padding = every if q.shape[0] == token_rows.shape[0] else last
+            for row, start, stop, first, behind in spans:  # strided copies are faster than one scatter
+                keys[row, :, :, start:stop] = k[first:behind].permute(1, 2, 0)
+                values[row, :, start:stop] = v[first:behind].transpose(0, 1)
+            padding = every if q.shape[0] == positions.shape[0] else last
             queries = padding.pad(q.unflatten(1, (self._shape.kv_heads, -1)))  # [m, kv_heads, group, Lq, d]
             scores = queries.flatten(2, 3) @ keys[..., :end].index_select(0, rows)
             scores = scores.view(*queries.shape[:4], end)
             scores[..., seen:].add_(padding.mask)
             weights = torch.softmax(scores, dim=-1, out=scores).flatten(2, 3)  # in place: fresh pages cost more
             attended = weights @ values[:, :, :end].index_select(0, rows)
-            return padding.unpad(attended.view_as(queries)).flatten(1)
+            return padding.unpad(attended.view_as(queries))
 
         return attend
 

@@ -22,10 +22,10 @@ before clipping, success rate in [0, 1]."""
 
 _REMEDIES = {
     "reward_std_cliff": "keep fewer groups (filter_value), drop the KL term, raise clip_ratio_high",
-    "reward_std_lost": "stop; resume from a checkpoint before the cliff with a stronger filter or other initial states",
+    "reward_std_lost": "stop; start again with a stronger filter (filter_value), a critic, or other initial states",
     "entropy_collapse": "raise clip_ratio_high or entropy_coef, lower the learning rate",
     "entropy_rise": "read some trajectories; if they turn to gibberish lower entropy_coef and the learning rate",
-    "grad_norm_spike": "if it stays, resume from an earlier checkpoint with a lower learning rate or gradient clip",
+    "grad_norm_spike": "if it stays, start again with a lower learning rate or gradient clip",
 } | {f"{name}_not_finite": "look for overflow in logits and rewards; such updates must be skipped" for name in SIGNALS}
 
 

@@ -31,7 +31,8 @@ def test_sokoban_effects_are_what_the_moves_do(seed: int) -> None:
     (box,), (target,) = before["boxes"], before["targets"]
     standing = [tuple(map(int, cell)) for cell in re.findall(r"stand\((\d), (\d)\)", describe_sokoban(environment, ()))]
     assert standing
-    for action, effect in re.findall(r" (Up|Down|Left|Right) to\S+ \S+(?: push\S+ \S+)? (\w+)", describe_sokoban(environment, ())):
+    pattern = r" (Up|Down|Left|Right) to\S+ \S+(?: push\S+ \S+)? (\w+)"
+    for action, effect in re.findall(pattern, describe_sokoban(environment, ())):
         world = copy.deepcopy(environment)
         effective = world.step(action).info["is_action_effective"]
         after = world.facts()
@@ -53,7 +54,8 @@ def test_frozen_lake_prospects_match_the_possible_outcomes(seed: int) -> None:
     facts, lake = environment.facts(), environment.lake
     order = ["Left", "Down", "Right", "Up"]
     text = " " + " ".join(describe_frozen_lake(environment, ()).split()[-8:])
-    for action, word in re.findall(r" (Left|Down|Right|Up) (\w+)", text):
+    assert len(text.split()) == 8
+    for word, action in re.findall(r" (\w+) (Left|Down|Right|Up)", text):
         ends = [lake.neighbour(facts["player"], order[(order.index(action) + slip) % 4]) for slip in (-1, 0, 1)]
         num_holes = sum(end in facts["holes"] for end in ends)
         assert (word == "deadly") == (num_holes >= 2)
