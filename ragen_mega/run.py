@@ -26,6 +26,7 @@ from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
+from ragen_mega.signals import observe
 from ragen_mega.starpo.diagnostics import EchoTrapMonitor
 from ragen_mega.starpo.filtering import filter_groups
 from ragen_mega.tasks import TaskSampler
@@ -111,7 +112,9 @@ class Run:
                 progress.advance()
 
     def finish_step(self, step: int, metrics: Metrics) -> None:
-        """Close a step: schedules, evaluation when due, one row of metrics."""
+        """Close a step: warnings of the Echo Trap, schedules, evaluation when due, one row of metrics."""
+        for warning in observe(self.monitor, metrics):
+            self.console.say(f"step {step}: {warning}")
         self.policy.trainer.schedule.step(1)
         if self.critic:
             self.critic.trainer.schedule.step(1)

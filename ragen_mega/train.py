@@ -14,7 +14,7 @@ from ragen_mega.credit import estimate_advantages
 from ragen_mega.metrics import Metrics
 from ragen_mega.packing import pack
 from ragen_mega.run import Run
-from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights, observe
+from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights
 
 
 def train(run: Run) -> None:
@@ -59,9 +59,7 @@ def train(run: Run) -> None:
                 if step >= config.train.critic_warmup:
                     metrics.add("actor", policy.update(minibatch))
 
-        # Diagnose: is the run on its way into the Echo Trap?
-        for warning in observe(run.monitor, metrics):
-            run.console.say(f"step {step}: {warning}")
+        # Diagnose and report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)
 
     run.finish()

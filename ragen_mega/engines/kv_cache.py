@@ -116,7 +116,7 @@ class KVCache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
-            for row, start, stop, first, behind in spans:  # strided copies are faster than one scatter
+            for row, start, stop, first, behind in spans:  # for long spans copies are faster than a scatter
                 keys[row, :, :, start:stop] = k[first:behind].permute(1, 2, 0)
                 values[row, :, start:stop] = v[first:behind].transpose(0, 1)
             padding = every if q.shape[0] == positions.shape[0] else last

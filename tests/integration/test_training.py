@@ -1,0 +1,95 @@
+"""A few real steps end to end: files of a run, engine against trainer, the export in transformers, evaluation of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+FLAGS = """
+    --environments bandit:1,frozen_lake:1 --environment-options {"frozen_lake":{"observation":"cells"}}
+    --prompt-style compact --max-response-length 48 --max-context-length 400 --eval-prompts 16 --eval-interval 2
+    --hidden-size 32 --ffn-hidden-size 64 --warm-start-first-turn-steps 60 --warm-start-steps 30
+    --warm-start-trajectories 100 --num-groups 4 --group-size 4 --minibatch-size 4 --filter-strategy none
+    --num-steps 3 --lr 1e-3 --critic-lr 1e-3
+""".split()
+
+
+def launch(directory: Path, num_ranks: int, *flags: str) -> Path:
+    """Train under torchrun; returns the run directory."""
+    command = [
+        sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", str(num_ranks),
+        str(ROOT / "examples" / "pretrain_starpo.sh"), "--recipe", "none", *FLAGS,
+        "--output", str(directory), "--name", "run", *flags,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return directory / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launch(tmp_path_factory.mktemp("single"), 1)
+
+
+def read_metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_logged_and_engine_agrees_with_trainer(run: Path) -> None:
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert row["mismatch/logprob_max_abs_diff"] < 1e-4
+        for key in ("rollout/success", "rollout/in_group_std", "actor/entropy", "actor/grad_norm", "critic/loss",
+                    "actor/clip_fraction_high", "actor/approx_kl", "time/rollout", "rollout/tokens_per_second",
+                    "rollout/valid_format_rate", "rollout/thought_length"):
+            assert row[key] is not None, key
+
+
+def test_summary_puts_success_beside_random_and_optimum(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    for name in ("bandit", "frozen_lake"):
+        result = summary["sets"][name]
+        assert result["ci_low"] <= result["success"] <= result["ci_high"]
+        assert 0 < result["random"] < result["optimum"] <= 1 and result["num_prompts"] == 16
+    assert summary["steps"] == 3 and summary["rollout_tokens_per_second"] > 0 and summary["train_tokens_per_second"] > 0
+    assert json.loads((run / "config.json").read_text())["train"]["num_steps"] == 3
+
+
+def test_export_loads_in_transformers_and_learned_to_answer(run: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run / "huggingface")
+    tokenizer = AutoTokenizer.from_pretrained(run / "huggingface")
+    start = AutoModelForCausalLM.from_pretrained(run / "warm_start")
+    prompt = tokenizer.encode("<|im_start|>user\nThe arms are Phoenix and Dragon.\n10 left<|im_end|>\n<|im_start|>assistant\n<think>")
+    answer = tokenizer.encode(" arms Phoenix Dragon</think><answer> Dragon</answer>")
+    with torch.no_grad():
+        logprobs = [m(torch.tensor([prompt + answer])).logits[0].log_softmax(-1) for m in (model, start)]
+    positions = torch.arange(len(prompt) - 1, len(prompt) + len(answer) - 1)
+    trained, warm = (float(lp[positions, torch.tensor(answer)].mean()) for lp in logprobs)
+    assert trained > -2.0 and trained != warm  # it speaks the format, and reinforcement learning moved it
+
+
+def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, str(ROOT / "tools" / "evaluate.py"), "--load", str(run), "--environment", "frozen_lake",
+        "--num-prompts", "8", "--samples-per-prompt", "2", "--json", str(tmp_path / "out.json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result["pass_at_k"]) == {"pass@1", "pass@2"} and result["num_prompts"] == 8
+
+
+def test_layouts_train_alike(run: Path, tmp_path: Path) -> None:
+    """Two ranks, data- or tensor-parallel, log the first step of one rank: same trajectories, same losses."""
+    first = read_metrics(run)[0]
+    for flags in ((), ("--tensor-model-parallel-size", "2")):
+        other = read_metrics(launch(tmp_path / str(len(flags)), 2, "--load", str(run / "warm_start"), *flags))[0]
+        assert other["rollout/reward"] == pytest.approx(first["rollout/reward"], abs=1e-6)
+        for key in ("critic/loss", "actor/loss", "actor/entropy", "actor/grad_norm"):
+            assert other[key] == pytest.approx(first[key], rel=1e-3, abs=1e-4), key
