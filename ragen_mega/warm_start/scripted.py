@@ -83,9 +83,8 @@ def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str
             what = "closer" if _distance(cell, goal) < _distance(player, goal) else "farther"
         parts.append(f" {action} to{cell} {what}")
     prospects = {action: _prospect(environment, action) for action in DIRECTIONS}
-    # Word before move, here and behind `go`: what followed a word before is what a small model recalls first.
-    parts += [f" {prospect} {action}" for action, prospect in prospects.items()]
-    parts += [f" go {prospects[action]} {action}" for action in actions]
+    parts += [f" {action} {prospect}" for action, prospect in prospects.items()]
+    parts += [f" go {prospects[action]}" for action in actions]
     return "".join(parts)
 
 

@@ -55,7 +55,7 @@ def test_frozen_lake_prospects_match_the_possible_outcomes(seed: int) -> None:
     order = ["Left", "Down", "Right", "Up"]
     text = " " + " ".join(describe_frozen_lake(environment, ()).split()[-8:])
     assert len(text.split()) == 8
-    for word, action in re.findall(r" (\w+) (Left|Down|Right|Up)", text):
+    for action, word in re.findall(r" (Left|Down|Right|Up) (\w+)", text):
         ends = [lake.neighbour(facts["player"], order[(order.index(action) + slip) % 4]) for slip in (-1, 0, 1)]
         num_holes = sum(end in facts["holes"] for end in ends)
         assert (word == "deadly") == (num_holes >= 2)
