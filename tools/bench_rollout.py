@@ -15,7 +15,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -112,43 +112,54 @@ def play_with_generate(model: PreTrainedModel, renderer: ChatRenderer, tasks: li
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, object]:
-    """Interleaved repeats of both; medians decide."""
+    """Interleaved repeats of both; medians decide. Tokens per CPU second hold on a machine that others use too."""
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     renderer = DeafRenderer(load_tokenizer(str(directory)))
     tasks = make_tasks(arguments)
     engine = EmbeddedEngine(model.config, max_context=arguments.max_context, max_sessions=len(tasks))
-    rates: dict[str, list[float]] = {"embedded": [], "transformers": []}
+    wall: dict[str, list[float]] = {"embedded": [], "transformers": []}
+    cpu: dict[str, list[float]] = {"embedded": [], "transformers": []}
     contexts: list[int] = []
-    for repeat in range(arguments.repeats):
-        start = time.perf_counter()
+
+    def timed(name: str, play: Callable[[], int]) -> int:
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
+        sampled = play()
+        wall[name].append(sampled / (time.perf_counter() - wall_start))
+        cpu[name].append(sampled / (time.process_time() - cpu_start))
+        return sampled
+
+    def play_with_engine() -> int:
         with engine.awake():
             engine.load_weights(model.state_dict().items())
             groups = collect(
                 engine, renderer, tasks, max_tokens=arguments.max_tokens, max_context=arguments.max_context, seed=repeat
             )
-        seconds = time.perf_counter() - start
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
-        contexts = [len(trajectory) for trajectory in trajectories]
-        rates["embedded"].append(sampled / seconds)
+        contexts[:] = [len(trajectory) for trajectory in trajectories]
+        return sum(trajectory.num_sampled_tokens for trajectory in trajectories)
 
-        start = time.perf_counter()
-        baseline_sampled = play_with_generate(model, renderer, tasks, arguments.max_tokens)
-        rates["transformers"].append(baseline_sampled / (time.perf_counter() - start))
+    for repeat in range(arguments.repeats):
+        sampled = timed("embedded", play_with_engine)
+        baseline_sampled = timed(
+            "transformers", lambda: play_with_generate(model, renderer, tasks, arguments.max_tokens)
+        )
         if baseline_sampled != sampled:
             raise ValueError(
                 f"both must sample the same number of tokens: {sampled} embedded, {baseline_sampled} transformers; "
                 f"raise --max-context ({arguments.max_context}), a trajectory was cut"
             )
-        print(f"repeat {repeat}: " + "  ".join(f"{name} {rate[-1]:.0f} tokens/s" for name, rate in rates.items()))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+        print(f"repeat {repeat}: " + "  ".join(f"{name} {rate[-1]:.0f} tokens/s" for name, rate in wall.items()))
+    medians = {name: statistics.median(values) for name, values in wall.items()}
+    cpu_medians = {name: statistics.median(values) for name, values in cpu.items()}
     config = model.config
     return {
         "tokens_per_second": medians,
         "ratio": medians["embedded"] / medians["transformers"],
-        "repeats": rates,
+        "tokens_per_cpu_second": cpu_medians,
+        "cpu_ratio": cpu_medians["embedded"] / cpu_medians["transformers"],
+        "repeats": wall,
         "trajectories": len(tasks),
         "turns": arguments.turns,
         "sampled_tokens_per_turn": arguments.max_tokens,
@@ -191,9 +202,9 @@ def main() -> None:
         if arguments.load is None:
             write_random_model(directory, make_tasks(arguments))
         result = measure(arguments, directory)
-    print(json.dumps(result, indent=2))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

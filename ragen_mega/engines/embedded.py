@@ -185,7 +185,9 @@ class EmbeddedEngine:
             return False
         for request in admitted:
             self._running[request.session] = self._waiting.pop(request.session)
-        prefills = [Prefill(self._slot_of[request.session], request.token_ids, request.sampling) for request in admitted]
+        prefills = [
+            Prefill(self._slot_of[request.session], request.token_ids, request.sampling) for request in admitted
+        ]
         self._answer(self._slots.prefill(self._decoder, prefills, num_slots=len(self._sessions)))
         return True
 

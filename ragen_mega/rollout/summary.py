@@ -18,7 +18,8 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     success, truncated_rate: share of trajectories. reward: mean total reward. in_group_std: mean over groups of the
     unbiased standard deviation of total rewards (StarPO Eq. 7), 0 for a group of one. num_turns: mean per trajectory.
     response_length: sampled tokens per turn. thought_length: words of the thought per turn, 0 for a turn without one.
-    valid_format_rate, valid_action_rate: share of turns. num_trajectories, sampled_tokens: counts. No group, no metrics.
+    valid_format_rate, valid_action_rate: share of turns. num_trajectories, sampled_tokens: counts.
+    No group, no metrics.
     """
     if not groups:
         return {}
