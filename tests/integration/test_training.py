@@ -65,7 +65,8 @@ def test_export_loads_in_transformers_and_learned_to_answer(run: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "huggingface")
     tokenizer = AutoTokenizer.from_pretrained(run / "huggingface")
     start = AutoModelForCausalLM.from_pretrained(run / "warm_start")
-    prompt = tokenizer.encode("<|im_start|>user\nThe arms are Phoenix and Dragon.\n10 left<|im_end|>\n<|im_start|>assistant\n<think>")
+    user = [{"role": "user", "content": "The arms are Phoenix and Dragon.\n10 left"}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True) + "<think>")
     answer = tokenizer.encode(" arms Phoenix Dragon</think><answer> Dragon</answer>")
     with torch.no_grad():
         logprobs = [m(torch.tensor([prompt + answer])).logits[0].log_softmax(-1) for m in (model, start)]
