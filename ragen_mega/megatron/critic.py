@@ -31,7 +31,6 @@ class MegatronCritic:
         loss: LossConfig,
     ) -> None:
         self.value_clip = loss.value_clip
-        self.aggregation = loss.loss_aggregation
         self.module = QwenCritic(hf, transformer_config(hf, parallel), groups)
         self.trainer = Trainer(self.module, groups, parallel, train, lr=train.critic_lr)
 

@@ -6,7 +6,6 @@ The policy stops before the vocabulary: its loss is computed from hidden states 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -220,9 +219,6 @@ def model_inputs(batch: TokenBatch) -> dict[str, Any]:
         attention_mask=None,
         packed_seq_params=packed,
     )
-
-
-ModelBuilder = Callable[[PretrainedConfig, TransformerConfig, ProcessGroupCollection], QwenModel]
 
 
 def build_policy_model(
