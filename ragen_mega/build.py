@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from transformers import PretrainedConfig, Qwen2Config
 
 from ragen_mega import distributed
-from ragen_mega.config import ModelConfig, StarPOConfig
+from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.console import Console
+from ragen_mega.credit import estimate_advantages
 from ragen_mega.engines.embedded import EmbeddedEngine
 from ragen_mega.evaluation import reference_players
 from ragen_mega.huggingface import load_config, load_tokenizer, local_directory, random_weights, save_huggingface
@@ -19,15 +22,16 @@ from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.metrics import RunLogger
+from ragen_mega.packing import pack
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run import Run
 from ragen_mega.tasks import TaskSampler, episode_maker, evaluation_boards
 from ragen_mega.types import Trajectory
-from ragen_mega.warm_start.clone import clone, scripted_texts, scripted_trajectory
+from ragen_mega.warm_start.clone import fit, scripted_texts, scripted_trajectory
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-BASE, WARM_START = "base", "warm_start"
-"""Subdirectories of a run without --load: the random small model, and what cloning made of it."""
+BASE, WARM_START, WARM_START_CRITIC = "base", "warm_start", "warm_start_critic"
+"""Subdirectories of a run without --load: the random small model, what cloning made of it, and the critic of that."""
 WARM_START_SEEDS = 100_000
 """First prompt seed of scripted play: above the evaluation sets, below training."""
 
@@ -85,12 +89,13 @@ def build(config: StarPOConfig) -> Run:
     run = Run(
         config, policy, critic, engine, renderer, TaskSampler(config), boards, references, logger, console
     )
+    critic_start = config.model.critic_load and local_directory(config.model.critic_load)
     if config.model.load is None:
-        start = warm_start(run, start)
-    reader = CheckpointReader(start)
-    policy.load_weights(reader)
+        start, warm_critic = warm_start(run, start)
+        critic_start = critic_start or warm_critic
+    policy.load_weights(CheckpointReader(start))
     if critic:
-        critic.load_weights(reader)
+        critic.load_weights(CheckpointReader(critic_start or start))
     run.record_warm_start(run.evaluate(0))
     return run
 
@@ -128,19 +133,17 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
 
 
-def warm_start(run: Run, start: Path) -> Path:
-    """Clone the scripted player from the model in `start`; returns the directory of the result. Collective.
+def warm_start(run: Run, start: Path) -> tuple[Path, Path | None]:
+    """Clone the scripted player from the model in `start`; returns the directories of policy and critic. Collective.
 
     First turns come first: in a short context the facts of the state are found several times faster, and what is learned
     there carries over to later turns.
     """
     config, warm = run.config, run.config.warm_start
     num_steps = warm.warm_start_first_turn_steps + warm.warm_start_steps
-    train = replace(
-        config.train, lr=warm.warm_start_lr, lr_decay="cosine", lr_warmup=num_steps // 20, num_steps=num_steps,
-        weight_decay=0.0, adam_beta2=0.99,
+    student = MegatronPolicy(
+        run.policy.hf, run.policy.groups, config.parallel, _warm_start_schedule(config, num_steps), config.loss, temperature=1.0
     )
-    student = MegatronPolicy(run.policy.hf, run.policy.groups, config.parallel, train, config.loss, temperature=1.0)
     student.load_weights(CheckpointReader(start))
     first_turns = _scripted_trajectories(run, 4 * warm.warm_start_trajectories, max_turns=1)
     episodes = _scripted_trajectories(run, warm.warm_start_trajectories, max_turns=None)
@@ -154,9 +157,9 @@ def warm_start(run: Run, start: Path) -> Path:
             (first_turns, warm.warm_start_first_turn_steps, 2 * warm.warm_start_batch),
             (episodes, warm.warm_start_steps, warm.warm_start_batch),
         ):
-            clone(
+            fit(
                 student.clone,
-                trajectories,
+                pack(trajectories),
                 batch_size=batch_size,
                 num_steps=steps,
                 seed=config.train.seed,
@@ -167,7 +170,59 @@ def warm_start(run: Run, start: Path) -> Path:
         directory, student.hf, run.renderer.tokenizer, student.export_weights(), is_writer=distributed.is_main()
     )
     distributed.barrier()
+    if run.critic is None or warm.warm_start_critic_steps == 0:
+        return directory, None
+    return directory, warm_start_critic(run, directory, episodes)
+
+
+def warm_start_critic(run: Run, start: Path, episodes: Sequence[Trajectory]) -> Path:
+    """Regress a critic with the weights in `start` to the returns of scripted episodes, which the clone would earn too.
+
+    Returns its directory. Collective.
+    """
+    config, warm = run.config, run.config.warm_start
+    schedule = _warm_start_schedule(config, warm.warm_start_critic_steps)
+    loss = replace(config.loss, value_clip=None)
+    critic = MegatronCritic(run.policy.hf, run.policy.groups, config.parallel, schedule, loss)
+    critic.load_weights(CheckpointReader(start))
+    batch = pack(episodes)
+    batch = batch.with_fields(values=torch.zeros(batch.num_positions))
+    batch = estimate_advantages(batch, episodes, replace(config.advantage, lam=1.0, turn_lam=None))
+    with run.console.phase("warm start of the critic", warm.warm_start_critic_steps) as progress:
+
+        def report(metrics: dict[str, float]) -> None:
+            critic.trainer.schedule.step(1)
+            progress.advance(note=f"loss {metrics['loss']:.3f}")
+
+        fit(
+            critic.update,
+            batch,
+            batch_size=2 * warm.warm_start_batch,
+            num_steps=warm.warm_start_critic_steps,
+            seed=config.train.seed,
+            report=report,
+        )
+    directory = config.run_directory / WARM_START_CRITIC
+    save_huggingface(
+        directory, run.policy.hf, run.renderer.tokenizer, critic.export_weights(), is_writer=distributed.is_main()
+    )
+    distributed.barrier()
     return directory
+
+
+def _warm_start_schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
+    """The optimizer's settings of a stage of the warm start."""
+    return replace(
+        config.train,
+        lr=config.warm_start.warm_start_lr,
+        critic_lr=config.warm_start.warm_start_critic_lr,
+        lr_decay="cosine",
+        lr_warmup=num_steps // 20,
+        num_steps=num_steps,
+        weight_decay=0.0,
+        adam_beta2=0.99,
+        adam_eps=1e-8,
+    )
 
 
 def _scripted_trajectories(run: Run, count: int, *, max_turns: int | None) -> list[Trajectory]:

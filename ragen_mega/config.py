@@ -29,6 +29,8 @@ class ModelConfig:
 
     load: str | None = None
     """Hugging Face model name or directory to start from. Without it a small Qwen2 is built and warm-started."""
+    critic_load: str | None = None
+    """Hugging Face model name or directory that the critic starts from (default: what the policy starts from)."""
     hidden_size: int = 96
     """Width of the small model (only without --load)."""
     num_layers: int = 2
@@ -323,6 +325,9 @@ class TrainConfig:
     weight_decay: float = 0.01
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes gradient descent with
+    momentum, which leaves weights with little gradient where they are: noisy rewards then spare what was learned before."""
     clip_grad: float = 1.0
     """Largest global gradient norm."""
     critic_warmup: int = 0
@@ -334,7 +339,7 @@ class TrainConfig:
         for name in ("num_steps", "minibatch_size", "updates_per_rollout", "max_tokens_per_microbatch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}; set {_flag(name)}")
-        for name in ("lr", "critic_lr", "clip_grad"):
+        for name in ("lr", "critic_lr", "clip_grad", "adam_eps"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}; set {_flag(name)}")
 
@@ -353,6 +358,10 @@ class WarmStartConfig:
     """Scripted trajectories, and four times as many first turns; the steps take as many passes as they need."""
     warm_start_lr: float = 4e-3
     """Peak learning rate of the warm start."""
+    warm_start_critic_steps: int = 0
+    """Steps of regression of the critic to the returns of the whole scripted trajectories (only with a critic)."""
+    warm_start_critic_lr: float = 1e-3
+    """Peak learning rate of that."""
     warm_start_skill: float = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""
 
@@ -425,6 +434,15 @@ class StarPOConfig:
         if not self.advantage.uses_critic and self.train.critic_warmup:
             raise ValueError(
                 f"critic_warmup does nothing: advantage_estimator {self.advantage.advantage_estimator} has no critic; drop it"
+            )
+        if not self.advantage.uses_critic and self.model.critic_load:
+            raise ValueError(
+                f"critic_load does nothing: advantage_estimator {self.advantage.advantage_estimator} has no critic; drop it"
+            )
+        if self.warm_start.warm_start_critic_steps and self.advantage.reward_normalization != "identity":
+            raise ValueError(
+                "warm_start_critic_steps teaches the critic whole returns, but reward_normalization "
+                f"{self.advantage.reward_normalization} subtracts the group's mean; drop one of them"
             )
 
     @property

@@ -21,7 +21,7 @@ setup_env() {
 default_ranks() {
     local gpus=0 cores
     if command -v nvidia-smi >/dev/null; then gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')"; fi
-    cores="$(nproc)"
+    cores="$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)" # which counts threads where they are set
     echo "$((gpus > 0 ? gpus : cores >= 2 ? 2 : 1))"
 }
 

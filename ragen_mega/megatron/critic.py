@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.megatron.model import QwenCritic, transformer_config
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import load_weights
+from ragen_mega.megatron.weights import export_weights, load_weights
 from ragen_mega.starpo.loss import aggregation_weights
 from ragen_mega.types import TokenBatch
 
@@ -30,6 +30,7 @@ class MegatronCritic:
         train: TrainConfig,
         loss: LossConfig,
     ) -> None:
+        self.groups = groups
         self.value_clip = loss.value_clip
         self.module = QwenCritic(hf, transformer_config(hf, parallel), groups)
         self.trainer = Trainer(self.module, groups, parallel, train, lr=train.critic_lr)
@@ -38,6 +39,10 @@ class MegatronCritic:
         """Start from the Hugging Face tensors that `read` returns; without a value head in them values start at 0."""
         load_weights(self.module, read)
         self.trainer.optimizer.reload_model_params()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor), value head included; every rank must consume it."""
+        return export_weights(self.module, self.groups)
 
     def values(self, batch: TokenBatch) -> Tensor:
         """[T] value of the state in which each label is chosen, 0 where the label was not sampled."""

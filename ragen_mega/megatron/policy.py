@@ -51,7 +51,7 @@ class MegatronPolicy:
             importance_cap=loss.importance_cap,
         )
         self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
-        self.trainer = Trainer(self.module, groups, parallel, train, lr=train.lr)
+        self.trainer = Trainer(self.module, groups, parallel, train, lr=train.lr, adam_eps=train.adam_eps)
         self._keep_reference = keep_reference
         self._reference: list[Tensor] | None = None
 

@@ -45,6 +45,7 @@ class Trainer:
         train: TrainConfig,
         *,
         lr: float,
+        adam_eps: float = 1e-8,
     ) -> None:
         mark_tensor_parallel(module)
         self.module = module
@@ -69,6 +70,7 @@ class Trainer:
                     weight_decay=train.weight_decay,
                     adam_beta1=train.adam_beta1,
                     adam_beta2=train.adam_beta2,
+                    adam_eps=adam_eps,
                     clip_grad=train.clip_grad,
                     bf16=parallel.bf16,
                     params_dtype=module.config.params_dtype,

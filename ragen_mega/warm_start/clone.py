@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from ragen_mega.environments.episode import Episode
-from ragen_mega.packing import minibatches, pack
+from ragen_mega.packing import minibatches
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.types import Completion, TokenBatch, Trajectory
 from ragen_mega.warm_start.scripted import scripted_response
 
-CloneStep = Callable[[TokenBatch], dict[str, float]]
+FitStep = Callable[[TokenBatch], dict[str, float]]
+"""One optimizer step on a minibatch, cloning or value regression -> its metrics."""
 
 
 def scripted_texts(make_episode: Callable[[], Episode], seeds: Sequence[int], *, skill: float) -> list[str]:
@@ -54,17 +55,16 @@ def scripted_trajectory(
     return trajectory
 
 
-def clone(
-    step: CloneStep,
-    trajectories: Sequence[Trajectory],
+def fit(
+    step: FitStep,
+    batch: TokenBatch,
     *,
     batch_size: int,
     num_steps: int,
     seed: int,
     report: Callable[[dict[str, float]], None],
 ) -> None:
-    """Take `num_steps` cloning steps over the trajectories, as many passes as that needs."""
-    batch = pack(trajectories)
+    """Take `num_steps` optimizer steps over the trajectories of `batch`, in as many passes as that needs."""
     generator = torch.Generator().manual_seed(seed)
     passes = -(-num_steps * batch_size // batch.num_trajectories) + 1
     for index, minibatch in enumerate(minibatches(batch, batch_size, num_passes=passes, generator=generator)):

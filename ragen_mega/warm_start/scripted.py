@@ -68,45 +68,30 @@ def describe_bandit(environment: Bandit, actions: Sequence[str]) -> str:
 
 
 def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str:
-    """The four neighbours, what each move risks and gains given where it may slip, and that of the chosen actions."""
-    facts, lake = environment.facts(), environment.lake
-    player, goal, holes = facts["player"], facts["goal"], facts["holes"]
-    parts = []
-    for action in DIRECTIONS:
-        cell = lake.neighbour(player, action)
-        if cell == player:
-            parts.append(f" {action} edge")
-            continue
-        if cell in holes or cell == goal:
-            what = "hole" if cell in holes else "goal"
-        else:
-            what = "closer" if _distance(cell, goal) < _distance(player, goal) else "farther"
-        parts.append(f" {action} to{cell} {what}")
-    prospects = {action: _prospect(environment, action) for action in DIRECTIONS}
-    parts += [f" {action} {prospect}" for action, prospect in prospects.items()]
-    parts += [f" go {prospects[action]}" for action in actions]
-    return "".join(parts)
+    """The four neighbours, what lies behind and ahead of each move, and that of the chosen actions.
 
-
-def _prospect(environment: FrozenLake, action: str) -> str:
-    """One word for the cells where `action` may end: how many are holes, and how much nearer to the goal the others are.
-
-    No hole: goal (one of them is it), nearer, closer, level, farther. One hole: gamble (the goal is among the others),
-    daring (the others are closer), risky. Two or more: deadly. One word, so that it can be found again by what it says.
+    A move may slip to either side but never backwards, so what lies behind is what it cannot lead to.
     """
-    facts, order = environment.facts(), list(DIRECTIONS)
-    player, goal = facts["player"], facts["goal"]
-    slips = (-1, 0, 1) if facts["success_rate"] < 1 else (0,)
-    ends = [environment.lake.neighbour(player, order[(order.index(action) + slip) % len(order)]) for slip in slips]
-    dry = [cell for cell in ends if cell not in facts["holes"]]
-    gain = sum(_distance(player, goal) - _distance(cell, goal) for cell in dry)
-    if len(ends) - len(dry) >= 2:
-        return "deadly"
-    if len(dry) < len(ends):
-        return "gamble" if goal in dry else "daring" if gain > 0 else "risky"
-    if goal in dry:
+    facts, lake = environment.facts(), environment.lake
+    order, player = list(DIRECTIONS), facts["player"]
+    parts, kinds = [], {}
+    for action in order:
+        cell = lake.neighbour(player, action)
+        kinds[action] = _lake_cell(facts, cell)
+        parts.append(f" {action} {kinds[action]}" if cell == player else f" {action} to{cell} {kinds[action]}")
+    moves = {action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}" for index, action in enumerate(order)}
+    return "".join([*parts, *moves.values(), *(f" go{moves[action]}" for action in actions)])
+
+
+def _lake_cell(facts: Facts, cell: Cell) -> str:
+    """One word for a cell as seen from the player."""
+    if cell == facts["player"]:
+        return "edge"
+    if cell in facts["holes"]:
+        return "hole"
+    if cell == facts["goal"]:
         return "goal"
-    return "nearer" if gain > 1 else "closer" if gain == 1 else "level" if gain == 0 else "farther"
+    return "closer" if _distance(cell, facts["goal"]) < _distance(facts["player"], facts["goal"]) else "farther"
 
 
 def describe_sokoban(environment: Sokoban, actions: Sequence[str]) -> str:

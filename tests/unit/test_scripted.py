@@ -47,20 +47,47 @@ def test_sokoban_effects_are_what_the_moves_do(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_frozen_lake_prospects_match_the_possible_outcomes(seed: int) -> None:
+def test_frozen_lake_moves_lead_ahead_and_never_behind(seed: int) -> None:
     environment = make("frozen_lake", observation="cells")
     if not wander(environment, seed, seed % 3):
         return
-    facts, lake = environment.facts(), environment.lake
-    order = ["Left", "Down", "Right", "Up"]
-    text = " " + " ".join(describe_frozen_lake(environment, ()).split()[-8:])
-    assert len(text.split()) == 8
-    for action, word in re.findall(r" (Left|Down|Right|Up) (\w+)", text):
-        ends = [lake.neighbour(facts["player"], order[(order.index(action) + slip) % 4]) for slip in (-1, 0, 1)]
-        num_holes = sum(end in facts["holes"] for end in ends)
-        assert (word == "deadly") == (num_holes >= 2)
-        assert (word in ("gamble", "daring", "risky")) == (num_holes == 1)
-        assert (word in ("goal", "gamble")) == (facts["goal"] in ends and num_holes < 2)
+    thought = describe_frozen_lake(environment, ("Up", "Right"))
+    neighbours = dict(re.findall(r" (Left|Down|Right|Up)(?: to\(\d, \d\))? (edge|hole|goal|closer|farther)(?!/)", thought))
+    moves = re.findall(r" (\w+)/(\w+) (Left|Down|Right|Up)", thought)
+    assert [action for _, _, action in moves] == ["Left", "Down", "Right", "Up", "Up", "Right"]
+    assert len(neighbours) == 4 and moves[4] == moves[3] and moves[5] == moves[2]
+    for behind, ahead, action in moves:
+        assert ahead == neighbours[action]
+        ends = _possible_ends(environment, action)
+        assert (ahead == "edge") <= (environment.facts()["player"] in ends)
+        assert len(ends & environment.facts()["holes"]) == list(neighbours.values()).count("hole") - (behind == "hole")
+        assert (environment.facts()["goal"] in ends) == ("goal" in neighbours.values() and behind != "goal")
+
+
+def _possible_ends(environment, action: str) -> set[tuple[int, int]]:
+    """Where a move led in 60 plays with outcomes of their own."""
+    ends = set()
+    for draw in range(60):
+        world = copy.deepcopy(environment)
+        world._rng = np.random.default_rng(draw)
+        world.step(action)
+        ends.add(world.facts()["player"])
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_frozen_lake_neighbours_are_what_they_are_called(seed: int) -> None:
+    environment = make("frozen_lake", observation="cells")
+    if not wander(environment, seed, seed % 3):
+        return
+    facts = environment.facts()
+    pattern = r" (?:Left|Down|Right|Up) to\((\d), (\d)\) (\w+)"
+    for row, column, word in re.findall(pattern, describe_frozen_lake(environment, ())):
+        cell = int(row), int(column)
+        assert (word == "hole") == (cell in facts["holes"]) and (word == "goal") == (cell == facts["goal"])
+        if word in ("closer", "farther"):
+            nearer = distance(cell, facts["goal"]) < distance(facts["player"], facts["goal"])
+            assert (word == "closer") == nearer
 
 
 @pytest.mark.parametrize("name", ["sokoban", "frozen_lake", "bandit"])
