@@ -79,7 +79,7 @@ def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str
         cell = lake.neighbour(player, action)
         kinds[action] = _lake_cell(facts, cell)
         parts.append(f" {action} {kinds[action]}" if cell == player else f" {action} to{cell} {kinds[action]}")
-    moves = {action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}" for index, action in enumerate(order)}
+    moves = {action: f" {kinds[order[index - 2]]} {kinds[action]} {action}" for index, action in enumerate(order)}
     return "".join([*parts, *moves.values(), *(f" go{moves[action]}" for action in actions)])
 
 
