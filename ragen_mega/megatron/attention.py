@@ -58,10 +58,11 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:  # [T, heads/tp * head_dim]
         assert packed_seq_params is not None and attention_mask is None, "packed sequences are the only data layout"
-        offsets = packed_seq_params.cu_seqlens_q.tolist()
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         outputs = []
-        for start, end in zip(offsets[:-1], offsets[1:]):
-            q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, L, dim]
+        # split, whose gradient is one concatenation; that of a slice is as long as the whole pack, for every trajectory
+        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths)):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, dim]
             output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             outputs.append(output.squeeze(0).transpose(0, 1))
         return torch.cat(outputs).flatten(1)
