@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from transformers import PretrainedConfig, Qwen2Config
 
 from ragen_mega import distributed
+from ragen_mega.checkpointing import CHECKPOINTS, Checkpoint, check_config, find_latest, lock_run, on_main
 from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.console import Console
 from ragen_mega.credit import estimate_advantages
 from ragen_mega.engines.embedded import EmbeddedEngine
+from ragen_mega.environments.solvers import Baselines
 from ragen_mega.evaluation import reference_players
 from ragen_mega.huggingface import load_config, load_tokenizer, local_directory, random_weights, save_huggingface
 from ragen_mega.megatron.critic import MegatronCritic
@@ -21,7 +24,7 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import CheckpointReader
-from ragen_mega.metrics import RunLogger
+from ragen_mega.metrics import CONFIG_FILE, RunLogger
 from ragen_mega.packing import pack
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run import Run
@@ -46,23 +49,29 @@ def build(config: StarPOConfig) -> Run:
         check_model(small_model(config.model, vocab_size=512), config.parallel)
     else:
         check_model(load_config(str(local_directory(config.model.load))), config.parallel)
-    references = {
-        name: reference_players(config.environment, name, boards[name], config.evaluation.eval_prompts)
-        for name in config.environment.shares
-    }
+    lock, checkpoint = claim(config)
+    values = config.to_dict()
+    if checkpoint and all(checkpoint.config[section] == values[section] for section in ("environment", "evaluation")):
+        references = {name: Baselines(**saved) for name, saved in checkpoint.state["references"].items()}
+    else:
+        references = {
+            name: reference_players(config.environment, name, boards[name], config.evaluation.eval_prompts)
+            for name in config.environment.shares
+        }
     logger = RunLogger(
         config.run_directory,
         is_writer=distributed.is_main(),
         wandb_project=config.logging.wandb_project,
+        resume=config.checkpoint.resume,
         overwrite=config.logging.overwrite,
     )
-    logger.write_config(config.to_dict())
+    logger.write_config(values)
     distributed.barrier()
     console = Console(is_writer=distributed.is_main(), num_steps=config.train.num_steps)
 
     if config.model.load is None:
         start = config.run_directory / BASE
-        if distributed.is_main():
+        if distributed.is_main() and not is_complete(start):
             write_small_model(config, start)
         distributed.barrier()
     else:
@@ -87,17 +96,56 @@ def build(config: StarPOConfig) -> Run:
     if config.advantage.uses_critic:
         critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
     run = Run(
-        config, policy, critic, engine, renderer, TaskSampler(config), boards, references, logger, console
+        config, policy, critic, engine, renderer, TaskSampler(config), boards, references, logger, console, lock
     )
     critic_start = config.model.critic_load and local_directory(config.model.critic_load)
     if config.model.load is None:
-        start, warm_critic = warm_start(run, start)
+        start, warm_critic = find_warm_start(run) or warm_start(run, start)
         critic_start = critic_start or warm_critic
     policy.load_weights(CheckpointReader(start))
     if critic:
         critic.load_weights(CheckpointReader(critic_start or start))
-    run.record_warm_start(run.evaluate(0))
+    if checkpoint:
+        run.restore(checkpoint)  # the policy's first weights stay as the reference policy
+    else:
+        run.record_warm_start(run.evaluate(0))
     return run
+
+
+def claim(config: StarPOConfig) -> tuple[TextIO | None, Checkpoint | None]:
+    """Lock the run directory (the lock is rank 0's), and with --resume find what to go on from. Collective.
+
+    Raises ValueError if another process works there or if the checkpoint is of another model.
+    """
+    locks: list[TextIO] = []
+    on_main(lambda: locks.append(lock_run(config.run_directory)))
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    def find() -> Checkpoint | None:
+        if not config.checkpoint.resume or not (config.run_directory / CONFIG_FILE).exists():
+            return None  # a missing run is the logger's to refuse
+        checkpoint = find_latest(config.run_directory / CHECKPOINTS, say)
+        for line in check_config(checkpoint, config.to_dict()) if checkpoint else ("no checkpoint yet: training starts anew",):
+            say(f"resume: {line}")
+        return checkpoint
+
+    return (locks[0] if locks else None), on_main(find)
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether `save_huggingface` has finished there: the weights are its last file."""
+    return (directory / "model.safetensors").exists()
+
+
+def find_warm_start(run: Run) -> tuple[Path, Path | None] | None:
+    """The directories that `warm_start` returned in an earlier process of this run, None if it did not get that far."""
+    has_critic = run.critic is not None and run.config.warm_start.warm_start_critic_steps > 0
+    policy, critic = run.config.run_directory / WARM_START, run.config.run_directory / WARM_START_CRITIC
+    if not is_complete(policy) or (has_critic and not is_complete(critic)):
+        return None
+    return policy, critic if has_critic else None
 
 
 def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:

@@ -381,6 +381,25 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run writes what it can be resumed from, and what of it is kept."""
+
+    save_interval: int = 10
+    """Steps between checkpoints (0: only after the last step and on SIGTERM)."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept (0: all)."""
+    keep_best: bool = False
+    """Write a checkpoint whenever an evaluation is the best so far, and keep that one too."""
+    resume: bool = False
+    """Go on from the newest intact checkpoint of the run of this name."""
+
+    def __post_init__(self) -> None:
+        for name in ("save_interval", "keep_last"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}; set {_flag(name)}")
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     """Where a run writes."""
 
@@ -412,9 +431,14 @@ class StarPOConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
+        if self.checkpoint.resume and self.logging.overwrite:
+            raise ValueError("resume continues a run and overwrite deletes it; drop --resume or --overwrite")
+        if self.checkpoint.keep_best and self.evaluation.eval_interval == 0:
+            raise ValueError("keep_best compares evaluations during training; drop it or set --eval-interval")
         total = sum(self.environment.shares.values())
         if self.rollout.num_groups % total:
             raise ValueError(

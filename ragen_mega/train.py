@@ -11,6 +11,7 @@ from ragen_mega.build import build
 from ragen_mega.config import parse
 from ragen_mega.console import fail
 from ragen_mega.credit import estimate_advantages
+from ragen_mega.interruption import Interrupted
 from ragen_mega.metrics import Metrics
 from ragen_mega.packing import pack
 from ragen_mega.run import Run
@@ -66,15 +67,23 @@ def train(run: Run) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse flags, build everything, train. Bad input is one line and exit code 2 of every rank."""
+    """Parse flags, build everything, train. Bad input is one line and exit code 2 of every rank.
+
+    SIGTERM leaves at once while the run is built, and with a checkpoint from then on.
+    """
     signal.signal(signal.SIGTERM, _leave)
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         run = build(config)
     except (ValueError, OSError) as error:
         fail(str(error))
+    run.stop.listen()
     try:
         train(run)
+    except Interrupted:
+        run.leave()
+    except OSError as error:  # a full disk
+        fail(str(error))
     finally:
         run.close()
 

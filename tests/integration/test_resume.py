@@ -1,0 +1,276 @@
+"""A run that is stopped or killed goes on as if nothing had happened, on the same layout to the bit, on others to rounding."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.context import ForkProcess as Process
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ragen_mega.build import build
+from ragen_mega.config import parse
+from ragen_mega.interruption import Interrupted
+from ragen_mega.run import Run
+from ragen_mega.train import main, train
+
+ROOT = Path(__file__).parents[2]
+FLAGS = """
+    --environments bandit:1,frozen_lake:1 --environment-options {"frozen_lake":{"observation":"cells"}}
+    --prompt-style compact --max-response-length 48 --max-context-length 400 --eval-prompts 8 --eval-interval 2
+    --hidden-size 32 --ffn-hidden-size 64 --num-layers 4 --num-groups 4 --group-size 4 --minibatch-size 4
+    --filter-strategy none --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 6 --save-interval 3 --keep-last 0
+    --kl-kind k3 --kl-coef 0.01
+""".split()
+WARM_START = """
+    --warm-start-first-turn-steps 60 --warm-start-steps 30 --warm-start-trajectories 100 --num-steps 1 --save-interval 0
+""".split()
+LAYOUTS = {
+    "one": (1, ()),
+    "tp2": (2, ("--tensor-model-parallel-size", "2")),
+    "pp2": (2, ("--pipeline-model-parallel-size", "2")),
+    "dp2_distributed_optimizer": (2, ("--use-distributed-optimizer",)),
+    "tp2_pp2": (4, ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")),
+    "pp4": (4, ("--pipeline-model-parallel-size", "4")),
+}
+
+
+def open_run(output: Path, name: str, *flags: str) -> Run:
+    return build(parse([*FLAGS, "--output", str(output), "--name", name, *flags]))
+
+
+def finish(run: Run) -> Path:
+    """Train to the end; returns the directory."""
+    try:
+        train(run)
+    finally:
+        run.close()
+    return run.logger.directory
+
+
+def stop(run: Run) -> None:
+    """Train until the SIGTERM that something in the run sends, and leave as the program does."""
+    before = signal.getsignal(signal.SIGTERM)
+    run.stop.listen()
+    try:
+        with pytest.raises(Interrupted):
+            train(run)
+        with pytest.raises(SystemExit) as left:
+            run.leave()
+        assert left.value.code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        run.close()
+
+
+def send_sigterm_after(target: object, name: str, is_time) -> None:
+    """Let the method `name` send SIGTERM to this process when `is_time(its arguments)`."""
+    method = getattr(target, name)
+
+    def calling(*args, **kwargs):
+        result = method(*args, **kwargs)
+        if is_time(*args):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    setattr(target, name, calling)
+
+
+def start_ranks(output: Path, name: str, num_ranks: int, *flags: str) -> list[Process]:
+    """Start the program on `num_ranks` processes as torchrun would, but forked, so that nothing is imported again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(num_ranks)}
+
+    def work(rank: int) -> None:
+        os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
+        main([*FLAGS, "--output", str(output), "--name", name, *flags])
+
+    processes = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def launch(output: Path, name: str, num_ranks: int, *flags: str) -> Path:
+    """Run the program on so many ranks to its end; returns the run directory."""
+    processes = start_ranks(output, name, num_ranks, *flags)
+    for process in processes:
+        process.join(400)
+    assert [process.exitcode for process in processes] == [0] * num_ranks
+    return output / name
+
+
+def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> None:
+    """Start a run and end all its processes by SIGKILL as soon as its first checkpoint is there."""
+    processes = start_ranks(output, name, num_ranks, *flags)
+    while not (output / name / "checkpoints" / "step_00000003").exists():
+        assert all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not (output / name / "summary.json").exists()
+
+
+def metrics(run: Path) -> list[dict]:
+    """What was logged, without what depends on the clock."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in row.items() if not key.startswith("time/") and "per_second" not in key} for row in rows
+    ]
+
+
+def state(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint: parameters and moments of both models, as the ranks wrote them."""
+    files = (run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors")
+    return {f"{path.name}/{key}": value for path in files for key, value in load_file(path).items()}
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert [row["step"] for row in metrics(one)] == list(range(6))
+    assert metrics(one) == metrics(other)
+    last, others = state(one, 6), state(other, 6)
+    assert last.keys() == others.keys()
+    assert all(torch.equal(last[key], others[key]) for key in last)
+    assert not all(torch.equal(value, last[key]) for key, value in state(one, 3).items())  # training did something
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
+    assert summaries[0]["sets"] == summaries[1]["sets"] and summaries[0]["warm_start"] == summaries[1]["warm_start"]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small warm-started model."""
+    return launch(tmp_path_factory.mktemp("start"), "run", 1, *WARM_START) / "warm_start"
+
+
+@pytest.fixture(scope="module")
+def straight(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps in one go, in this process."""
+    return finish(open_run(tmp_path_factory.mktemp("straight"), "run", "--load", str(start)))
+
+
+def test_sigterm_between_steps(start: Path, straight: Path, tmp_path: Path) -> None:
+    run = open_run(tmp_path, "run", "--load", str(start), "--save-interval", "0")
+    send_sigterm_after(run.logger, "log", lambda step, values: step == 2)
+    stop(run)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    torch.manual_seed(999)  # nothing of a run may come from the global generator
+    assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
+
+
+def test_sigterm_during_a_rollout(start: Path, straight: Path, tmp_path: Path) -> None:
+    run = open_run(tmp_path, "run", "--load", str(start), "--save-interval", "0")
+    send_sigterm_after(run.tasks, "sample", lambda step: step == 3)
+    stop(run)
+    assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
+
+
+def test_sigterm_during_the_updates_finishes_the_step(start: Path, straight: Path, tmp_path: Path) -> None:
+    run = open_run(tmp_path, "run", "--load", str(start), "--save-interval", "0")
+    updates = []
+    send_sigterm_after(run.policy, "update", lambda minibatch: updates.append(minibatch) or len(updates) == 4 * 3 + 2)
+    stop(run)
+    assert len(updates) == 4 * 4
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
+
+
+def test_a_damaged_checkpoint_costs_its_steps_only(
+    start: Path, straight: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    path = next((tmp_path / "run" / "checkpoints" / "step_00000006").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    directory = finish(open_run(tmp_path, "run", "--load", str(start), "--resume"))
+    said = " ".join(capfd.readouterr().out.split())
+    assert "step_00000006 is skipped: rank_00000.safetensors does not have the SHA-256 in the manifest" in said
+    assert_equal_runs(straight, directory)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(start: Path, straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
+
+
+def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path: Path) -> None:
+    output = straight.parent
+    with pytest.raises(ValueError, match="already holds a finished run; add --overwrite"):
+        open_run(output, "run", "--load", str(start))
+    with pytest.raises(ValueError, match="no run to resume"):
+        open_run(tmp_path, "typo", "--load", str(start), "--resume")
+    with pytest.raises(ValueError, match="advantage.advantage_estimator was gae in .* and is grpo now; resume with"):
+        open_run(output, "run", "--load", str(start), "--resume", "--advantage-estimator", "grpo")
+    first = open_run(tmp_path, "run", "--load", str(start))
+    try:
+        with pytest.raises(ValueError, match="another process works in run directory"):
+            open_run(tmp_path, "run", "--load", str(start), "--overwrite")
+    finally:
+        first.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2_distributed_optimizer"])
+def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout: str) -> None:
+    num_ranks, flags = LAYOUTS[layout]
+    straight = launch(tmp_path, "straight", num_ranks, "--load", str(start), *flags)
+    launch_and_kill(tmp_path, "killed", num_ranks, "--load", str(start), *flags)
+    resumed = launch(tmp_path, "killed", num_ranks, "--load", str(start), "--resume", *flags)
+    assert_equal_runs(straight, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
+    """Saved at TP2 x PP2 after three steps; the loss of the fourth is that of the same layout."""
+    def common(steps: int) -> tuple[str, ...]:
+        return ("--load", str(start), "--lr-decay", "constant", "--minibatch-size", "16", "--num-steps", str(steps))
+
+    num_ranks, flags = LAYOUTS["tp2_pp2"]
+    saved = launch(tmp_path, "saved", num_ranks, *common(3), *flags)
+    rows = {}
+    for layout in ("tp2_pp2", "one", "dp2_distributed_optimizer", "pp4"):
+        num_ranks, flags = LAYOUTS[layout]
+        shutil.copytree(saved, tmp_path / layout)
+        rows[layout] = metrics(launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags))[3]
+    expected = rows.pop("tp2_pp2")
+    for layout, row in rows.items():
+        assert row["rollout/reward"] == expected["rollout/reward"], layout
+        for key in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "actor/entropy"):
+            assert row[key] == pytest.approx(expected[key], abs=1e-5), (layout, key)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sigterm_of_two_ranks(start: Path, tmp_path: Path) -> None:
+    """SIGTERM to the launcher, while anything goes on: a checkpoint, exit code 143, no process left, and it resumes."""
+    command = [
+        sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", "2",
+        str(ROOT / "examples" / "pretrain_starpo.sh"), "--recipe", "none", *FLAGS,
+        "--output", str(tmp_path), "--name", "run", "--load", str(start), "--save-interval", "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.3)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(120) == 128 + signal.SIGTERM
+    assert not any(member.is_running() for member in family)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    resumed = launch(tmp_path, "run", 2, "--load", str(start), "--resume")
+    assert [row["step"] for row in metrics(resumed)] == list(range(6))

@@ -1,0 +1,283 @@
+"""Checkpoints are whole or not there, damage is seen, the right ones are kept, and one process works in a run at a time."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ragen_mega.checkpointing import (
+    MANIFEST,
+    STATE,
+    Checkpoint,
+    CheckpointWriter,
+    check_config,
+    find_latest,
+    lock_run,
+    on_main,
+    read_checkpoint,
+)
+from ragen_mega.megatron.shard_files import Piece, PieceReader, file_name, write_pieces
+
+CONFIG = {"model": {"hidden_size": 8}, "train": {"lr": 0.1}}
+
+
+def stage_bytes(content: bytes):
+    """A stage as the trainers' is: two files, one of them written by the returned function."""
+
+    def stage(directory: Path):
+        (directory / "common.pt").write_bytes(b"common" + content)
+
+        def write() -> Path:
+            path = directory / "rank_00000.safetensors"
+            path.write_bytes(content)
+            return path
+
+        return write
+
+    return stage
+
+
+def make_writer(directory: Path, *, keep_last: int = 0, keep_best: bool = False) -> CheckpointWriter:
+    return CheckpointWriter(directory, CONFIG, keep_last=keep_last, keep_best=keep_best)
+
+
+def save_steps(directory: Path, *steps: int, scores: dict[int, float] | None = None, **keep) -> None:
+    writer = make_writer(directory, **keep)
+    for step in steps:
+        writer.save(step, stage_bytes(b"%d" % step * 100), {"of": step, "low": math.inf}, (scores or {}).get(step))
+    writer.wait()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_what_was_saved_is_found(tmp_path: Path) -> None:
+    save_steps(tmp_path / "c", 3, 12, scores={12: 0.25})
+    found = find_latest(tmp_path / "c", pytest.fail)
+    assert (found.step, found.score, found.config) == (12, 0.25, CONFIG)
+    assert found.state == {"of": 12, "low": math.inf}
+    assert (found.directory / "rank_00000.safetensors").read_bytes() == b"12" * 100
+    assert (found.directory.stat().st_mode & 0o077) == 0
+    manifest = json.loads((found.directory / MANIFEST).read_text())
+    assert set(manifest["versions"]) == {"torch", "megatron-core", "transformers", "ragen_mega"}
+    assert set(manifest["files"]) == {"common.pt", "rank_00000.safetensors", STATE}
+
+
+def test_nothing_to_find(tmp_path: Path) -> None:
+    assert find_latest(tmp_path / "absent", pytest.fail) is None
+
+
+@pytest.mark.parametrize("file", ["common.pt", "rank_00000.safetensors", STATE, MANIFEST])
+def test_every_damage_is_seen_and_the_one_before_is_used(tmp_path: Path, file: str) -> None:
+    save_steps(tmp_path, 1, 2)
+    path = tmp_path / "step_00000002" / file
+    intact = path.read_bytes()
+    damaged = [intact[:-1], intact[: len(intact) // 2], b"", intact + b"\n" if file != MANIFEST else intact + b"}"]
+    for position in range(0, len(intact), max(1, len(intact) // 40)):
+        flipped = bytearray(intact)
+        flipped[position] ^= 1 << (position % 8)
+        if file != MANIFEST or json_differs(intact, bytes(flipped)):
+            damaged.append(bytes(flipped))
+    if file == MANIFEST:
+        damaged.remove(intact[:-1])  # the last newline carries nothing
+    for content in damaged:
+        path.write_bytes(content)
+        reports: list[str] = []
+        assert find_latest(tmp_path, reports.append).step == 1
+        assert len(reports) == 1 and "step_00000002 is skipped" in reports[0] and "\n" not in reports[0]
+        assert file in reports[0]
+    path.write_bytes(intact)
+    assert find_latest(tmp_path, pytest.fail).step == 2
+
+
+def json_differs(one: bytes, other: bytes) -> bool:
+    try:
+        return json.loads(one) != json.loads(other)
+    except ValueError:
+        return True
+
+
+def test_missing_and_foreign_files_are_damage(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    (tmp_path / "step_00000001" / "rank_00001.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="rank_00001.safetensors is not in its manifest"):
+        read_checkpoint(tmp_path / "step_00000001")
+    (tmp_path / "step_00000001" / "rank_00001.safetensors").unlink()
+    (tmp_path / "step_00000001" / "common.pt").unlink()
+    with pytest.raises(ValueError, match="common.pt is missing"):
+        read_checkpoint(tmp_path / "step_00000001")
+
+
+def test_a_reader_never_sees_half_and_training_does_not_wait(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    may_write = threading.Event()
+
+    def stage(directory: Path):
+        write = stage_bytes(b"new")(directory)
+        return lambda: (may_write.wait(30), write())[1]
+
+    writer = make_writer(tmp_path)
+    writer.save(2, stage, {}, None)  # returns although nothing can be written yet
+    assert find_latest(tmp_path, pytest.fail).step == 1
+    may_write.set()
+    writer.wait()
+    assert find_latest(tmp_path, pytest.fail).step == 2
+
+
+def test_what_a_killed_process_left_is_never_read_and_goes_away(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    for leftover in (".step_00000002.tmp", ".step_00000000.old"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "rank_00000.safetensors").write_bytes(b"half")
+    assert find_latest(tmp_path, pytest.fail).step == 1
+    save_steps(tmp_path, 2)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "step_00000002" / STATE).write_bytes(b"")
+    save_steps(tmp_path, 2)
+    assert find_latest(tmp_path, pytest.fail).step == 2
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+def test_keep_last_and_keep_best(tmp_path: Path) -> None:
+    scores = {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.5}
+    save_steps(tmp_path / "all", 1, 2, 3, 4, 5)
+    assert len(names(tmp_path / "all")) == 5
+    save_steps(tmp_path / "two", 1, 2, 3, 4, 5, scores=scores, keep_last=2)
+    assert names(tmp_path / "two") == ["step_00000004", "step_00000005"]
+    save_steps(tmp_path / "best", 1, 2, 3, 4, 5, 6, scores=scores, keep_last=2, keep_best=True)
+    assert names(tmp_path / "best") == ["step_00000003", "step_00000005", "step_00000006"]
+    save_steps(tmp_path / "none", 1, 2, 3, keep_last=1, keep_best=True)  # no evaluation, no best
+    assert names(tmp_path / "none") == ["step_00000003"]
+
+
+def test_a_failed_write_is_an_error_and_no_checkpoint(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+
+    def stage(directory: Path):
+        def write() -> Path:
+            raise OSError(28, "No space left on device")
+
+        return write
+
+    writer = make_writer(tmp_path)
+    writer.save(2, stage, {}, None)
+    with pytest.raises(OSError, match="No space left on device.*free space"):
+        writer.wait()
+    assert find_latest(tmp_path, pytest.fail).step == 1
+
+
+def test_config_of_a_resumed_run() -> None:
+    saved = Checkpoint(Path("c"), 1, None, {"model": {"hidden_size": 8}, "train": {"lr": 0.1}, "logging": {"name": "a"}}, {})
+    assert check_config(saved, saved.config) == []
+    changed = saved.config | {"train": {"lr": 0.2}, "logging": {"name": "b"}, "parallel": {"bf16": None}}
+    assert check_config(saved, changed) == ["train.lr was 0.1 and is 0.2 now"]
+    with pytest.raises(ValueError, match="model.hidden_size was 8 in c and is 9 now; resume with"):
+        check_config(saved, saved.config | {"model": {"hidden_size": 9}})
+
+
+def test_errors_of_rank_0_reach_the_caller() -> None:
+    assert on_main(lambda: 3) == 3
+    with pytest.raises(OSError, match="disk"):
+        on_main(lambda: (_ for _ in ()).throw(OSError("disk")))
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from ragen_mega.checkpointing import lock_run
+lock = lock_run(Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_second_process_refuses_until_the_first_is_gone(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "name"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match="another process works in run directory .*name; wait for it"):
+            lock_run(run)
+        os.kill(holder.pid, signal.SIGKILL)
+    lock_run(run).close()
+    lock_run(run).close()
+
+
+def cut(whole: torch.Tensor, rows: list[int], columns: list[int]) -> list[Piece]:
+    """Pieces of a matrix between the given borders."""
+    return [
+        Piece("w", (top, left), tuple(whole.shape), whole[top:bottom, left:right].contiguous())
+        for top, bottom in zip(rows, rows[1:])
+        for left, right in zip(columns, columns[1:])
+    ]
+
+
+def test_any_box_is_read_back_from_any_cut(tmp_path: Path) -> None:
+    whole = torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10)
+    pieces = cut(whole, [0, 3, 4, 7], [0, 5, 10])
+    write_pieces(tmp_path / file_name(0), pieces[:2])
+    write_pieces(tmp_path / file_name(1), pieces[2:])
+    write_pieces(tmp_path / file_name(2), [])
+    reader = PieceReader(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        top, left = (int(torch.randint(0, size, (), generator=generator)) for size in whole.shape)
+        height, width = (int(torch.randint(1, size - start + 1, (), generator=generator))
+                         for size, start in zip(whole.shape, (top, left)))
+        box = reader.read("w", (top, left), (height, width), dtype=torch.float32, global_shape=(7, 10))
+        assert torch.equal(box, whole[top : top + height, left : left + width])
+    padded = reader.read("w", (6, 0), (2, 10), dtype=torch.float32, global_shape=(8, 10), allow_padding=True)
+    assert torch.equal(padded, torch.cat([whole[6:], torch.zeros(1, 10)]))
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    whole = torch.zeros(4, 4)
+    write_pieces(tmp_path / file_name(0), cut(whole, [0, 2, 4], [0, 4])[:1])
+    reader = PieceReader(tmp_path)
+    asked = dict(offset=(0, 0), shape=(4, 4), dtype=torch.float32, global_shape=(4, 4))
+    for key, changes, message in (
+        ("v", {}, "lacks v"),
+        ("w", {}, "holds 8 of 16 elements asked for of w"),
+        ("w", {"global_shape": (4, 5)}, r"w has shape \[4, 4\] in the checkpoint .* and \[4, 5\] here"),
+        ("w", {"shape": (2, 4), "dtype": torch.bfloat16}, "w is torch.float32 in the checkpoint .* and torch.bfloat16 here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reader.read(key, **asked | changes)
+
+
+def test_a_file_without_our_header_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / file_name(0))
+    with pytest.raises(ValueError, match="cannot read .*rank_00000.safetensors"):
+        PieceReader(tmp_path)
+
+
+class _Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+def test_reading_executes_nothing(tmp_path: Path) -> None:
+    """The one file that is not JSON or safetensors, megatron-core's common.pt, is read with weights_only."""
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+
+    torch.save({"steps": _Payload(tmp_path / "owned")}, tmp_path / "common.pt")
+    with pytest.raises(Exception, match="[Ww]eights"):
+        TorchCommonLoadStrategy().load_common(str(tmp_path))
+    assert not (tmp_path / "owned").exists()
