@@ -101,21 +101,42 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * d, hidden]
+    """Matrices are transposed: views of the stored [out, in]."""
+
+    qkv: Tensor  # [hidden, (heads + 2 * kv_heads) * d], behind the input norm
     qkv_bias: Tensor | None
-    qk_norm: Tensor | None  # [heads + kv_heads, d]
-    output: Tensor  # [heads * d, hidden], transposed
-    post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [intermediate, hidden], transposed
+    qk_norm: tuple[Tensor, Tensor] | None  # of q and of k, [d]
+    output: Tensor  # [heads * d, hidden]
+    gate_up: Tensor  # [hidden, 2 * intermediate], behind the post-attention norm
+    down: Tensor  # [intermediate, hidden]
+
+
+class Workspace:
+    """Where a pass over T tokens puts what it computes.
+
+    Steps of one size share it: on a small model allocations and views take as long as the arithmetic.
+    """
+
+    def __init__(self, shape: DecoderShape, num_tokens: int, dtype: torch.dtype) -> None:
+        num_qk = shape.heads + shape.kv_heads
+        self.num_tokens = num_tokens
+        self.norm = torch.empty(num_tokens, 1, dtype=dtype)
+        self.normalized = torch.empty(num_tokens, shape.hidden, dtype=dtype)
+        self.qkv = torch.empty(num_tokens, (num_qk + shape.kv_heads) * shape.head_dim, dtype=dtype)
+        heads = self.qkv.view(num_tokens, -1, shape.head_dim)
+        self.q, self.k, self.v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)  # [T, _, d]
+        self.rotated = self.qkv.view(_COMPLEX[dtype])[:, : num_qk * shape.head_dim // 2]  # q and k as complex pairs
+        self.rotations = torch.empty(self.rotated.shape, dtype=_COMPLEX[dtype])
+        self.gate_up = torch.empty(num_tokens, 2 * shape.intermediate, dtype=dtype)
+        self.gate, self.up = self.gate_up.chunk(2, dim=1)
 
 
 class Decoder:
     """The weights of one version, fused, and the forward pass over them.
 
     Rows of q and k are reordered so that the two halves which a rotary embedding mixes are neighbours: a rotation is
-    then one complex product. Scores do not change, because q and k are reordered alike.
+    then one complex product. Scores do not change, because q and k are reordered alike. The weights of the norms are
+    multiplied into the columns of the matrices behind them, so that a norm has only its division left.
     """
 
     def __init__(
@@ -127,13 +148,15 @@ class Decoder:
         received = _receive(shape, weights, dtype)
         self.embedding = received["model.embed_tokens.weight"]
         self.head = received["lm_head.weight"]
-        self._norm = received["model.norm.weight"]
+        self._norm = received["model.norm.weight"] * shape.hidden**0.5  # not in the head: that may be the embedding
+        self._norm_floor = torch.tensor((shape.hidden * shape.rms_norm_eps) ** 0.5, dtype=dtype)
+        self._qk_norm_floor = torch.tensor((shape.head_dim * shape.rms_norm_eps) ** 0.5, dtype=dtype)
         self._layers = [self._fuse(received, f"model.layers.{i}.") for i in range(shape.num_layers)]
         # The frequencies in float32, as transformers and megatron-core hold them: at theta 1e6 the rounding is visible.
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angles = torch.outer(torch.arange(max_context, dtype=torch.float32), 1.0 / shape.rope_theta**exponents)
-        rotations = torch.polar(torch.ones_like(angles), angles)
-        self._rotations = rotations.to(_COMPLEX[dtype])[:, None]  # [max_context, 1, d / 2]
+        rotations = torch.polar(torch.ones_like(angles), angles).to(_COMPLEX[dtype])
+        self._rotations = rotations.repeat(1, shape.heads + shape.kv_heads)  # [max_context, (heads + kv_heads) * d / 2]
 
     def _fuse(self, received: dict[str, Tensor], prefix: str) -> _Layer:
         shape = self.shape
@@ -147,53 +170,75 @@ class Decoder:
 
         qk_norm = None
         if shape.qk_norm:
-            q_norm = _pair_halves(received[f"{prefix}self_attn.q_norm.weight"], 1) * scale
-            k_norm = _pair_halves(received[f"{prefix}self_attn.k_norm.weight"], 1)
-            qk_norm = torch.cat([q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1)])
+            q_norm, k_norm = (_pair_halves(received[f"{prefix}self_attn.{x}_norm.weight"], 1) for x in "qk")
+            qk_norm = (q_norm, k_norm * shape.head_dim**0.5)  # sqrt(d) of the norm; of q it meets the scale
+        gate_up = torch.cat([received[f"{prefix}mlp.gate_proj.weight"], received[f"{prefix}mlp.up_proj.weight"]])
         return _Layer(
-            input_norm=received[f"{prefix}input_layernorm.weight"],
-            qkv=stack("weight"),
+            qkv=_behind_norm(stack("weight"), received[f"{prefix}input_layernorm.weight"]).t(),
             qkv_bias=stack("bias") if shape.qkv_bias else None,
             qk_norm=qk_norm,
             output=received[f"{prefix}self_attn.o_proj.weight"].t(),
-            post_norm=received[f"{prefix}post_attention_layernorm.weight"],
-            gate_up=torch.cat([received[f"{prefix}mlp.gate_proj.weight"], received[f"{prefix}mlp.up_proj.weight"]]),
+            gate_up=_behind_norm(gate_up, received[f"{prefix}post_attention_layernorm.weight"]).t(),
             down=received[f"{prefix}mlp.down_proj.weight"].t(),
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, wanted: Tensor | None = None) -> Tensor:
+    def workspace(self, num_tokens: int) -> Workspace:
+        """For passes over `num_tokens` tokens, under these weights or others of their shape."""
+        return Workspace(self.shape, num_tokens, self.embedding.dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        wanted: Tensor | None = None,
+        workspace: Workspace | None = None,
+    ) -> Tensor:
         """tokens [T], positions [T] -> hidden states before the final norm [T, hidden], or of the `wanted` tokens [W].
 
         In the last layer only wanted tokens are queries: of the others nothing but keys and values is needed.
+        `workspace` is for T tokens, and new if None.
         """
-        shape = self.shape
-        num_qk = shape.heads + shape.kv_heads
-        rotations = self._rotations[positions]  # [T, 1, d / 2]
-        x = self.embedding[tokens]  # [T, hidden]
+        work = workspace or self.workspace(tokens.shape[0])
+        torch.index_select(self._rotations, 0, positions, out=work.rotations)
+        x = self.embedding.index_select(0, tokens)  # [T, hidden]
         for index, layer in enumerate(self._layers):
-            qkv = F.linear(self._rms_norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-            heads = qkv.view(-1, num_qk + shape.kv_heads, shape.head_dim)
-            qk = heads[:, :num_qk]
+            self._normalize(x, work)
+            if layer.qkv_bias is None:
+                torch.mm(work.normalized, layer.qkv, out=work.qkv)
+            else:
+                torch.addmm(layer.qkv_bias, work.normalized, layer.qkv, out=work.qkv)
+            q, k, v = work.q, work.k, work.v
             if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (shape.head_dim,), None, shape.rms_norm_eps) * layer.qk_norm
-            pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)))
-            rotated = torch.view_as_real(pairs * rotations).flatten(-2)
-            q, k, v = rotated[:, : shape.heads], rotated[:, shape.heads :], heads[:, num_qk:]
-            if wanted is not None and index == shape.num_layers - 1:
+                for heads, weight in zip((q, k), layer.qk_norm, strict=True):
+                    norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
+                    heads.div_(norm.hypot_(self._qk_norm_floor)).mul_(weight)
+            work.rotated.mul_(work.rotations)
+            if wanted is not None and index == self.shape.num_layers - 1:
                 x, q = x[wanted], q[wanted]
-            attended = attend(index, q, k, v)
-            x.addmm_(attended, layer.output)
-            gate_up = F.linear(self._rms_norm(x, layer.post_norm), layer.gate_up)
-            gate, up = gate_up.chunk(2, dim=-1)
-            x.addmm_(F.silu(gate).mul_(up), layer.down)
+                work = self.workspace(x.shape[0])
+            x.addmm_(attend(index, q, k, v), layer.output)
+            self._normalize(x, work)
+            torch.mm(work.normalized, layer.gate_up, out=work.gate_up)
+            F.silu(work.gate, inplace=True).mul_(work.up)
+            x.addmm_(work.gate, layer.down)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, vocab]."""
-        return F.linear(self._rms_norm(hidden, self._norm), self.head)
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).hypot_(self._norm_floor)
+        return F.linear((hidden / norm).mul_(self._norm), self.head)
 
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.shape.hidden,), weight, self.shape.rms_norm_eps)
+    def _normalize(self, x: Tensor, work: Workspace) -> None:
+        """x / |(x, floor)|: the RMS norm but for its weight and sqrt(hidden), which are in the matrix that follows."""
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=work.norm).hypot_(self._norm_floor)
+        torch.div(x, work.norm, out=work.normalized)
+
+
+def _behind_norm(matrix: Tensor, norm: Tensor) -> Tensor:
+    """[rows, hidden] that takes x / |x| instead of the RMS norm of x with the weight `norm` [hidden]."""
+    return matrix * (norm * norm.shape[0] ** 0.5)
 
 
 def _pair_halves(rows: Tensor, heads: int) -> Tensor:

@@ -44,17 +44,18 @@ class _Padding:
     mask: Tensor  # [m, 1, 1, Lq, Lk] -inf where a query must not look
 
     @classmethod
-    def of(cls, counts: Tensor, last_key: Tensor, num_keys: int, dtype: torch.dtype) -> _Padding:
+    def of(cls, counts: NDArray[np.int64], last_key: NDArray[np.int64], num_keys: int, dtype: torch.dtype) -> _Padding:
         """Row i has counts[i] queries; a query sees the keys up to its last_key [T], of `num_keys`."""
-        num_rows, longest = counts.shape[0], int(counts.max())
-        row = torch.repeat_interleave(torch.arange(num_rows), counts)
-        query = torch.arange(row.shape[0])
-        places = row * longest + query - (counts.cumsum(0) - counts)[row]
-        sources = torch.zeros(num_rows * longest, dtype=torch.int64)
+        num_rows, longest = len(counts), int(counts.max())
+        row = np.repeat(np.arange(num_rows), counts)
+        query = np.arange(len(row))
+        places = row * longest + query - (counts.cumsum() - counts)[row]
+        sources = np.zeros(num_rows * longest, dtype=np.int64)
         sources[places] = query
-        mask = torch.zeros(num_rows * longest, num_keys, dtype=dtype)
-        mask.masked_fill_(torch.arange(num_keys) > last_key[sources, None], -torch.inf)
-        return cls(sources, places, mask.view(num_rows, 1, 1, longest, num_keys))
+        is_hidden = torch.from_numpy(np.arange(num_keys) > last_key[sources, None])
+        mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, -torch.inf)
+        mask = mask.view(num_rows, 1, 1, longest, num_keys)
+        return cls(torch.from_numpy(sources), torch.from_numpy(places), mask)
 
     def pad(self, q: Tensor) -> Tensor:
         """[T, kv_heads, group, d] -> [m, kv_heads, group, Lq, d]."""
@@ -82,12 +83,15 @@ class KVCache:
         # per layer [slots, kv_heads, d, width] and [slots, kv_heads, max_context, d]
         self._keys = [_lazy_zeros(*rows, shape.head_dim, width, dtype=dtype) for _ in layers]
         self._values = [_lazy_zeros(*rows, max_context, shape.head_dim, dtype=dtype) for _ in layers]
+        self._mask = torch.full((num_slots, 1, max_context), -torch.inf, dtype=dtype)  # 0 where a row has a key
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row."""
         for keys, values in zip(self._keys, self._values, strict=True):
             keys[target, :, :, :length] = keys[source, :, :, :length]
             values[target, :, :length] = values[source, :, :length]
+        self._mask[target, :, :length] = 0.0
+        self._mask[target, :, length:] = -torch.inf
 
     def _reserve(self, length: int) -> None:
         """Widen the rows of keys to hold `length` positions."""
@@ -99,7 +103,12 @@ class KVCache:
             self._keys[layer] = _lazy_zeros(*keys.shape[:3], width, dtype=self._dtype)
             self._keys[layer][..., :old] = keys
 
-    def prefill(self, rows: Tensor, starts: Tensor, counts: Tensor) -> Attend:
+    def _write(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k and v [T, kv_heads, d] where rows [T] and positions [T] say."""
+        self._keys[layer].permute(0, 3, 1, 2).index_put_((rows, positions), k)
+        self._values[layer].transpose(1, 2).index_put_((rows, positions), v)
+
+    def prefill(self, rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> Attend:
         """Attention of packed new tokens: rows [m] gain counts [m] tokens behind their first starts [m] positions.
 
         Queries may be those of all new tokens, or of the last one of every row.
@@ -107,59 +116,63 @@ class KVCache:
         ends = starts + counts
         end, seen = int(ends.max()), int(starts.min())  # every query sees the keys before `seen`
         self._reserve(end)
-        bounds = counts.cumsum(0)
-        offset = starts - (bounds - counts)  # from the place among the packed tokens to the position
-        positions = torch.arange(int(bounds[-1])) + torch.repeat_interleave(offset, counts)
+        offsets = starts - (counts.cumsum() - counts)  # from the place among the packed tokens to the position
+        positions = np.arange(int(counts.sum())) + np.repeat(offsets, counts)
         every = _Padding.of(counts, positions - seen, end - seen, self._dtype)
-        last = _Padding.of(torch.ones_like(counts), ends - 1 - seen, end - seen, self._dtype)
-        spans = list(zip(*(x.tolist() for x in (rows, starts, ends, bounds - counts, bounds)), strict=True))
+        last = _Padding.of(np.ones_like(counts), ends - 1 - seen, end - seen, self._dtype)
+        row_of_token, position = torch.from_numpy(np.repeat(rows, counts)), torch.from_numpy(positions)
+        first, num_rows = int(rows[0]), len(rows)
+        self._mask.numpy()[rows, 0] = np.where(np.arange(self._max_context) < ends[:, None], 0.0, -np.inf)
+        is_run = np.array_equal(rows, np.arange(first, first + num_rows))  # then they need not be copied together
+        index = torch.from_numpy(rows)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
-            for row, start, stop, first, behind in spans:  # for long spans copies are faster than a scatter
-                keys[row, :, :, start:stop] = k[first:behind].permute(1, 2, 0)
-                values[row, :, start:stop] = v[first:behind].transpose(0, 1)
-            padding = every if q.shape[0] == positions.shape[0] else last
+            self._write(layer, row_of_token, position, k, v)
+            keys, values = self._keys[layer][..., :end], self._values[layer][:, :, :end]
+            if is_run:
+                keys, values = (x[first : first + num_rows] for x in (keys, values))
+            else:
+                keys, values = (x.index_select(0, index) for x in (keys, values))
+            padding = every if q.shape[0] == len(positions) else last
             queries = padding.pad(q.unflatten(1, (self._shape.kv_heads, -1)))  # [m, kv_heads, group, Lq, d]
-            scores = queries.flatten(2, 3) @ keys[..., :end].index_select(0, rows)
-            scores = scores.view(*queries.shape[:4], end)
-            scores[..., seen:].add_(padding.mask)
-            weights = torch.softmax(scores, dim=-1, out=scores).flatten(2, 3)  # in place: fresh pages cost more
-            attended = weights @ values[:, :, :end].index_select(0, rows)
-            return padding.unpad(attended.view_as(queries))
+            scores = queries.flatten(2, 3) @ keys
+            scores.view(*queries.shape[:4], end)[..., seen:].add_(padding.mask)
+            weights = torch.softmax(scores, dim=-1, out=scores)  # in place: fresh pages cost more
+            return padding.unpad((weights @ values).view_as(queries))
 
         return attend
 
-    def decode(self, num_rows: int, positions: Tensor, prefix: SharedPrefix | None) -> Attend:
-        """Attention of one new token in each of the rows [0, num_rows), at its position [num_rows]."""
-        shape = self._shape
+    def decode(self, positions: NDArray[np.int64], prefix: SharedPrefix | None) -> Attend:
+        """Attention of one new token in each of the rows [0, n), at its position [n]."""
+        shape, num_rows = self._shape, len(positions)
         group = shape.heads // shape.kv_heads
         start = prefix.length if prefix else 0
         end = int(positions.max()) + 1
         self._reserve(end)
-        rows = torch.arange(num_rows)
-        mask = torch.zeros(num_rows, 1, end - start, dtype=self._dtype)
-        mask.masked_fill_((torch.arange(start, end) > positions[:, None])[:, None], -torch.inf)
-        mask = mask.repeat_interleave(shape.kv_heads, dim=0)  # [n * kv_heads, 1, L]
+        rows, position = torch.arange(num_rows), torch.from_numpy(positions)
+        self._mask.numpy()[:num_rows, 0][np.arange(num_rows), positions] = 0.0
+        mask = self._mask[:num_rows, :, start:end]  # [n, 1, L]
+        weights = torch.empty(num_rows * shape.kv_heads, group, end, dtype=self._dtype)
+        own_weights = weights[..., start:].unflatten(0, (num_rows, -1)).flatten(1, 2)  # [n, heads, L], a view
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._keys[layer][:num_rows], self._values[layer][:num_rows]
-            keys[rows, :, :, positions] = k
-            values[rows, :, positions] = v
+            self._write(layer, rows, position, k, v)
+            keys = self._keys[layer][:num_rows].flatten(0, 1)[..., start:end]
+            values = self._values[layer][:num_rows].flatten(0, 1)[:, start:end]
             queries = q.reshape(num_rows * shape.kv_heads, group, shape.head_dim)
-            scores = torch.baddbmm(mask, queries, keys.flatten(0, 1)[..., start:end])  # [n * kv_heads, group, L]
-            own_values = values.flatten(0, 1)[:, start:end]
+            torch.add(torch.bmm(queries, keys).view_as(own_weights), mask, out=own_weights)
             if prefix is None:
-                return torch.bmm(scores.softmax(-1), own_values).view(num_rows, -1)
+                return torch.bmm(torch.softmax(weights, -1, out=weights), values).view(num_rows, -1)
             gathered = queries.flatten(1).index_select(0, prefix.from_rows)
             by_class = gathered.view(prefix.keys[layer].shape[0], -1, shape.head_dim)  # [C * kv_heads, N * group, d]
             shared = torch.bmm(by_class, prefix.keys[layer]).view(-1, group * start).index_select(0, prefix.to_rows)
-            weights = torch.cat([shared.view(-1, group, start), scores], dim=-1).softmax(-1)
+            weights[..., :start] = shared.view(-1, group, start)
+            torch.softmax(weights, -1, out=weights)
             gathered = weights[..., :start].index_select(0, prefix.from_rows)
             by_class = gathered.view(prefix.keys[layer].shape[0], -1, start)
             attended = torch.bmm(by_class, prefix.values[layer]).view(-1, group * shape.head_dim)
             attended = attended.index_select(0, prefix.to_rows).view(-1, group, shape.head_dim)
-            return attended.baddbmm_(weights[..., start:], own_values).view(num_rows, -1)
+            return attended.baddbmm_(weights[..., start:], values).view(num_rows, -1)
 
         return attend
 

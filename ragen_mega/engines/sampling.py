@@ -37,25 +37,30 @@ def uniforms(seed: int, count: int) -> Tensor:
 
 
 def sample(
-    logits: Tensor, inverse_temperature: Tensor, uniform: Tensor, *, top_p: Tensor | None, greedy: Tensor | None
+    logits: Tensor,
+    uniform: Tensor,
+    *,
+    inverse_temperature: Tensor | None,
+    top_p: Tensor | None,
+    greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row: tokens [n] and their log-probabilities [n], after temperature and before `top_p`.
 
-    logits [n, V]; the others [n]. `greedy` rows take the most likely token whatever their uniform is.
+    logits [n, V] are overwritten; the others [n]. `greedy` rows take the most likely token whatever their uniform is.
     """
-    logprobs = torch.log_softmax(logits * inverse_temperature[:, None], dim=-1)  # [n, V]
-    probabilities = logprobs.exp()
-    if top_p is not None:
-        probabilities = _nucleus(probabilities, top_p[:, None])
-    cdf = probabilities.cumsum(-1, dtype=torch.float64)
+    if inverse_temperature is not None:
+        logits.mul_(inverse_temperature[:, None])
+    probabilities = torch.softmax(logits, dim=-1)  # [n, V]
+    drawn_from = probabilities if top_p is None else _nucleus(probabilities, top_p[:, None])
+    cdf = drawn_from.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    if not bool(torch.isfinite(total).all()):
+    if not np.isfinite(total.numpy()).all():
         raise FloatingPointError("the rollout engine computed non-finite logits: the weights have diverged")
     # uniform < 1, so uniform * total < total: the result is a token, and never one of probability zero.
     tokens = torch.searchsorted(cdf, uniform[:, None] * total, right=True)  # [n, 1]
     if greedy is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+    return tokens[:, 0], probabilities.gather(-1, tokens)[:, 0].log_()
 
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:

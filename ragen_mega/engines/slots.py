@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragen_mega.engines import sampling as sampler
-from ragen_mega.engines.decoder import Decoder, DecoderShape
+from ragen_mega.engines.decoder import Decoder, DecoderShape, Workspace
 from ragen_mega.engines.kv_cache import KVCache, SharedPrefix
 from ragen_mega.types import Completion, SamplingParams
 
 _MIN_COPIED = 16
 """A shared beginning has to be this much longer before it is worth waiting for the row that computes it."""
-_MAX_PREFILL_PLACES = 512
-"""Padded tokens in one prefill pass; keeps its scores in the processor's cache."""
+_MAX_PREFILL_PLACES = 1024
+"""Padded tokens in one prefill pass; bounds its scores, and longer passes are hardly faster."""
 
 
 class Prefill(NamedTuple):
@@ -45,43 +45,44 @@ class _Suffix(NamedTuple):
 
 @dataclass(slots=True)
 class _Rows:
-    """What is known of every slot; the first index is the slot. Tokens live at their position in the trajectory."""
+    """What is known of every slot; the first index is the slot. Tokens live at their position in the trajectory.
 
-    ids: Tensor  # [S, max_context + 1]; the last column takes what rows at rest sample
-    logprobs: Tensor  # [S, max_context + 1]
-    uniforms: Tensor  # [S, max_context + 1] float64
-    prompt_length: Tensor  # [S] tokens before the current completion
-    length: Tensor  # [S] tokens whose keys are cached, and the position of the token that is fed next
-    limit: Tensor  # [S] the completion ends when the trajectory has so many tokens
-    running: Tensor  # [S] bool
-    inverse_temperature: Tensor  # [S]
-    top_p: Tensor  # [S]
-    greedy: Tensor  # [S] bool
-    stops: Tensor  # [S, V] bool
+    Arrays, not tensors: a step touches a few numbers per row, and small tensor operations cost several times as much.
+    """
+
+    ids: NDArray[np.int64]  # [S, max_context + 1]; the last column takes what rows at rest sample
+    logprobs: NDArray[np.floating]  # [S, max_context + 1]
+    uniforms: NDArray[np.float64]  # [S, max_context + 1]
+    prompt_length: NDArray[np.int64]  # [S] tokens before the current completion
+    length: NDArray[np.int64]  # [S] tokens whose keys are cached, and the position of the token that is fed next
+    limit: NDArray[np.int64]  # [S] the completion ends when the trajectory has so many tokens
+    running: NDArray[np.bool_]  # [S]
+    inverse_temperature: NDArray[np.floating]  # [S]
+    top_p: NDArray[np.float64]  # [S]
+    greedy: NDArray[np.bool_]  # [S]
+    stops: NDArray[np.bool_]  # [S, V]
 
     @classmethod
     def create(cls, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> _Rows:
-        def integers() -> Tensor:
-            return torch.zeros(num_slots, dtype=torch.int64)
-
+        real = np.float64 if dtype == torch.float64 else np.float32
         return cls(
-            ids=torch.zeros(num_slots, max_context + 1, dtype=torch.int64),
-            logprobs=torch.zeros(num_slots, max_context + 1, dtype=dtype),
-            uniforms=torch.zeros(num_slots, max_context + 1, dtype=torch.float64),
-            prompt_length=integers(),
-            length=integers(),
-            limit=integers(),
-            running=torch.zeros(num_slots, dtype=torch.bool),
-            inverse_temperature=torch.ones(num_slots, dtype=dtype),
-            top_p=torch.ones(num_slots, dtype=torch.float64),
-            greedy=torch.zeros(num_slots, dtype=torch.bool),
-            stops=torch.zeros(num_slots, vocab, dtype=torch.bool),
+            ids=np.zeros((num_slots, max_context + 1), dtype=np.int64),
+            logprobs=np.zeros((num_slots, max_context + 1), dtype=real),
+            uniforms=np.zeros((num_slots, max_context + 1)),
+            prompt_length=np.zeros(num_slots, dtype=np.int64),
+            length=np.zeros(num_slots, dtype=np.int64),
+            limit=np.zeros(num_slots, dtype=np.int64),
+            running=np.zeros(num_slots, dtype=np.bool_),
+            inverse_temperature=np.ones(num_slots, dtype=real),
+            top_p=np.ones(num_slots),
+            greedy=np.zeros(num_slots, dtype=np.bool_),
+            stops=np.zeros((num_slots, vocab), dtype=np.bool_),
         )
 
     def move(self, source: int, target: int) -> None:
         for name in self.__slots__:
-            tensor = getattr(self, name)
-            tensor[target] = tensor[source]
+            array = getattr(self, name)
+            array[target] = array[source]
 
 
 class SlotTable:
@@ -91,15 +92,13 @@ class SlotTable:
     def __init__(self, shape: DecoderShape, *, num_slots: int, max_context: int, dtype: torch.dtype) -> None:
         self._max_context = max_context
         self._rows = _Rows.create(num_slots, max_context, shape.vocab, dtype)
-        self._ids = self._rows.ids.numpy()
-        self._length = self._rows.length.numpy()
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
         self._num_slots = 0
+        self._workspace: Workspace | None = None
         self._prefix: SharedPrefix | None = None
         self._prefix_is_stale = True
-        self._uses_top_p = self._uses_greedy = False
+        self._uses_temperature = self._uses_top_p = self._uses_greedy = False
 
-    @torch.inference_mode()
     def stop(self, slot: int) -> None:
         """The slot's completion is no longer wanted; its cache stays."""
         self._rows.running[slot] = False
@@ -110,9 +109,9 @@ class SlotTable:
         self._num_slots -= 1
         last = self._num_slots
         if slot != last:
-            self._cache.copy_row(last, slot, int(self._length[last]))
+            self._cache.copy_row(last, slot, int(self._rows.length[last]))
             self._rows.move(last, slot)
-        self._length[last] = 0
+        self._rows.length[last] = 0
         self._rows.running[last] = False
         self._prefix_is_stale = True
 
@@ -121,12 +120,15 @@ class SlotTable:
         """One token for every running slot; the completions that it ended."""
         rows, num_rows = self._rows, self._num_slots
         if self._prefix_is_stale:
-            self._prefix = self._cache.share(self._ids[:num_rows], int(self._length[:num_rows].min()))
+            self._prefix = self._cache.share(rows.ids[:num_rows], int(rows.length[:num_rows].min()))
             self._prefix_is_stale = False
-        index = torch.arange(num_rows)
-        positions = rows.length[:num_rows].clone()
-        attend = self._cache.decode(num_rows, positions, self._prefix)
-        hidden = decoder.forward(rows.ids[index, positions], positions, attend)
+        index = np.arange(num_rows)
+        positions = rows.length[:num_rows].copy()
+        attend = self._cache.decode(positions, self._prefix)
+        tokens = torch.from_numpy(rows.ids[index, positions])
+        if self._workspace is None or self._workspace.num_tokens != num_rows:
+            self._workspace = decoder.workspace(num_rows)
+        hidden = decoder.forward(tokens, torch.from_numpy(positions), attend, workspace=self._workspace)
         # Rows at rest are computed along and change nothing: their token is fed again when their next turn comes.
         rows.length[:num_rows] += rows.running[:num_rows]
         return self._accept(index, decoder.logits(hidden))
@@ -140,13 +142,17 @@ class SlotTable:
         while requests:
             suffixes, requests = self._plan(requests)
             for chunk in _chunks(suffixes):
-                index = torch.tensor([suffix.slot for suffix in chunk])
-                starts = torch.tensor([suffix.start for suffix in chunk])
-                counts = torch.tensor([suffix.count for suffix in chunk])
-                positions = torch.cat([torch.arange(part.start, part.start + part.count) for part in chunk])  # [T]
-                tokens = self._rows.ids[index.repeat_interleave(counts), positions]
-                attend = self._cache.prefill(index, starts, counts)
-                hidden = decoder.forward(tokens, positions, attend, wanted=counts.cumsum(0) - 1)
+                index = np.array([part.slot for part in chunk])
+                starts, counts = (np.array([getattr(part, x) for part in chunk]) for x in ("start", "count"))
+                row_of_token = np.repeat(index, counts)  # [T]
+                positions = np.concatenate([np.arange(part.start, part.start + part.count) for part in chunk])
+                tokens = self._rows.ids[row_of_token, positions]
+                hidden = decoder.forward(
+                    torch.from_numpy(tokens),
+                    torch.from_numpy(positions),
+                    self._cache.prefill(index, starts, counts),
+                    wanted=torch.from_numpy(counts.cumsum() - 1),
+                )
                 self._rows.length[index] = starts + counts
                 if chunk[0].is_whole:
                     finished += self._accept(index, decoder.logits(hidden))
@@ -155,13 +161,13 @@ class SlotTable:
     def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
         """What to compute now, and the requests that wait because another one's row will hold their beginning."""
         suffixes, deferred = [], []
-        planned = self._length[: self._num_slots].copy()  # cached once the suffixes are computed
+        planned = self._rows.length[: self._num_slots].copy()  # cached once the suffixes are computed
         for request in requests:
             slot, tokens = request.slot, request.tokens
-            cached, source = int(min(_shared_length(self._ids[slot], tokens), self._length[slot])), slot
+            cached, source = int(min(_shared_length(self._rows.ids[slot], tokens), self._rows.length[slot])), slot
             if cached == 0:  # a new trajectory
-                shared = _shared_length(self._ids[: self._num_slots], tokens)  # [n]
-                cached_anywhere = np.minimum(shared, self._length[: self._num_slots])
+                shared = _shared_length(self._rows.ids[: self._num_slots], tokens)  # [n]
+                cached_anywhere = np.minimum(shared, self._rows.length[: self._num_slots])
                 source = int(cached_anywhere.argmax())
                 cached = int(cached_anywhere[source])
                 if np.minimum(shared, planned).max() >= cached + _MIN_COPIED:
@@ -179,7 +185,7 @@ class SlotTable:
         """Write the request into its row."""
         rows, (slot, tokens, sampling) = self._rows, request
         limit = min(len(tokens) + sampling.max_tokens, self._max_context)
-        self._ids[slot, : len(tokens)] = tokens
+        rows.ids[slot, : len(tokens)] = tokens
         rows.uniforms[slot, len(tokens) : limit] = sampler.uniforms(sampling.seed, limit - len(tokens))
         rows.prompt_length[slot] = len(tokens)
         rows.limit[slot] = limit
@@ -190,32 +196,32 @@ class SlotTable:
         rows.stops[slot] = False
         rows.stops[slot, list(sampling.stop_token_ids)] = True
         self._uses_greedy |= sampling.temperature == 0.0
+        self._uses_temperature |= sampling.temperature not in (0.0, 1.0)
         self._uses_top_p |= sampling.top_p < 1.0
 
-    def _accept(self, index: Tensor, logits: Tensor) -> list[tuple[int, Completion]]:
+    def _accept(self, index: NDArray[np.int64], logits: Tensor) -> list[tuple[int, Completion]]:
         """Sample from logits [m, V] into slots index [m]; the completions that end here."""
         rows = self._rows
         running = rows.running[index]
-        positions = torch.where(running, rows.length[index], self._max_context)
-        tokens, logprobs = sampler.sample(
+        positions = np.where(running, rows.length[index], self._max_context)
+        sampled, logprobs = sampler.sample(
             logits,
-            rows.inverse_temperature[index],
-            rows.uniforms[index, positions],
-            top_p=rows.top_p[index] if self._uses_top_p else None,
-            greedy=rows.greedy[index] if self._uses_greedy else None,
+            torch.from_numpy(rows.uniforms[index, positions]),
+            inverse_temperature=torch.from_numpy(rows.inverse_temperature[index]) if self._uses_temperature else None,
+            top_p=torch.from_numpy(rows.top_p[index]) if self._uses_top_p else None,
+            greedy=torch.from_numpy(rows.greedy[index]) if self._uses_greedy else None,
         )
+        tokens = sampled.numpy()
         rows.ids[index, positions] = tokens
-        rows.logprobs[index, positions] = logprobs
+        rows.logprobs[index, positions] = logprobs.numpy()
         stopped = rows.stops[index, tokens]
         ended = running & (stopped | (positions + 1 >= rows.limit[index]))
-        if not bool(ended.any()):
-            return []
         finished = []
-        for place in ended.nonzero()[:, 0].tolist():
+        for place in np.flatnonzero(ended).tolist():
             slot = int(index[place])
-            span = slice(int(rows.prompt_length[slot]), int(rows.length[slot]) + 1)
+            span = slice(rows.prompt_length[slot], rows.length[slot] + 1)
             rows.running[slot] = False
-            finish_reason = "stop" if bool(stopped[place]) else "length"
+            finish_reason = "stop" if stopped[place] else "length"
             completion = Completion(rows.ids[slot, span].tolist(), rows.logprobs[slot, span].tolist(), finish_reason)
             finished.append((slot, completion))
         return finished

@@ -28,6 +28,7 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self._forced = _THINK if think else ""
         self._between = lru_cache(maxsize=4096)(self._render_between)
+        self._beginning = lru_cache(maxsize=256)(self._render_beginning)  # a group's members begin alike
         marker = self._encode(self._delta(_PROBES[1]))[0]
         self.end_of_turn = marker
         """Ends an assistant turn (`<|im_end|>`)."""
@@ -38,7 +39,7 @@ class ChatRenderer:
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """The first messages and everything up to the first sampling position."""
-        return self._encode(self._template(messages) + self._forced)
+        return list(self._beginning(tuple(messages)))
 
     def observe(self, message: Message, finished_cleanly: bool) -> list[int]:
         """What stands between the last sampled token of a turn and the first of the next.
@@ -54,6 +55,9 @@ class ChatRenderer:
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def _render_beginning(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        return tuple(self._encode(self._template(messages) + self._forced))
 
     def _render_between(self, message: Message) -> tuple[int, ...]:
         return tuple(self._encode(self._delta(message) + self._forced))

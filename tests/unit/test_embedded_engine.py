@@ -304,6 +304,29 @@ def test_a_changed_history_is_computed_again(model: PreTrainedModel, engine: Emb
     assert completion.logprobs[0] == pytest.approx(float(expected), abs=1e-5)
 
 
+def test_a_slot_forgets_the_longer_trajectory_that_left_it(model: PreTrainedModel) -> None:
+    engine = EmbeddedEngine(model.config, max_context=120, max_sessions=2)
+    lengths = (90, 90, 3, 80)  # of the prompts; the short one sits in a long one's slot, beside another long one
+    prompts = [random_tokens(random.Random(session), length) for session, length in enumerate(lengths)]
+
+    async def scenario() -> list[Completion]:
+        async def generate(session: int) -> Completion:
+            return await engine.generate(prompts[session], SamplingParams(25, seed=session), session=session)
+
+        await asyncio.gather(generate(0), generate(1))
+        engine.release(0)
+        engine.release(1)
+        return await asyncio.gather(generate(2), generate(3))
+
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        completions = run(scenario())
+    for prompt, completion in zip(prompts[2:], completions, strict=True):
+        expected = reference_logprobs(model, prompt + completion.tokens, 1.0)
+        picked = expected[torch.arange(len(prompt) - 1, len(prompt) + 24), completion.tokens]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), picked, atol=1e-5, rtol=0)
+
+
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
