@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> EvaluationResult:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, help="a run directory, a Hugging Face checkpoint directory or a hub name")
+    parser.add_argument("--load", required=True, help="a run, a Hugging Face or megatron-format directory, or a hub name")
     parser.add_argument("--environment", required=True, help="e.g. bandit, frozen_lake, sokoban")
     parser.add_argument("--boards", help="boards file (JSON lines); default: the 256 packaged boards")
     parser.add_argument("--num-prompts", type=int, default=256)

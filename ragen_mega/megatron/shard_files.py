@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 PATTERN = "rank_*.safetensors"
-_HEADER = "pieces"
+HEADER = "pieces"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Names of safetensors -> the types that weights have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
         tensors[name] = piece.data
         header[name] = {"key": piece.key, "offset": piece.offset, "global_shape": piece.global_shape}
     try:
-        save_file(tensors, path, metadata={_HEADER: json.dumps(header)})
+        save_file(tensors, path, metadata={HEADER: json.dumps(header)})
     except SafetensorError as error:  # what it makes of a full disk
         raise OSError(f"cannot write {path}: {error}") from None
     with path.open("rb") as file:
@@ -70,8 +72,8 @@ class PieceReader:
         self._files: dict[Path, safe_open] = {}
         for path in sorted(directory.glob(PATTERN)):
             try:
-                file = self._files[path] = safe_open(path, framework="pt")
-                header = json.loads(file.metadata()[_HEADER])
+                file = self._open(path)
+                header = json.loads(file.metadata()[HEADER])
                 for name, piece in header.items():
                     shape = tuple(file.get_slice(name).get_shape())
                     stored = _Stored(path, name, tuple(piece["offset"]), shape)
@@ -80,10 +82,19 @@ class PieceReader:
             except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
                 raise ValueError(f"cannot read {path} ({error}); the checkpoint is damaged, use an earlier one") from None
 
+    def _open(self, path: Path) -> safe_open:
+        if path not in self._files:
+            self._files[path] = safe_open(path, framework="pt")
+        return self._files[path]
+
+    def release(self) -> None:
+        """Unmap the files; what is read next maps them again."""
+        self._files.clear()
+
     def dtype(self, key: str) -> torch.dtype:
         """The type in which `key` is stored."""
         stored = self._pieces[key][0]
-        return self._files[stored.path].get_slice(stored.name)[(slice(0, 0),) * len(stored.shape)].dtype
+        return self._open(stored.path).get_slice(stored.name)[(slice(0, 0),) * len(stored.shape)].dtype
 
     def read(
         self,
@@ -120,7 +131,7 @@ class PieceReader:
                 continue
             source = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, piece.offset))
             target = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, offset))
-            data = self._files[piece.path].get_slice(piece.name)[source]
+            data = self._open(piece.path).get_slice(piece.name)[source]
             if data.dtype != dtype:
                 raise ValueError(
                     f"{key} is {data.dtype} in the checkpoint {self.directory} and {dtype} here; "

@@ -1,0 +1,189 @@
+"""A run's model, exported, is in transformers what it is in the trainer; one in megatron format is loaded by all that load."""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+from ragen_mega import distributed
+from ragen_mega.build import build, write_small_model
+from ragen_mega.config import parse
+from ragen_mega.console import Console
+from ragen_mega.huggingface import load_tokenizer, random_weights, save_huggingface
+from ragen_mega.megatron import checkpoint
+from ragen_mega.packing import pack
+from ragen_mega.run import Run
+from ragen_mega.train import train
+from ragen_mega.types import Completion, TokenBatch, Trajectory
+
+FLAGS = """
+    --environments bandit --prompt-style compact --max-response-length 8 --max-context-length 200 --eval-prompts 4
+    --num-groups 2 --group-size 2 --minibatch-size 4 --filter-strategy none --lr 1e-3 --num-steps 1 --temperature 1
+""".split()
+TP2 = ("--tensor-model-parallel-size", "2")
+ARCHITECTURES = ("qwen2_tied", "qwen3_untied")
+
+
+def load_tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def convert(source: Path, target: Path, format: str, tp: int | None = None, pp: int | None = None) -> Path:
+    arguments = argparse.Namespace(
+        source=source, target=target, format=format, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        dtype=None, max_shard_size=None,
+    )
+    load_tool("convert_checkpoint").convert(arguments, Console(is_writer=True, num_steps=0))
+    return target
+
+
+def write_start(directory: Path, architecture: str) -> Path:
+    """A model to start from, with a tokenizer and a vocabulary that two ranks must pad."""
+    write_small_model(parse(FLAGS), directory / "tokenizer")
+    tokenizer = load_tokenizer(str(directory / "tokenizer"))
+    sizes = dict(
+        vocab_size=len(tokenizer) // 2 * 2 + 1, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
+        tie_word_embeddings=architecture == "qwen2_tied",
+    )
+    config = Qwen2Config(**sizes) if architecture == "qwen2_tied" else Qwen3Config(**sizes, head_dim=12)
+    save_huggingface(directory / "start", config, tokenizer, random_weights(config, 1).items(), is_writer=True)
+    (directory / "start" / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    return directory / "start"
+
+
+def on_two_ranks(work) -> None:
+    """Run `work()` on two forked ranks; they leave together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+
+    def rank(index: int) -> None:
+        os.environ.update(address, RANK=str(index), LOCAL_RANK=str(index))
+        work()
+        distributed.barrier()
+
+    distributed.stop()  # of a test before, in this process
+    processes = [multiprocessing.get_context("fork").Process(target=rank, args=(index,)) for index in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(250)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def some_batch(vocab_size: int) -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+    trajectories = []
+    for index in range(4):
+        trajectory = Trajectory(group_id=index)
+        trajectory.append_observation(torch.randint(0, vocab_size, (5,), generator=generator).tolist())
+        tokens = torch.randint(0, vocab_size, (7 + index,), generator=generator).tolist()
+        trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
+        trajectories.append(trajectory)
+    return pack(trajectories)
+
+
+def record(run: Run, path: Path) -> None:
+    """Save what the policy computes and what it is made of."""
+    weights = {name: value.clone() for name, value in run.policy.export_weights()}
+    logprobs = run.policy.logprobs(some_batch(run.policy.hf.vocab_size))
+    if distributed.is_main():
+        torch.save({"logprobs": logprobs, "weights": weights}, path)
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """The actor's pieces in the files of all ranks."""
+    pieces = {}
+    for path in directory.glob("rank_*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name, piece in json.loads(file.metadata()["pieces"]).items():
+                if piece["key"].startswith("actor.") and not piece["key"].startswith("actor.optimizer."):
+                    pieces[f"{path.name} {json.dumps(piece, sort_keys=True)}"] = file.get_tensor(name)
+    return pieces
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@torch.no_grad()
+def logprobs_in_transformers(directory: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    batch, rows = some_batch(model.config.vocab_size), []
+    offsets = batch.cu_seqlens.tolist()
+    for start, end in zip(offsets[:-1], offsets[1:]):
+        logits = model(batch.tokens[None, start:end]).logits[0]
+        rows.append(logits.log_softmax(-1).gather(-1, batch.labels[start:end, None])[:, 0])
+    return torch.cat(rows) * batch.loss_mask
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> None:
+    start = write_start(tmp_path, architecture)
+
+    def train_a_step() -> None:
+        run = build(parse([*FLAGS, *TP2, "--load", str(start), "--output", str(tmp_path), "--name", "run"]))
+        train(run)
+        record(run, tmp_path / "trained.pt")
+        run.close()
+
+    on_two_ranks(train_a_step)
+    trained = torch.load(tmp_path / "trained.pt")
+    steps = tmp_path / "run" / "checkpoints" / "step_00000001"
+
+    # Export: transformers computes what the trainer computed.
+    exported = convert(tmp_path / "run", tmp_path / "exported", "huggingface")
+    assert_equal(load_file(exported / "model.safetensors"), trained["weights"])
+    assert not torch.equal(trained["weights"]["model.norm.weight"], torch.ones(32))  # training did something
+    assert trained["logprobs"].count_nonzero() > 20
+    torch.testing.assert_close(logprobs_in_transformers(exported), trained["logprobs"], atol=1e-5, rtol=0)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (exported / name).read_bytes() == (start / name).read_bytes()
+
+    # Megatron format: what the ranks of the run wrote, and under another layout it can be loaded all the same.
+    assert_equal(stored(convert(steps, tmp_path / "same", "megatron", 2)), stored(steps))
+    model = convert(exported, tmp_path / "megatron", "megatron", 1, 2)
+
+    def load_on_two_ranks() -> None:
+        run = build(parse([*FLAGS, *TP2, "--load", str(model), "--output", str(tmp_path), "--name", "again"]))
+        record(run, tmp_path / "loaded.pt")
+        run.close()
+        # megatron-core's own loader finds every key, shape and piece.
+        state = checkpoint._sharded_parameters(run.policy.trainer)
+        expected = {name: part.data.clone() for name, part in state.items()}
+        add_prefix_for_sharding(state, "actor.")
+        assert_equal(dist_checkpointing.load(state, str(model), sharded_strategy=checkpoint._Read()), expected)
+
+    on_two_ranks(load_on_two_ranks)
+    loaded = torch.load(tmp_path / "loaded.pt")
+    assert_equal(loaded["weights"], trained["weights"])
+    assert torch.equal(loaded["logprobs"], trained["logprobs"])
+
+    def evaluate() -> None:
+        arguments = dict.fromkeys(("boards", "max_turns", "max_actions_per_turn", "max_actions", "prompt_style",
+                                   "environment_options"))
+        arguments |= dict(environment="bandit", num_prompts=4, samples_per_prompt=1, temperature=0.5, seed=0)
+        run = load_tool("evaluate").run
+        results = [run(argparse.Namespace(load=str(path), **arguments)).to_dict() for path in (model, exported)]
+        assert results[0] == results[1]
+
+    on_two_ranks(evaluate)

@@ -1,0 +1,259 @@
+"""Convert a model between Hugging Face's format and Megatron's, tensor by tensor, in one process and without a GPU.
+
+    python tools/convert_checkpoint.py --from runs/NAME --to my-model --format huggingface
+    python tools/convert_checkpoint.py --from runs/NAME/checkpoints/step_00000050 --to my-model --format huggingface
+    python tools/convert_checkpoint.py --from Qwen2.5-7B-Instruct --to qwen-megatron --format megatron \\
+        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
+
+--from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or a directory that this
+tool wrote in megatron format; which of them it is, is found out and said. Of a run the actor is taken, as it computes: in
+the type of its parameters. Values are copied bit by bit unless --dtype asks for another type; config.json then says that
+type. Tokenizer, chat template and generation config are carried along.
+
+`huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size with an index.
+`megatron` is what a run's checkpoint holds of the actor, in pieces as the ranks of the given layout would write them, with
+checksums; --load of training and evaluation takes it, under any layout. The target appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from ragen_mega.checkpointing import CHECKPOINTS, MANIFEST, STATE, Checkpoint, find_latest, read_checkpoint
+from ragen_mega.config import ParallelConfig
+from ragen_mega.console import Console, fail
+from ragen_mega.huggingface import load_config, local_directory
+from ragen_mega.megatron.layout import stored_slots
+from ragen_mega.megatron.model import check_model
+from ragen_mega.megatron.model_readers import HuggingFaceReader, MegatronReader, ModelReader
+from ragen_mega.megatron.model_writers import Entry, HuggingFaceWriter, MegatronWriter
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+"""Endings of the files beside the weights that go along: configs, tokenizer, chat template."""
+NOT_CARRIED = ("config.json", MANIFEST, "metadata.json", "trainer_state.json")
+"""Written anew, or of no use beside other weights; indices of weights neither."""
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Buffers in old checkpoints that follow from config.json."""
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is to be converted."""
+
+    description: str
+    reader: ModelReader
+    hf: PretrainedConfig
+    files: Path
+    """The directory with config.json and the tokenizer."""
+
+
+def open_source(path: Path, say: Say) -> Source:
+    """Find out what `path` is. Raises ValueError if it is nothing that can be converted, or damaged."""
+    if not path.is_dir():
+        raise ValueError(f"--from {path} is no directory; give a Hugging Face directory, a run or a checkpoint")
+    if (path / MANIFEST).exists() and (path / STATE).exists():
+        try:
+            return _open_checkpoint(read_checkpoint(path), say)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
+    if HuggingFaceReader.is_for(path):
+        return Source(f"Hugging Face directory {path}", HuggingFaceReader(path), _supported(path), path)
+    if MegatronReader.is_for(path):
+        hf = _supported(path)
+        return Source(f"megatron directory {path}", MegatronReader.open(path, verify=True), hf, path)
+    if (path / CHECKPOINTS).is_dir():
+        checkpoint = find_latest(path / CHECKPOINTS, say)
+        if checkpoint is None:
+            raise ValueError(f"run {path} has no valid checkpoint; give --from another run or a Hugging Face directory")
+        return _open_checkpoint(checkpoint, say)
+    raise ValueError(f"--from {path} holds neither a model (*.safetensors and config.json) nor {CHECKPOINTS}/ of a run; "
+                     "give a Hugging Face directory, a run or a checkpoint")
+
+
+def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
+    files = _model_of_run(checkpoint, say)
+    hf = _supported(files)
+    reader = MegatronReader(checkpoint.directory, hf)
+    if unknown := reader.unknown_keys():
+        raise ValueError(f"it holds {unknown[0]}, which the model in {files} does not have; was that model changed?")
+    description = f"checkpoint {checkpoint.directory} (actor after {checkpoint.step} steps), tokenizer of {files}"
+    return Source(description, reader, hf, files)
+
+
+def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
+    """The directory with the model configuration and the tokenizer that the run of a checkpoint started from."""
+    run, load = checkpoint.directory.parents[1], checkpoint.config["model"]["load"]
+    exported = [path for path in (run / "base", run / "huggingface") if (path / "config.json").exists()]
+    if load is None:
+        if not exported:
+            raise ValueError(f"its run's model directory {run / 'base'} is missing; convert it where the run is")
+        return exported[0]
+    try:
+        return local_directory(load)
+    except ValueError as error:
+        if not exported:
+            raise ValueError(f"its run started from {load}, which is needed for config.json and tokenizer: {error}") from None
+        say(f"{load} is not here any more: config and tokenizer are those of {exported[0]}, without generation config")
+        return exported[0]
+
+
+def _supported(directory: Path) -> PretrainedConfig:
+    hf = load_config(str(directory))
+    check_model(hf, ParallelConfig())
+    return hf
+
+
+def check_tensors(source: Source) -> None:
+    """Raise ValueError unless the source holds exactly the tensors that its config.json describes."""
+    expected = {
+        name: shape
+        for stored in stored_slots(source.hf)
+        for name, shape in zip(stored.slot.names, stored.huggingface_shapes(source.hf))
+    }
+    names = {name for name in source.reader.names() if not _DERIVED.fullmatch(name)}
+    if source.hf.tie_word_embeddings and "lm_head.weight" in names:
+        names.remove("lm_head.weight")
+        if not torch.equal(source.reader("lm_head.weight"), source.reader("model.embed_tokens.weight")):
+            raise ValueError("config.json ties lm_head.weight to the embedding, and the two differ; set tie_word_embeddings "
+                             "to false in config.json to keep both")
+        source.reader.release()
+    if missing := [name for name in expected if name not in names]:
+        raise ValueError(f"{source.description} lacks {missing[0]}{_and_more(missing)}; is it a complete "
+                         f"{source.hf.model_type} checkpoint?")
+    if unknown := sorted(names - expected.keys()):
+        raise ValueError(f"{source.description} holds {unknown[0]}{_and_more(unknown)}, for which a {source.hf.model_type} "
+                         "policy has no place; is config.json of another model?")
+    for name, shape in expected.items():
+        if (found := source.reader.describe(name)[1]) != shape:
+            raise ValueError(f"{name} has shape {list(found)} in {source.description} and config.json asks for {list(shape)}; "
+                             "is config.json of another model?")
+    source.reader.release()
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+@contextmanager
+def appearing_whole(target: Path) -> Iterator[Path]:
+    """A directory beside `target` that gets its name when the block is through, and is deleted if it fails."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--to {target} exists already and stays untouched; delete it or give another name")
+    target = target.absolute()
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.mkdir()
+    except FileExistsError:
+        raise ValueError(f"{unfinished} exists: another conversion is at work or was killed; delete it if none is") from None
+    try:
+        yield unfinished
+        for path in [*unfinished.iterdir(), unfinished]:
+            _sync(path)
+        unfinished.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
+    """Copy what stands beside the weights, byte by byte; in config.json the type changes if the weights have another."""
+    for path in sorted(source.iterdir()):
+        is_index = path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in CARRIED and path.name not in NOT_CARRIED and not is_index:
+            shutil.copyfile(path, directory / path.name)
+    config = json.loads((source / "config.json").read_text())
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    (dtype,) = {str(dtype).removeprefix("torch.") for dtype in dtypes} if len(dtypes) == 1 else {config.get(key)}
+    if config.get(key) == dtype:
+        shutil.copyfile(source / "config.json", directory / "config.json")
+    else:
+        (directory / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2) + "\n")
+
+
+def convert(arguments: argparse.Namespace, console: Console) -> None:
+    """Do what the flags say. Raises ValueError or OSError, and then leaves no target."""
+    is_megatron = arguments.format == "megatron"
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    for name in ("max_shard_size",) if is_megatron else sizes:
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} means nothing with --format {arguments.format}; drop it")
+    given = {name: getattr(arguments, name) for name in sizes if getattr(arguments, name) is not None}
+    parallel = ParallelConfig(**given)
+    with appearing_whole(arguments.target) as directory:
+        source = open_source(arguments.source, console.say)
+        console.say(f"from {source.description}")
+        check_model(source.hf, parallel)
+        check_tensors(source)
+        slots = list(stored_slots(source.hf))
+        described = {name: source.reader.describe(name) for stored in slots for name in stored.slot.names}
+        entries = [Entry(name, DTYPES.get(arguments.dtype, dtype), shape) for name, (dtype, shape) in described.items()]
+        dtypes = {entry.name: entry.dtype for entry in entries}
+        carry_along(source.files, directory, set(dtypes.values()))
+        if is_megatron:
+            writer = MegatronWriter(directory, source.hf, dtypes, parallel)
+        else:
+            writer = HuggingFaceWriter(directory, entries, arguments.max_shard_size or 5 * 10**9)
+        with console.phase("convert", len(slots)) as progress:
+            for stored in slots:
+                writer.write([source.reader(name) for name in stored.slot.names])
+                source.reader.release()
+                progress.advance(note=stored.slot.names[0])
+        writer.close()
+    num_bytes, types = sum(entry.num_bytes for entry in entries), sorted(str(dtype) for dtype in set(dtypes.values()))
+    console.say(f"to {arguments.target}: {len(entries)} tensors, {num_bytes / 1e9:.3g} GB, {', '.join(types)}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of e.g. 500MB, 5GB or 2GiB."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]I?|)B?", text.upper())
+    if not match or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 500MB or 5GB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", type=Path, required=True, help="what to convert, see above")
+    parser.add_argument("--to", dest="target", type=Path, required=True, help="a new directory")
+    parser.add_argument("--format", choices=("huggingface", "megatron"), required=True)
+    parser.add_argument("--tensor-model-parallel-size", type=int, help="megatron: cut every matrix in so many (default 1)")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, help="megatron: cut the layers in so many (default 1)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="type of the weights; default: as they are stored, unrounded")
+    parser.add_argument("--max-shard-size", type=parse_size, help="huggingface: largest file, e.g. 500MB (default 5GB)")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing half written stays
+    try:
+        convert(arguments, Console(is_writer=True, num_steps=0))
+    except (ValueError, OSError) as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()
