@@ -124,8 +124,11 @@ def claim(config: StarPOConfig) -> tuple[TextIO | None, Checkpoint | None]:
         print(line, flush=True)
 
     def find() -> Checkpoint | None:
-        if not config.checkpoint.resume or not (config.run_directory / CONFIG_FILE).exists():
-            return None  # a missing run is the logger's to refuse
+        if not config.checkpoint.resume:
+            return None
+        if not (config.run_directory / CONFIG_FILE).exists():
+            say(f"resume: there is no run in {config.run_directory} yet: it begins")
+            return None
         checkpoint = find_latest(config.run_directory / CHECKPOINTS, say)
         for line in check_config(checkpoint, config.to_dict()) if checkpoint else ("no checkpoint yet: training starts anew",):
             say(f"resume: {line}")
@@ -190,7 +193,8 @@ def warm_start(run: Run, start: Path) -> tuple[Path, Path | None]:
     config, warm = run.config, run.config.warm_start
     num_steps = warm.warm_start_first_turn_steps + warm.warm_start_steps
     student = MegatronPolicy(
-        run.policy.hf, run.policy.groups, config.parallel, _warm_start_schedule(config, num_steps), config.loss, temperature=1.0
+        run.policy.hf, run.policy.groups, config.parallel, _warm_start_schedule(config, num_steps), config.loss,
+        temperature=warm.warm_start_temperature,
     )
     student.load_weights(CheckpointReader(start))
     first_turns = _scripted_trajectories(run, 4 * warm.warm_start_trajectories, max_turns=1)

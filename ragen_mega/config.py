@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -104,8 +105,15 @@ class EnvironmentConfig:
     """Force a `<think>` at the start of every turn."""
     prompt_style: Literal["full", "system", "compact"] = "full"
     """Instructions in the first user message, in the system message, or (small models) none at all."""
+    environment_timeout: float = 60.0
+    """Seconds an environment may take for a turn before its trajectory is closed as truncated (0: any time)."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.environment_timeout < math.inf:
+            raise ValueError(
+                f"environment_timeout must be a number of seconds, 0 for no limit, not {self.environment_timeout}; "
+                "set --environment-timeout 60"
+            )
         self._check_options("environment_options", _json_object("environment_options", self.environment_options), {})
         for step, options in _json_object("curriculum", self.curriculum).items():
             if not step.isdigit():
@@ -332,11 +340,15 @@ class TrainConfig:
     """Largest global gradient norm."""
     critic_warmup: int = 0
     """First steps in which only the critic is updated."""
+    max_nonfinite_updates: int = 3
+    """Updates of one model in a row that a non-finite loss or gradient may cost; after that many the run stops."""
     seed: int = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "minibatch_size", "updates_per_rollout", "max_tokens_per_microbatch"):
+        for name in (
+            "num_steps", "minibatch_size", "updates_per_rollout", "max_tokens_per_microbatch", "max_nonfinite_updates"
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}; set {_flag(name)}")
         for name in ("lr", "critic_lr", "clip_grad", "adam_eps"):
@@ -362,8 +374,24 @@ class WarmStartConfig:
     """Steps of regression of the critic to the returns of the whole scripted trajectories (only with a critic)."""
     warm_start_critic_lr: float = 1e-3
     """Peak learning rate of that."""
+    warm_start_temperature: float = 1.0
+    """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what is certain there, and as
+    open where the play is random: reinforcement learning then shifts choices without loosening facts."""
     warm_start_skill: float = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""
+
+    def __post_init__(self) -> None:
+        for name in ("warm_start_lr", "warm_start_critic_lr", "warm_start_temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}; set {_flag(name)}")
+        for name in ("warm_start_batch", "warm_start_trajectories"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}; set {_flag(name)}")
+        for name in ("warm_start_first_turn_steps", "warm_start_steps", "warm_start_critic_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}; set {_flag(name)}")
+        if not 0 <= self.warm_start_skill <= 1:
+            raise ValueError(f"warm_start_skill must be a probability, not {self.warm_start_skill}; set it from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -390,12 +418,14 @@ class CheckpointConfig:
     """Newest checkpoints that are kept (0: all)."""
     keep_best: bool = False
     """Write a checkpoint whenever an evaluation is the best so far, and keep that one too."""
+    keep_rollouts: int | None = None
+    """Newest rollouts that stay on the disk (0: all; default: those since the oldest checkpoint that is kept)."""
     resume: bool = False
-    """Go on from the newest intact checkpoint of the run of this name."""
+    """Go on from the newest intact checkpoint of the run of this name; begin it if there is none."""
 
     def __post_init__(self) -> None:
-        for name in ("save_interval", "keep_last"):
-            if getattr(self, name) < 0:
+        for name in ("save_interval", "keep_last", "keep_rollouts"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}; set {_flag(name)}")
 
 
@@ -435,6 +465,10 @@ class StarPOConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
+        for section in self.to_dict().values():
+            for name, value in section.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError(f"{name} must be a finite number, not {value}")
         if self.checkpoint.resume and self.logging.overwrite:
             raise ValueError("resume continues a run and overwrite deletes it; drop --resume or --overwrite")
         if self.checkpoint.keep_best and self.evaluation.eval_interval == 0:

@@ -30,7 +30,11 @@ def start(timeout_minutes: float = 30.0) -> None:
     else:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(_backend(), timeout=datetime.timedelta(minutes=timeout_minutes))
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun --max-restarts hands restarted ranks the store of those that died, with their addresses in it.
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     _control_group = dist.group.WORLD if _backend() == "gloo" else dist.new_group(backend="gloo")
 
 

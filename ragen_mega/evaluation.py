@@ -97,6 +97,7 @@ def evaluate(
         max_context=max_context,
         temperature=temperature,
         seed=seed,
+        environment_timeout=config.environment_timeout,
     )
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]

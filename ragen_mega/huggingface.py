@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -17,18 +17,20 @@ transformers_logging.disable_progress_bar()
 
 def load_config(directory: str) -> PretrainedConfig:
     """The model configuration of a Hugging Face directory or hub name. Raises ValueError if it cannot be read."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read a model configuration from {directory}: {_first_line(error)}") from None
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ValueError(f"cannot read a model configuration from {directory}: {_brief(error)}") from None
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """Its tokenizer. Raises ValueError if there is none or it has no chat template."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read a tokenizer from {directory}: {_first_line(error)}") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot read a tokenizer from {directory}: {_brief(error)}") from None
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer in {directory} has no chat template; load an Instruct checkpoint")
     return tokenizer
@@ -45,7 +47,7 @@ def local_directory(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"--load {name} is neither a directory nor a model that the hub gives ({_first_line(error)}); "
+            f"--load {name} is neither a directory nor a model that the hub gives ({_brief(error)}); "
             "check the name, the network, or give a local directory"
         ) from None
 
@@ -88,5 +90,6 @@ def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
             if not (name == "lm_head.weight" and config.tie_word_embeddings)}
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _brief(error: BaseException) -> str:
+    """What an error says on its first two lines, as one."""
+    return " ".join(" ".join(str(error).strip().splitlines()[:2]).split()) or type(error).__name__

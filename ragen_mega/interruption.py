@@ -1,4 +1,5 @@
-"""How a run is told to stop: SIGTERM becomes a question that all ranks answer alike at points where they meet anyway."""
+"""How a run is made to stop: SIGTERM becomes a question that all ranks answer alike at points where they meet anyway, and
+the death of another rank an error in one line."""
 
 from __future__ import annotations
 
@@ -6,8 +7,12 @@ import signal
 from types import FrameType
 
 import torch
+from torch.distributed import DistError
 
 from ragen_mega import distributed
+from ragen_mega.console import fail
+
+RANK_LOST = "another rank of this job has ended or does not answer; --resume goes on from the last checkpoint"
 
 
 class Interrupted(Exception):
@@ -37,3 +42,9 @@ class StopSignal:
         if self._received:
             raise SystemExit(128 + signum)
         self._received = True
+
+
+def fail_if_rank_lost(error: RuntimeError) -> None:
+    """Leave with one line if `error` is that of a collective whose other ranks are gone."""
+    if isinstance(error, DistError) or "gloo" in str(error):  # gloo's errors have no type of their own
+        fail(RANK_LOST)

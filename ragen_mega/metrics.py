@@ -126,10 +126,11 @@ class RunLogger:
     """The directory of one run: `config.json`, `metrics.jsonl`, `summary.json`, TensorBoard files, W&B if asked for.
 
     Only the process with `is_writer` touches the disk; on the others every method does nothing, so that callers need no
-    condition. A run that continues (`resume`) drops what an earlier process logged at or after its first step.
+    condition. A run that continues (`resume`) drops what an earlier process logged at or after its first step; one that
+    does not exist yet begins, so that a launcher can give the same command every time.
 
-    Raises ValueError if the directory holds another run and neither `resume` nor `overwrite` is given, if there is no
-    run to resume, or if W&B is asked for and not installed.
+    Raises ValueError if the directory holds another run and neither `resume` nor `overwrite` is given, if it holds
+    something else, or if W&B is asked for and not installed.
     """
 
     def __init__(
@@ -228,9 +229,7 @@ def _claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"run directory {directory} is a file; choose another --name or --output")
     is_run = (directory / CONFIG_FILE).exists()
-    if resume:
-        if not is_run:
-            raise ValueError(f"no run to resume in {directory} (no {CONFIG_FILE}); drop resume or correct --name")
+    if resume and is_run:
         (directory / SUMMARY_FILE).unlink(missing_ok=True)  # not finished any more
         return
     if directory.exists() and any(directory.iterdir()):

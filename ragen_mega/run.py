@@ -1,4 +1,4 @@
-"""One run: the objects that the loop works with, and what happens around a step - timing, evaluation, files."""
+"""One run: the objects that the loop works with, and what happens around a step - rollout, evaluation, files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TextIO
@@ -14,27 +14,29 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from ragen_mega import distributed
-from ragen_mega.checkpointing import CHECKPOINTS, Checkpoint, CheckpointWriter
+from ragen_mega.checkpointing import CHECKPOINTS, Checkpoint, CheckpointWriter, on_main
 from ragen_mega.config import StarPOConfig
 from ragen_mega.console import Console
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.solvers import Baselines
-from ragen_mega.evaluation import EvaluationResult, collect_on_all_ranks, evaluate
+from ragen_mega.evaluation import EvaluationResult, evaluate
+from ragen_mega.faults import FAULTS, UpdateGuard
 from ragen_mega.huggingface import save_huggingface
 from ragen_mega.interruption import Interrupted, StopSignal
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.metrics import Metrics, RunLogger, Sum
+from ragen_mega.metrics import Metrics, RunLogger
 from ragen_mega.packing import minibatches
-from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
+from ragen_mega.rollouts import DurableRollouts, report_environment_errors, sample
 from ragen_mega.signals import observe
 from ragen_mega.starpo.diagnostics import EchoTrapMonitor
 from ragen_mega.starpo.filtering import filter_groups
 from ragen_mega.tasks import TaskSampler
+from ragen_mega.throughput import Throughput
 from ragen_mega.types import TokenBatch, TrajectoryGroup
 
 FINAL_EXPORT = "huggingface"
@@ -58,10 +60,9 @@ class Run:
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     started: float = field(default_factory=time.monotonic)
-    totals: Metrics = field(default_factory=Metrics)
+    throughput: Throughput = field(default_factory=Throughput)
     stop: StopSignal = field(default_factory=StopSignal)
-    _seconds: dict[str, float] = field(default_factory=dict)
-    _trained_tokens: int = 0
+    _is_recalled: bool = False  # the rollout of this step was read from the disk
     _evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     _best_success: float | None = None
 
@@ -70,43 +71,40 @@ class Run:
         self.checkpoints = CheckpointWriter(
             self.logger.directory / CHECKPOINTS, self.config.to_dict(), keep_last=keep.keep_last, keep_best=keep.keep_best
         )
+        self.rollouts = DurableRollouts(self.logger.directory, self.config)
+        self.faults = UpdateGuard(
+            self.logger.directory / FAULTS,
+            max_consecutive=self.config.train.max_nonfinite_updates,
+            report=self.console.say,
+        )
         self.trainers = {"actor": self.policy.trainer} | ({"critic": self.critic.trainer} if self.critic else {})
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def steps(self) -> range:
+        """The steps that are left."""
+        return range(self.step, self.config.train.num_steps)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a part of the step; its seconds are logged as time/<name>."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+        return self.throughput.phase(name)
 
-    def collect(self, groups: Sequence[Sequence[Task]]) -> list[TrajectoryGroup]:
-        """Play the tasks of one step under the training temperature. Raises Interrupted if the run is to stop."""
-        rollout = self.config.rollout
-        num_tasks = sum(len(group) for group in groups)
-        with self.console.phase("rollout", num_tasks // distributed.world_size()) as progress:
+    def collect(self, step: int) -> list[TrajectoryGroup]:
+        """The rollout of a step, which is on the disk when this returns: sampled, or read if a run repeats the step.
 
-            def advance() -> None:
-                progress.advance()
-                self.stop.interrupt()
-
-            try:
-                collected = collect_on_all_ranks(
-                    self.engine,
-                    self.renderer,
-                    groups,
-                    advance=advance,
-                    max_tokens=rollout.max_response_length,
-                    max_context=rollout.max_context_length,
-                    temperature=rollout.temperature,
-                    seed=self.config.train.seed,
-                )
-            except Interrupted:
-                distributed.gather_objects([])  # in place of this rank's part, for which the others wait
-        if self.stop.agreed():
-            raise Interrupted
-        return collected
+        Raises Interrupted if the run is to stop, RolloutFailed if sampling failed on any rank, OSError for a full disk.
+        """
+        tasks = self.tasks.sample(step)
+        with self.phase("rollout_files"):
+            origin = self.rollouts.origin(tasks, self.policy.module.parameters(), self.engine.weight_version)
+            groups = self.rollouts.recall(step, origin, self.console.say)
+        self._is_recalled = groups is not None
+        if groups is None:
+            groups = sample(self.engine, self.renderer, tasks, self.config, self.console, self.stop)
+            with self.phase("rollout_files"):
+                self.rollouts.write(step, groups, origin)
+        else:
+            self.console.say(f"step {step}: repeated from the rollout in {self.rollouts.store.directory}")
+        report_environment_errors(step, groups, self.console.say)
+        return groups
 
     def summarize(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
@@ -139,37 +137,34 @@ class Run:
                 batch, train.minibatch_size, num_passes=train.updates_per_rollout, generator=generator
             ):
                 yield minibatch
-                self._trained_tokens += minibatch.num_positions
+                self.throughput.trained_tokens += minibatch.num_positions
                 progress.advance()
 
     def finish_step(self, step: int, metrics: Metrics) -> None:
         """Close a step: warnings, schedules, one row of metrics, evaluation and checkpoint when due. May raise Interrupted."""
+        self.advance(metrics)
         for warning in observe(self.monitor, metrics):
             self.console.say(f"step {step}: {warning}")
-        self.policy.trainer.schedule.step(1)
-        if self.critic:
-            self.critic.trainer.schedule.step(1)
-        sampled = metrics.result()["rollout/sampled_tokens"]
-        trained = self._seconds.get("advantages", 0.0) + self._seconds.get("update", 0.0)
-        self.totals.add("total", rollout_tokens=Sum(sampled), rollout_seconds=Sum(self._seconds["rollout"]))
-        self.totals.add("total", train_seconds=Sum(trained), trained_tokens=Sum(self._trained_tokens))
-        metrics.add("rollout", tokens_per_second=sampled / self._seconds["rollout"])
-        if self._trained_tokens:
-            metrics.add("update", tokens_per_second=self._trained_tokens / trained)
-        metrics.add("time", self._seconds, step=sum(self._seconds.values()))
-        self._seconds, self._trained_tokens = {}, 0
+        sampled = None if self._is_recalled else metrics.result()["rollout/sampled_tokens"]
+        self.throughput.close_step(metrics, sampled)
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if not is_last and interval and (step + 1) % interval == 0:
             success = _mean_success(self.evaluate(step + 1, metrics))
         result = metrics.result()
-        self.logger.log(step, result)
+        on_main(lambda: self.logger.log(step, result))
         self.console.step(step, result)
         self.step = step + 1
         if not is_last and self._is_checkpoint_due(success):
             self.save(success)
         if self.stop.agreed():
             raise Interrupted
+
+    def advance(self, metrics: Metrics) -> None:
+        """What every step ends with, also one that is only replayed: the schedules, and the number of bad updates."""
+        for trainer in self.trainers.values():
+            trainer.schedule.step(1)
+        metrics.add("update", nonfinite=self.faults.take_count())
 
     def evaluate(self, step: int, metrics: Metrics | None = None) -> dict[str, EvaluationResult]:
         """Evaluate every trained environment on its held-out boards under the current weights."""
@@ -214,17 +209,14 @@ class Run:
             self.policy.export_weights(),
             is_writer=distributed.is_main(),
         )
-        totals = self.totals.result()
-        self.logger.write_summary(
-            {
-                "sets": results,
-                "steps": self.step,
-                "seconds": time.monotonic() - self.started,
-                "rollout_tokens_per_second": _rate(totals, "total/rollout_tokens", "total/rollout_seconds"),
-                "train_tokens_per_second": _rate(totals, "total/trained_tokens", "total/train_seconds"),
-                "warm_start": self._evaluations,
-            }
-        )
+        summary = {
+            "sets": results,
+            "steps": self.step,
+            "seconds": time.monotonic() - self.started,
+            **self.throughput.summary(),
+            "warm_start": self._evaluations,
+        }
+        on_main(lambda: self.logger.write_summary(summary))
         self.checkpoints.wait()
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
@@ -241,12 +233,13 @@ class Run:
             self._best_success = success
         state = {
             "monitor": self.monitor.state_dict(),
-            "totals": self.totals.result(),
+            "totals": self.throughput.state_dict(),
             "seconds": time.monotonic() - self.started,
             "warm_start": self._evaluations,
             "references": {name: asdict(reference) for name, reference in self.references.items()},
             "best_success": self._best_success,
             "weight_version": self.engine.weight_version,
+            "nonfinite": self.faults.consecutive,
         }
         with self.phase("checkpoint"):
             self.checkpoints.save(self.step, partial(checkpoint.stage, trainers=self.trainers), state, success)
@@ -257,11 +250,20 @@ class Run:
         state = saved.state
         self.step = self.checkpoints.saved_step = saved.step
         self.monitor.load_state_dict(state["monitor"])
-        self.totals.add("total", {key.removeprefix("total/"): Sum(value) for key, value in state["totals"].items()})
+        self.throughput.load_state_dict(state["totals"])
         self.started = time.monotonic() - state["seconds"]
         self._evaluations, self._best_success = state["warm_start"], state["best_success"]
         self.engine.weight_version = state["weight_version"]
+        self.faults.consecutive = dict(state.get("nonfinite", {}))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
+
+    def last_checkpoint(self) -> str:
+        """What to say of it when the run cannot go on. Collective: waits for one that is being written."""
+        self.checkpoints.wait()
+        last = max(self.checkpoints.directory.glob("step_*"), default=None)
+        if last is None:
+            return "there is no checkpoint yet: start again with a lower --lr or --clip-grad"
+        return f"the last good checkpoint is {last}: --resume goes on from there, e.g. with a lower --lr or --clip-grad"
 
     def leave(self) -> NoReturn:
         """End an interrupted run with a checkpoint."""
@@ -289,6 +291,3 @@ class Run:
 def _mean_success(results: dict[str, EvaluationResult]) -> float:
     return sum(result.success for result in results.values()) / len(results)
 
-
-def _rate(totals: dict[str, float], amount: str, seconds: str) -> float:
-    return totals[amount] / totals[seconds] if totals.get(seconds) else 0.0

@@ -11,9 +11,11 @@ from ragen_mega.build import build
 from ragen_mega.config import parse
 from ragen_mega.console import fail
 from ragen_mega.credit import estimate_advantages
-from ragen_mega.interruption import Interrupted
+from ragen_mega.interruption import Interrupted, fail_if_rank_lost
 from ragen_mega.metrics import Metrics
 from ragen_mega.packing import pack
+from ragen_mega.rollout.engine import EngineError
+from ragen_mega.rollouts import RolloutFailed
 from ragen_mega.run import Run
 from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights
 
@@ -22,13 +24,13 @@ def train(run: Run) -> None:
     """One StarPO step after another, until `num_steps`."""
     config, policy, critic, engine = run.config, run.policy, run.critic, run.engine
 
-    for step in range(run.step, config.train.num_steps):
+    for step in run.steps():
         metrics = Metrics()
 
-        # Rollout: from each of P initial states sample N trajectories of at most K turns.
+        # Rollout: from each of P initial states sample N trajectories of at most K turns; then they are on the disk.
         with run.phase("rollout"), engine.awake():
             engine.load_weights(policy.export_weights())
-            groups = run.collect(run.tasks.sample(step))
+            groups = run.collect(step)
         metrics.add("rollout", run.summarize(groups))
 
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
@@ -56,9 +58,9 @@ def train(run: Run) -> None:
         with run.phase("update"):
             for minibatch in run.minibatches(batch, step):
                 if critic:
-                    metrics.add("critic", critic.update(minibatch))
+                    metrics.add("critic", run.faults.check(step, "critic", minibatch, critic.update(minibatch)))
                 if step >= config.train.critic_warmup:
-                    metrics.add("actor", policy.update(minibatch))
+                    metrics.add("actor", run.faults.check(step, "actor", minibatch, policy.update(minibatch)))
 
         # Diagnose and report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)
@@ -67,7 +69,7 @@ def train(run: Run) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse flags, build everything, train. Bad input is one line and exit code 2 of every rank.
+    """Parse flags, build everything, train. What cannot go on is one line and exit code 2 of every rank.
 
     SIGTERM leaves at once while the run is built, and with a checkpoint from then on.
     """
@@ -75,15 +77,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         run = build(config)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError, EngineError) as error:
         fail(str(error))
+    except RuntimeError as error:
+        fail_if_rank_lost(error)
+        raise
     run.stop.listen()
+    try:
+        train_and_close(run)
+    except (RolloutFailed, EngineError, OSError) as error:
+        fail(str(error))
+    except RuntimeError as error:
+        fail_if_rank_lost(error)
+        raise
+
+
+def train_and_close(run: Run) -> None:
+    """Train to the end, to a SIGTERM or to an error; then the run is closed."""
     try:
         train(run)
     except Interrupted:
         run.leave()
-    except OSError as error:  # a full disk
-        fail(str(error))
+    except FloatingPointError as error:
+        fail(f"{error}; {run.last_checkpoint()}")
     finally:
         run.close()
 

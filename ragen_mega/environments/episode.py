@@ -106,7 +106,10 @@ class Episode:
         return [Message("system", "You're a helpful assistant."), Message("user", self._task_prompt() + prompt)]
 
     def respond(self, text: str) -> TurnResult:
-        """Execute the model's text of this turn. Any text is legal; RuntimeError if the episode is over."""
+        """Execute the model's text of this turn. Any text is legal.
+
+        Raises RuntimeError if the episode is over and FloatingPointError if the environment's reward is no number.
+        """
         if self.done:
             raise RuntimeError("the episode is over; call start before the next response")
         parsed = parse_response(
@@ -118,6 +121,8 @@ class Episode:
         results = self._execute(parsed.actions)
         self._num_turns += 1
         environment_reward = math.fsum(result.reward for result in results)
+        if not math.isfinite(environment_reward):
+            raise FloatingPointError(f"the environment's reward must be a finite number, not {environment_reward}")
         terminated = bool(results) and results[-1].terminated
         truncated = not terminated and ((bool(results) and results[-1].truncated) or self.actions_left == 0)
         self.done = terminated or truncated

@@ -125,13 +125,15 @@ class MegatronPolicy:
         return metrics | _step_metrics(grad_norm, self.trainer.lr)
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One behaviour-cloning step: mean negative log-likelihood of the tokens under the loss mask."""
+        """One behaviour-cloning step: mean negative log-likelihood of the tokens under the loss mask, at the temperature."""
         weighted = self._weigh(minibatch, "token-mean")
 
         def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
             active = micro.weights != 0
             logits = self.module.head_input(output)[active] @ self.module.head_weight().t()
-            logprobs, _ = logprob_entropy(logits, micro.labels[active], **self.module.vocab_arguments())
+            logprobs, _ = logprob_entropy(
+                logits, micro.labels[active], temperature=self.temperature, **self.module.vocab_arguments()
+            )
             value = -(micro.weights[active] * logprobs).sum()
             return value, value.detach().float().reshape(1)
 

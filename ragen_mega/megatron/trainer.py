@@ -110,9 +110,10 @@ class Trainer:
         return distributed.sum_over_ranks(result)
 
     def step(self, batch: TokenBatch, loss: Loss, num_metrics: int) -> tuple[Tensor, float]:
-        """One optimizer step. Returns the metric sums [M] over the batch and the gradient norm before clipping.
+        """One optimizer step. Returns the metric sums [M] over the batch, the loss first, and the gradient norm.
 
-        A non-finite gradient leaves the weights as they are; the returned norm says so (nan or inf).
+        The norm is that before clipping. A loss or gradient that is not finite leaves weights and optimizer as they are,
+        on all ranks; the returned norm is then nan.
         """
         self.model.train()
         self.model.zero_grad_buffer()
@@ -126,7 +127,8 @@ class Trainer:
         if self._reports:
             totals += torch.stack(sums).double().sum(0).cpu()
         totals = distributed.sum_over_ranks(totals)
-        if not self._gradients_are_finite():
+        # megatron-core's optimizer looks for inf and nan only when it scales the loss, which float32 and bfloat16 do not.
+        if not self._gradients_are_finite() or not math.isfinite(totals[0]):
             return totals, math.nan
         with cpu.cuda_literals_as_cpu():
             _, grad_norm, _ = self.optimizer.step()
@@ -186,9 +188,13 @@ class Trainer:
         )
 
     def _gradients_are_finite(self) -> bool:
-        buffers = self.model.buffers + self.model.expert_parallel_buffers
-        finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
-        return int(distributed.sum_over_ranks(torch.tensor([0 if finite else 1]))) == 0
+        """Whether the gradients and the float32 square of their norm are finite on all ranks.
+
+        With a norm whose square overflows, clipping would multiply all gradients by zero, and Adam would still move.
+        """
+        norms = [float(torch.linalg.vector_norm(b.grad_data)) for b in self.model.buffers + self.model.expert_parallel_buffers]
+        squares = torch.tensor([sum(norm * norm for norm in norms)], dtype=torch.float64)
+        return float(distributed.sum_over_ranks(squares)) <= torch.finfo(torch.float32).max
 
 
 def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:

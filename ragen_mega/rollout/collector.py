@@ -12,10 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragen_mega.environments.episode import Episode, TurnResult
-from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.environments.episode import Episode, Message, TurnResult
+from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.types import SamplingParams, Trajectory, TrajectoryGroup
+from ragen_mega.rollout.time_limit import EnvironmentFailed, TimeLimit
+from ragen_mega.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
+
+ENVIRONMENT_TIMEOUT = 60.0
+"""Seconds that an environment may take for a turn, unless a caller says otherwise."""
+ERROR = "error"
+"""Key of a turn's info under which a trajectory that its environment ended says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +79,27 @@ def collect(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int,
+    environment_timeout: float = ENVIRONMENT_TIMEOUT,
     advance: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:
     """Sample one trajectory per task with an engine that is awake; groups in order of their first task.
 
     `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `advance` is called when one ends. What a
     task samples depends on the weights, `seed` and the task alone, not on the other tasks: the tasks of a group may be
-    collected in parts. Raises ValueError if a first prompt leaves no room to answer.
+    collected in parts. An environment that raises or takes longer than `environment_timeout` seconds for a turn (0: any
+    time) ends its trajectory as truncated, with the error in the info of the last turn. Raises ValueError if an episode
+    cannot start or its first prompt leaves no room to answer, and EngineError if the engine fails.
     """
     if not tasks:
         return []
-    run = _Collection(engine, renderer, max_tokens, max_context, temperature, top_p, seed)
+    limit = TimeLimit(environment_timeout)
+    run = _Collection(engine, renderer, max_tokens, max_context, temperature, top_p, seed, limit)
     try:
         trajectories = asyncio.run(run.collect(tasks, advance))
     except ExceptionGroup as failed:  # when one trajectory fails the others are cancelled; its error is the one to show
         raise failed.exceptions[0] from None
+    finally:
+        limit.close()
     groups: dict[int, TrajectoryGroup] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, [])).trajectories.append(trajectory)
@@ -103,6 +115,7 @@ class _Collection:
     temperature: float
     top_p: float
     seed: int
+    limit: TimeLimit
 
     async def collect(self, tasks: Sequence[Task], advance: Callable[[], None] | None) -> list[Trajectory]:
         async def play(session: int, repetition: int, task: Task) -> Trajectory:
@@ -132,8 +145,8 @@ class _Collection:
             outcome_seed=task.outcome_seed,
             weight_version=self.engine.weight_version,
         )
-        episode = task.make_episode()
-        observation = self.renderer.start(episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board))
+        episode, messages = await self._start(task)
+        observation = self.renderer.start(messages)
         if len(observation) >= self.max_context:
             raise ValueError(
                 f"the first prompt of {task.environment} has {len(observation)} tokens and max_context is "
@@ -149,10 +162,10 @@ class _Collection:
                 stop_token_ids=self.renderer.stop_token_ids,
                 seed=_stable_seed(*stream, len(trajectory.turns)),
             )
-            completion = await self.engine.generate(list(trajectory.tokens), sampling, session=session)
+            completion = await self._generate(list(trajectory.tokens), sampling, session)
             turn = trajectory.append_action(completion)
             turn.info["finish_reason"] = completion.finish_reason
-            result = _respond(episode, self.renderer.decode_action(completion.tokens))
+            result = await self._respond(episode, self.renderer.decode_action(completion.tokens))
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
@@ -164,14 +177,29 @@ class _Collection:
                 turn.info["context_overflow"] = trajectory.truncated = True
                 return trajectory
 
+    async def _start(self, task: Task) -> tuple[Episode, list[Message]]:
+        def start() -> tuple[Episode, list[Message]]:
+            episode = task.make_episode()
+            return episode, episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
 
-def _respond(episode: Episode, text: str) -> TurnResult:
-    """The environment's answer; if it raises, the end of this trajectory with the error as data."""
-    try:
-        return episode.respond(text)
-    except Exception as error:  # an environment is anyone's code, and one broken trajectory must not end the rollout
-        info = {"error": f"{type(error).__name__}: {error}", "success": False}
-        return TurnResult(reward=0.0, message=None, terminated=False, truncated=True, info=info)
+        try:
+            return await self.limit.call(start)
+        except EnvironmentFailed as error:
+            raise ValueError(f"environment {task.environment} cannot start from seed {task.seed}: {error}") from error
+
+    async def _generate(self, tokens: list[int], sampling: SamplingParams, session: int) -> Completion:
+        try:
+            return await self.engine.generate(tokens, sampling, session=session)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise EngineError(f"the rollout engine failed: {type(error).__name__}: {error}") from error
+
+    async def _respond(self, episode: Episode, text: str) -> TurnResult:
+        """The environment's answer; if there is none, the end of this trajectory with the error as data."""
+        try:
+            return await self.limit.call(lambda: episode.respond(text))
+        except EnvironmentFailed as error:
+            info = {ERROR: str(error), "success": False}
+            return TurnResult(reward=0.0, message=None, terminated=False, truncated=True, info=info)
 
 
 def _stable_seed(*parts: object) -> int:

@@ -14,6 +14,10 @@ from torch import Tensor
 from ragen_mega.types import Completion, SamplingParams
 
 
+class EngineError(RuntimeError):
+    """The engine cannot go on; what it held of unfinished trajectories is lost."""
+
+
 class RolloutEngine(Protocol):
     """Samples completions for many trajectories at once, each at its own pace."""
 
@@ -35,7 +39,8 @@ class RolloutEngine(Protocol):
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
         """Sample what follows `tokens`, the whole trajectory so far.
 
-        `session` names the trajectory: what its cache already holds of `tokens` is not computed again.
+        `session` names the trajectory: what its cache already holds of `tokens` is not computed again. Any RuntimeError,
+        MemoryError or OSError means that the engine has failed.
         """
         ...
 

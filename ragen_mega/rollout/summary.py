@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from ragen_mega.rollout.collector import ERROR
 from ragen_mega.starpo.diagnostics import in_group_reward_std
 from ragen_mega.types import Trajectory, TrajectoryGroup
 
@@ -19,6 +20,7 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     unbiased standard deviation of total rewards (StarPO Eq. 7), 0 for a group of one. num_turns: mean per trajectory.
     response_length: sampled tokens per turn. thought_length: words of the thought per turn, 0 for a turn without one.
     valid_format_rate, valid_action_rate: share of turns. num_trajectories, sampled_tokens: counts.
+    environment_errors: trajectories that an error or the time limit of their environment ended.
     No group, no metrics.
     """
     if not groups:
@@ -48,7 +50,18 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "truncated_rate": fmean(trajectory.truncated for trajectory in trajectories),
         "num_trajectories": float(len(trajectories)),
         "sampled_tokens": float(sum(trajectory.num_sampled_tokens for trajectory in trajectories)),
+        "environment_errors": float(len(environment_errors(groups))),
     }
+
+
+def environment_errors(groups: Sequence[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:
+    """The trajectories that their environment ended by raising or by its time limit, each with the reason."""
+    return [
+        (trajectory, trajectory.turns[-1].info[ERROR])
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.turns and ERROR in trajectory.turns[-1].info
+    ]
 
 
 def _reward_std(group: TrajectoryGroup) -> float:

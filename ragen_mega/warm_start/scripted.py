@@ -68,9 +68,10 @@ def describe_bandit(environment: Bandit, actions: Sequence[str]) -> str:
 
 
 def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str:
-    """The four neighbours, what lies behind and ahead of each move, and that of the chosen actions.
+    """The four neighbours, each move as what lies behind/ahead of it, and that of the chosen actions.
 
-    A move may slip to either side but never backwards, so what lies behind is what it cannot lead to.
+    A move may slip to either side but never backwards, so what lies behind is what it cannot lead to. The pair is one
+    word: chosen one after the other, its halves would not always belong to the same move.
     """
     facts, lake = environment.facts(), environment.lake
     order, player = list(DIRECTIONS), facts["player"]
@@ -79,7 +80,7 @@ def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str
         cell = lake.neighbour(player, action)
         kinds[action] = _lake_cell(facts, cell)
         parts.append(f" {action} {kinds[action]}" if cell == player else f" {action} to{cell} {kinds[action]}")
-    moves = {action: f" {kinds[order[index - 2]]} {kinds[action]} {action}" for index, action in enumerate(order)}
+    moves = {action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}" for index, action in enumerate(order)}
     return "".join([*parts, *moves.values(), *(f" go{moves[action]}" for action in actions)])
 
 

@@ -269,7 +269,7 @@ def test_an_environment_that_raises_costs_one_trajectory(engine: RecordingEngine
     assert len(fine.turns) == 5 and "error" not in fine.turns[-1].info
     assert len(failed.turns) == 2 and failed.truncated and not failed.terminated and not failed.success
     assert failed.turns[-1].info["error"] == "KeyError: 'lost connection'" and failed.turns[-1].reward == 0.0
-    summarize(groups)
+    assert summarize(groups)["environment_errors"] == 1.0
 
 
 def test_an_episode_that_cannot_start_ends_the_rollout(engine: RecordingEngine, renderer: ChatRenderer) -> None:
@@ -319,6 +319,7 @@ def test_summary_by_hand() -> None:
         "truncated_rate": 0.5,
         "num_trajectories": 2.0,
         "sampled_tokens": 19.0,
+        "environment_errors": 0.0,
     }
     assert summarize([lake]) == pytest.approx(expected)
     both = summarize([lake, bandit])

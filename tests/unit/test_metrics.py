@@ -151,9 +151,11 @@ class TestRunLogger:
         losses = [record["actor/loss"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")]
         assert losses == [0.0, 1.0, 2.0, 3.0, -4.0, -5.0]
 
-    def test_resume_needs_a_run(self, tmp_path):
-        with pytest.raises(ValueError, match="no run to resume"):
-            logger(tmp_path / "a", resume=True)
+    def test_resume_begins_a_run_that_is_not_there_and_spares_what_is_none(self, tmp_path):
+        logger(tmp_path / "a", resume=True).log(0, {"actor/loss": 1.0})
+        assert [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [0]
+        with pytest.raises(ValueError, match="holds files that are no run"):
+            logger(tmp_path, resume=True)
         with pytest.raises(ValueError, match="drop resume or overwrite"):
             logger(tmp_path / "a", resume=True, overwrite=True)
 

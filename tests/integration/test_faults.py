@@ -1,0 +1,298 @@
+"""Crashes and faults of a run in one process: steps repeated from the disk, updates skipped, errors in one line."""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_resume import metrics, state
+
+from ragen_mega import run as run_module
+from ragen_mega.build import build
+from ragen_mega.config import parse
+from ragen_mega.environments import base
+from ragen_mega.environments.bandit import Bandit
+from ragen_mega.environments.base import Registration, StepResult
+from ragen_mega.rollout.store import RolloutStore
+from ragen_mega.run import Run
+from ragen_mega.sealed_files import read_sealed
+from ragen_mega.train import train, train_and_close
+
+ROOT = Path(__file__).parents[2]
+FLAGS = """
+    --environments bandit --environment-options {} --prompt-style compact --max-turns 2 --max-response-length 12
+    --max-context-length 120
+    --hidden-size 32 --ffn-hidden-size 64 --num-layers 2 --num-groups 2 --group-size 4 --minibatch-size 2
+    --filter-strategy none --format-penalty -0.5 --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 4
+    --eval-prompts 2 --eval-interval 0 --save-interval 2 --keep-last 0 --keep-rollouts 0
+    --kl-kind k3 --kl-coef 0.01
+""".split()
+WARM_START = "--warm-start-first-turn-steps 100 --warm-start-steps 4 --warm-start-trajectories 20 --num-steps 1".split()
+
+
+class Crash(Exception):
+    """Ends training as a bug or a lost machine would."""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `start`, a small model, and `straight`, four steps from there in one go."""
+    output = tmp_path_factory.mktemp("faults")
+    finish(open_run(output, "start", *WARM_START))
+    finish(open_run(output, "straight"))
+    return output
+
+
+def open_run(output: Path, name: str, *flags: str) -> Run:
+    load = () if name == "start" else ("--load", str(start_of(output)))
+    return build(parse([*FLAGS, *load, "--output", str(output), "--name", name, *flags]))
+
+
+def start_of(output: Path) -> Path:
+    return output / "start" / "warm_start"
+
+
+def finish(run: Run) -> Path:
+    train_and_close(run)
+    return run.logger.directory
+
+
+def sampled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that are sampled from now on, as they are."""
+    steps: list[int] = []
+    sample = run_module.sample
+
+    def counting(engine, renderer, groups, config, *rest):
+        steps.append(groups[0][0].group_id // config.rollout.num_groups)
+        return sample(engine, renderer, groups, config, *rest)
+
+    monkeypatch.setattr(run_module, "sample", counting)
+    return steps
+
+
+def crash_at(run: Run, step: int) -> None:
+    """Train until the second update of `step`."""
+    update, updates = run.policy.update, []
+
+    def crashing(minibatch):
+        updates.append(minibatch)
+        if len(updates) == step * 4 + 2:
+            raise Crash
+        return update(minibatch)
+
+    run.policy.update = crashing
+    with pytest.raises(Crash):
+        train(run)
+    run.close()
+
+
+def test_a_crash_in_training_repeats_its_steps_from_the_disk(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Step 2 has a damaged file and is sampled again, step 3 is not; nothing differs from a run without a crash."""
+    crash_at(open_run(output, "crashed"), 3)
+    store = RolloutStore(output / "crashed" / "rollouts")
+    assert store.steps() == [0, 1, 2, 3]
+    shutil.copytree(output / "crashed", output / "other_settings")
+    path = store.directory / "step_00000002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    steps = sampled_steps(monkeypatch)
+    capfd.readouterr()
+    run = finish(open_run(output, "crashed", "--resume"))
+    assert steps == [2]
+    said = capfd.readouterr().out
+    assert "step 2: rollout file is skipped and the step sampled again: step_00000002.safetensors does not have" in said
+    assert "step 3: repeated from the rollout" in said
+    assert metrics(run) == metrics(output / "straight")
+    for step in (2, 4):
+        one, other = state(run, step), state(output / "straight", step)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    straight = RolloutStore(output / "straight" / "rollouts")
+    assert all(store.read(step) == straight.read(step) for step in range(4))
+
+
+def test_a_rollout_of_other_weights_or_settings_is_not_used(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    if not (output / "other_settings").exists():
+        pytest.skip("needs the crashed run of the test before")
+    steps = sampled_steps(monkeypatch)
+    finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4"))
+    assert steps == [3]  # step 2 starts from the same weights, its updates do not end at the same ones
+    assert "step 3: the stored rollout has another weights; the step is sampled again" in capfd.readouterr().out
+    shutil.rmtree(output / "other_settings" / "checkpoints" / "step_00000004")
+    finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4", "--temperature", "0.9"))
+    assert steps == [3, 2, 3]
+
+
+def load_replay():
+    specification = importlib.util.spec_from_file_location("replay", ROOT / "tools" / "replay.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def replay_arguments(run: Path, step: int) -> argparse.Namespace:
+    return argparse.Namespace(
+        run=str(run), step=step, tolerance=1e-4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        use_distributed_optimizer=False, json=None,
+    )  # fmt: skip
+
+
+def digest(directory: Path) -> str:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(str(path).encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
+    tool = load_replay()
+    run = output / "straight"
+    before = digest(run)
+    for step, origin in ((1, "the weights that"), (3, "step_00000002")):
+        result = tool.replay(replay_arguments(run, step))
+        assert result["equal"] and result["largest_difference"] == 0.0 and origin in result["from"]
+        assert {"actor/loss", "actor/grad_norm", "critic/grad_norm", "rollout/reward"} <= result["keys"].keys()
+    assert digest(run) == before
+    moved = shutil.copytree(run, tmp_path / "moved")
+    rows = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    rows[3]["actor/grad_norm"] += 0.01
+    (moved / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = tool.replay(replay_arguments(moved, 3))
+    assert not result["equal"] and [key for key, row in result["keys"].items() if row["difference"]] == ["actor/grad_norm"]
+    (moved / "rollouts" / "step_00000002.safetensors").unlink()
+    with pytest.raises(ValueError, match="rollout of step 2 is not in .*; replay one of these steps, or train with"):
+        tool.replay(replay_arguments(moved, 3))
+    with pytest.raises(ValueError, match="step 9 is not in .*metrics.jsonl, which has steps 0 to 3"):
+        tool.replay(replay_arguments(moved, 9))
+    with pytest.raises(ValueError, match="holds no run .*; give a run directory"):
+        tool.replay(replay_arguments(tmp_path, 0))
+
+
+def poison(run: Run, changes: dict[int, tuple[str, float]]) -> None:
+    """Spoil the n-th minibatch: a field on its first sampled token, or during its updates a weight of `actor` or `critic`."""
+    minibatches, number = run.minibatches, iter(range(1000))
+
+    def poisoned(batch, step) -> Iterator:
+        for minibatch in minibatches(batch, step):
+            where, value = changes.get(next(number), ("", 0.0))
+            if where in run.trainers:
+                weight = list(run.trainers[where].module.parameters())[-1].data.view(-1)[:1]
+                healthy = weight.clone()
+                weight.fill_(value)
+                yield minibatch
+                assert math.isnan(weight) or weight == value
+                weight.copy_(healthy)
+                continue
+            if where:
+                getattr(minibatch, where)[int(minibatch.loss_mask.nonzero()[0])] = value
+            yield minibatch
+
+    run.minibatches = poisoned
+
+
+def snapshot(trainer) -> list[torch.Tensor]:
+    """The bits of all parameters and of every tensor of the optimizer."""
+    inner = trainer.optimizer.chained_optimizers[0] if hasattr(trainer.optimizer, "chained_optimizers") else trainer.optimizer
+    moments = [value for parameter in inner.optimizer.state.values() for value in parameter.values()]
+    return [value.detach().clone().view(torch.int32) for value in (*trainer.module.parameters(), *moments)]
+
+
+def record_moves(run: Run) -> dict[str, list[bool]]:
+    """Model -> whether each of its updates changes anything of weights and optimizer, filled while the run trains."""
+    moves: dict[str, list[bool]] = {}
+
+    def watch(name: str, owner) -> None:
+        update = owner.update
+
+        def watched(minibatch):
+            before = snapshot(owner.trainer)
+            result = update(minibatch)
+            after = snapshot(owner.trainer)
+            moves.setdefault(name, []).append(
+                len(before) != len(after) or not all(torch.equal(one, other) for one, other in zip(before, after))
+            )
+            return result
+
+        owner.update = watched
+
+    watch("actor", run.policy)
+    watch("critic", run.critic)
+    return moves
+
+
+def test_bad_updates_change_nothing_and_are_kept(output: Path, capfd: pytest.CaptureFixture) -> None:
+    """A weight that is no number, a loss that is infinite, gradients whose norm has an infinite square."""
+    run = open_run(output, "poisoned", "--num-steps", "2", "--max-nonfinite-updates", "4")
+    changes = {1: ("actor", math.nan), 2: ("advantages", 1e25), 3: ("advantages", 3e38), 5: ("returns", 1e25),
+               6: ("critic", math.inf)}
+    poison(run, changes)
+    moves = record_moves(run)
+    directory = finish(run)
+    assert moves == {"actor": [True, False, False, False] + [True] * 4, "critic": [True] * 5 + [False, False, True]}
+    rows = metrics(directory)
+    assert [row["update/nonfinite"] for row in rows] == [3, 2]
+    assert rows[0]["actor/skipped"] == 0.75 and rows[1]["critic/skipped"] == 0.5 and rows[1]["actor/skipped"] == 0
+    assert all(value is not None for row in rows for key, value in row.items() if key.startswith(("actor", "critic")))
+    files = sorted((directory / "faults").iterdir())
+    assert [path.name for path in files] == [
+        "step_00000000_actor_1.safetensors", "step_00000000_actor_2.safetensors", "step_00000000_actor_3.safetensors",
+        "step_00000001_critic_1.safetensors", "step_00000001_critic_2.safetensors",
+    ]
+    tensors, facts = read_sealed(files[1])
+    assert float(tensors["advantages"].max()) == pytest.approx(1e25) and (facts["step"], facts["model"]) == (0, "actor")
+    assert capfd.readouterr().out.count("skipped, its loss") == 5
+
+
+def test_bad_updates_in_a_row_stop_the_run(output: Path, capfd: pytest.CaptureFixture) -> None:
+    run = open_run(output, "stopped", "--max-nonfinite-updates", "3")
+    poison(run, {number: ("advantages", 1e25) for number in (4, 5, 7, 10, 11, 12)})
+    with pytest.raises(SystemExit) as left:
+        finish(run)
+    assert left.value.code == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "3 updates of the actor in a row had a non-finite loss or gradient (step 3)" in said
+    assert f"the last good checkpoint is {output}/stopped/checkpoints/step_00000002: --resume goes on from there" in said
+
+
+class Flaky(Bandit):
+    """A bandit that fails for some outcome seeds, by raising or by not answering."""
+
+    def reset(self, seed, *, outcome_seed=None, board=None) -> str:
+        self.fault = (outcome_seed or 0) % 3
+        return super().reset(seed, outcome_seed=outcome_seed)
+
+    def step(self, action: str) -> StepResult:
+        if self.fault == 1:
+            raise ConnectionError("lost connection")
+        if self.fault == 2:
+            time.sleep(600)
+        return super().step(action)
+
+
+def test_a_run_goes_on_with_a_broken_environment(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Every trajectory of the start model that pulls an arm meets the environment; those that fail are truncated."""
+    monkeypatch.setitem(base._REGISTRY, "bandit", Registration(f"{__name__}:Flaky", base._REGISTRY["bandit"].options))
+    run = open_run(output, "flaky", "--num-steps", "1", "--environment-timeout", "0.2", "--max-response-length", "40")
+    monkeypatch.setattr(run, "finish", lambda: None)
+    directory = finish(run)
+    (row,) = metrics(directory)
+    groups = RolloutStore(directory / "rollouts").read(0).groups
+    assert [len(group.trajectories) for group in groups] == [4, 4] and row["rollout/num_trajectories"] == 8
+    failed = [t for group in groups for t in group.trajectories if "error" in t.turns[-1].info]
+    assert failed and row["rollout/environment_errors"] == len(failed)
+    for trajectory in failed:
+        reason = {1: "ConnectionError: lost connection", 2: "took longer than 0.2 s"}[trajectory.outcome_seed % 3]
+        assert trajectory.truncated and trajectory.turns[-1].info["error"] == reason
+    said = capfd.readouterr().out
+    assert f"step 0: environment errors closed {len(failed)} trajectories as truncated; the first: bandit with seed " in said

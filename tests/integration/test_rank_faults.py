@@ -1,0 +1,183 @@
+"""Faults seen from outside: full disks, ranks of which one is bad or dies; exit codes, one line, nothing lost.
+
+The processes are forked from this one, which must not have trained itself: run these with -m slow.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from test_faults import FLAGS, WARM_START, finish, open_run, poison, record_moves, start_of
+from test_resume import launch, metrics, start_ranks
+
+from ragen_mega.interruption import RANK_LOST
+from ragen_mega.rollout.store import RolloutStore
+from ragen_mega.train import main
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `start`, a small model, and `straight`, four steps from there in one process."""
+    output = tmp_path_factory.mktemp("faults")
+    launch(output, "start", 1, *FLAGS, *WARM_START)
+    launch(output, "straight", 1, *FLAGS, "--load", str(start_of(output)))
+    return output
+
+
+def test_other_ranks_leave_when_one_is_killed_and_the_run_goes_on(output: Path, capfd: pytest.CaptureFixture) -> None:
+    flags = (
+        *FLAGS, "--load", str(start_of(output)), "--use-distributed-optimizer", "--num-steps", "30", "--save-interval", "1",
+    )  # fmt: skip
+    processes = start_ranks(output, "killed", 2, *flags)
+    while not (output / "killed" / "checkpoints" / "step_00000002").exists():
+        assert all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+    capfd.readouterr()
+    processes[1].kill()
+    start = time.monotonic()
+    processes[0].join(60)
+    assert processes[0].exitcode == 2 and time.monotonic() - start < 30
+    assert capfd.readouterr().err == f"error: {RANK_LOST}\n"
+    assert len(metrics(launch(output, "killed", 2, *flags, "--num-steps", "6", "--resume"))) >= 6
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [("--use-distributed-optimizer",), ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")],
+    ids=["dp2_distributed_optimizer", "tp2", "pp2"],
+)
+def test_what_is_bad_on_one_rank_is_skipped_on_all(output: Path, layout: tuple[str, ...]) -> None:
+    """One token of one trajectory, which one data-parallel rank holds; a weight of one rank."""
+
+    def work() -> None:
+        run = open_run(output, "-".join(("shares", *layout)), "--num-steps", "1", *layout)
+        run.finish = lambda: None
+        bad_weight = {3: ("actor", math.nan)} if os.environ["RANK"] == "1" else {}
+        poison(run, {1: ("advantages", 1e25), 2: ("returns", 1e25)} | bad_weight)
+        moves = record_moves(run)
+        finish(run)
+        assert moves == {"actor": [True, False, True, False], "critic": [True, True, False, True]}, moves
+
+    assert on_two_ranks(work) == [0, 0]
+
+
+def on_two_ranks(work: Callable[[], None]) -> list[int]:
+    """Exit codes of `work` in two forked processes that are the ranks of a job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+
+    def rank(index: int) -> None:
+        os.environ.update(address, RANK=str(index), LOCAL_RANK=str(index))
+        work()
+
+    processes = [multiprocessing.get_context("fork").Process(target=rank, args=(index,)) for index in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(400)
+    return [process.exitcode for process in processes]
+
+
+def test_weights_that_diverge_stop_all_ranks(output: Path, capfd: pytest.CaptureFixture) -> None:
+    """A learning rate that ruins the weights in its first update: the next rollout or value is not finite on two ranks."""
+    for flag in ("--lr", "--critic-lr"):
+        processes = start_ranks(
+            output, f"diverged{flag}", 2, *FLAGS, "--load", str(start_of(output)), flag, "1e30", "--lr-decay", "constant"
+        )
+        for process in processes:
+            process.join(300)
+        said = capfd.readouterr().err
+        assert [process.exitcode for process in processes] == [2, 2] and "Traceback" not in said, said
+
+
+def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:
+    """SIGKILL of a rank under torchrun --max-restarts: the restarted ranks resume."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    launch(output, "restarted", 1, *FLAGS, "--load", str(start_of(output)), "--save-interval", "1", "--num-steps", "2")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval",
+        "0.2", "-m", "ragen_mega.train", *FLAGS, "--load", str(start_of(output)), "--output", str(output),
+        "--name", "restarted", "--num-steps", "12", "--save-interval", "1", "--resume",
+    ]  # fmt: skip
+    with subprocess.Popen(command, env=environment, cwd=ROOT) as process:
+        while not (output / "restarted" / "checkpoints" / "step_00000004").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        ranks = [child for child in psutil.Process(process.pid).children() if "ragen_mega.train" in child.cmdline()]
+        ranks[-1].send_signal(signal.SIGKILL)
+        assert process.wait(600) == 0
+    assert [row["step"] for row in metrics(output / "restarted")] == list(range(12))
+
+
+def test_replay_on_two_ranks(output: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--", str(ROOT / "tools" / "replay.py"),
+        "--run", str(output / "straight"), "--step", "3", "--tensor-model-parallel-size", "2",
+        "--json", str(tmp_path / "out.json"),
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["world_size"] == 2 and 0 < result["largest_difference"] < 1e-4
+
+
+def in_a_process(work: Callable[[], None]) -> int:
+    """Exit code of `work` in a forked process."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(250)
+    return process.exitcode
+
+
+def test_a_full_disk_is_one_line_and_what_was_written_stays(output: Path, capfd: pytest.CaptureFixture) -> None:
+    """The limit on a file's size lets rollouts pass and no checkpoint: step 2 finds that that of step 1 is not there."""
+    largest = max(path.stat().st_size for path in (output / "straight" / "rollouts").iterdir())
+    smallest = min(path.stat().st_size for path in (output / "straight" / "checkpoints").glob("*/rank*"))
+    assert largest < smallest / 2
+    capfd.readouterr()
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (smallest // 2, smallest // 2))
+        main([*FLAGS, "--load", str(start_of(output)), "--output", str(output), "--name", "full"])
+
+    assert in_a_process(work) == 2
+    said = capfd.readouterr().err
+    assert len(said.splitlines()) == 1 and said.startswith("error: cannot write a checkpoint to "), said
+    assert "File too large" in said and "free space or choose another --output" in said
+    assert [row["step"] for row in metrics(output / "full")] == [0, 1, 2, 3]
+    store = RolloutStore(output / "full" / "rollouts")
+    assert all(store.read(step).groups for step in store.steps()) and store.steps() == [0, 1, 2, 3]
+
+
+def test_a_rollout_that_cannot_be_written_is_one_line(output: Path, capfd: pytest.CaptureFixture) -> None:
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+        main([*FLAGS, "--load", str(start_of(output)), "--output", str(output), "--name", "fuller"])
+
+    assert in_a_process(work) == 2
+    said = capfd.readouterr().err
+    assert len(said.splitlines()) == 1 and "error: cannot write" in said and "rollouts/step_00000000.safetensors" in said, said
+
+
+def test_an_unwritable_directory_is_one_line(output: Path, capfd: pytest.CaptureFixture) -> None:
+    (output / "file").write_text("")
+    arguments = [*FLAGS, "--load", str(start_of(output)), "--output", str(output / "file"), "--name", "run"]
+    assert in_a_process(lambda: main(arguments)) == 2
+    said = capfd.readouterr().err
+    assert len(said.splitlines()) == 1 and str(output / "file") in said, said

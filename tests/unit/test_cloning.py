@@ -1,0 +1,46 @@
+"""Behaviour cloning: its loss is that of transformers at the asked temperature, and it descends."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ragen_mega.build import write_small_model
+from ragen_mega.config import parse
+from ragen_mega.huggingface import load_config
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.weights import CheckpointReader
+from ragen_mega.packing import pack
+from ragen_mega.types import Completion, Trajectory
+
+FLAGS = "--environments bandit --hidden-size 16 --ffn-hidden-size 32 --lr 1e-3".split()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_loss_is_the_cross_entropy_at_the_temperature(temperature: float, tmp_path: Path) -> None:
+    config = parse(FLAGS)
+    groups = initialize(config.parallel, 0)
+    write_small_model(config, tmp_path)
+    hf = load_config(str(tmp_path))
+    policy = MegatronPolicy(hf, groups, config.parallel, config.train, config.loss, temperature=temperature)
+    policy.load_weights(CheckpointReader(tmp_path))
+    generator = torch.Generator().manual_seed(0)
+    trajectories = []
+    for length in (3, 9):
+        tokens = torch.randint(0, 256, (4 + length,), generator=generator).tolist()
+        trajectory = Trajectory(group_id=0)
+        trajectory.append_observation(tokens[:4])
+        trajectory.append_action(Completion(tokens[4:], [0.0] * length, "stop"))
+        trajectories.append(trajectory)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = torch.cat([
+        torch.nn.functional.cross_entropy(
+            model(torch.tensor([one.tokens])).logits[0, 3:-1] / temperature, torch.tensor(one.tokens[4:]), reduction="none"
+        )
+        for one in trajectories
+    ])
+    losses = [policy.clone(pack(trajectories))["loss"] for _ in range(5)]
+    assert losses[0] == pytest.approx(expected.mean().item(), abs=1e-5)
+    assert losses == sorted(losses, reverse=True)

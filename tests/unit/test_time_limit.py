@@ -1,0 +1,188 @@
+"""Environments that raise, hang or pay nonsense: their trajectory ends, the others and the group go on."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+
+from ragen_mega.environments import base
+from ragen_mega.environments.bandit import Bandit
+from ragen_mega.environments.base import Registration, StepResult, make
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.rollout.engine import EngineError
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.summary import environment_errors, summarize
+from ragen_mega.rollout.time_limit import SECONDS_TOGETHER, EnvironmentFailed, TimeLimit
+from ragen_mega.types import Completion, SamplingParams
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+
+class Flaky(Bandit):
+    """A bandit that fails as `way` says when its outcome seed is even."""
+
+    def __init__(self, *, way: str = "") -> None:
+        super().__init__()
+        self._way = way
+        self._is_bad = False
+
+    def reset(self, seed, *, outcome_seed=None, board=None) -> str:
+        self._is_bad = outcome_seed % 2 == 0
+        if self._way == "start" and self._is_bad:
+            raise KeyError("no server")
+        return super().reset(seed, outcome_seed=outcome_seed)
+
+    def step(self, action: str) -> StepResult:
+        if self._is_bad:
+            match self._way:
+                case "raise":
+                    raise ConnectionError("lost\nconnection")
+                case "exit":
+                    sys.exit(3)
+                case "sleep":
+                    time.sleep(20)
+                case "nan":
+                    return StepResult("", float("nan"), True, False, {"success": True, "is_action_effective": True})
+        return super().step(action)
+
+
+class Talker:
+    """An engine that always pulls an arm; `fail` is raised instead."""
+
+    weight_version = 1
+
+    def __init__(self, renderer: ChatRenderer, fail: Exception | None = None) -> None:
+        text = " go</think><answer> Dragon</answer><|im_end|>"
+        self.answer = renderer.tokenizer.encode(text, add_special_tokens=False)
+        self.fail = fail
+
+    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+        if self.fail:
+            raise self.fail
+        return Completion(self.answer, [-1.0] * len(self.answer), "stop")
+
+    def release(self, session: int) -> None:
+        pass
+
+    def awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ChatRenderer:
+    return ChatRenderer(train_tokenizer(["first second third go Dragon Phoenix The arms are and . 0 1 2 left"]), think=True)
+
+
+@pytest.fixture
+def play(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    monkeypatch.setitem(base._REGISTRY, "flaky", Registration(f"{__name__}:Flaky"))
+
+    def play(way: str, *, timeout: float, fail: Exception | None = None, group_size: int = 8):
+        def episode() -> Episode:
+            return Episode(make("flaky", way=way), EpisodeConfig(prompt_style="compact"))
+
+        tasks = tasks_for_group(4, "flaky", 11, episode, group_size=group_size)
+        assert {task.outcome_seed % 2 for task in tasks} == {0, 1}
+        engine = Talker(renderer, fail)
+        return collect(
+            engine, renderer, tasks, max_tokens=60, max_context=200, seed=0, environment_timeout=timeout
+        )
+
+    return play
+
+
+@pytest.mark.parametrize(
+    ("way", "timeout", "reason"),
+    [
+        ("raise", 5.0, "ConnectionError: lost\nconnection"),
+        ("raise", 0.0, "ConnectionError: lost\nconnection"),
+        ("exit", 5.0, "SystemExit: 3"),
+        ("nan", 5.0, "FloatingPointError: the environment's reward must be a finite number, not nan"),
+    ],
+)
+def test_a_failing_environment_ends_its_trajectory_only(play: Callable, way: str, timeout: float, reason: str) -> None:
+    (group,) = play(way, timeout=timeout)
+    assert len(group.trajectories) == 8
+    for trajectory in group.trajectories:
+        bad = trajectory.outcome_seed % 2 == 0
+        ended = (trajectory.truncated, trajectory.terminated, trajectory.success)
+        assert ended == ((True, False, False) if bad else (False, True, True))
+        assert len(trajectory.turns) == 1 and trajectory.num_sampled_tokens > 5 and trajectory.turns[0].end == len(trajectory)
+        assert trajectory.total_reward == 0.0 or not bad
+    errors = environment_errors([group])
+    assert {why for _, why in errors} == {reason}
+    assert summarize([group])["environment_errors"] == len(errors) == sum(
+        trajectory.outcome_seed % 2 == 0 for trajectory in group.trajectories
+    )
+
+
+def test_hanging_environments_cost_their_time_limit_once(play: Callable) -> None:
+    """Those that hang wait together; whoever answers at once is done before. Sleeping threads are left to themselves."""
+    start = time.monotonic()
+    (group,) = play("sleep", timeout=0.5)
+    num_bad = sum(trajectory.outcome_seed % 2 == 0 for trajectory in group.trajectories)
+    assert time.monotonic() - start < num_bad * 0.5 + 5 < 20
+    assert sorted(trajectory.truncated for trajectory in group.trajectories) == [False] * (8 - num_bad) + [True] * num_bad
+    assert {why for _, why in environment_errors([group])} == {"took longer than 0.5 s"}
+
+
+def test_beyond_a_second_only_the_slow_one_waits() -> None:
+    """Four calls that sleep 20 s with a limit of 3 s: a second each for all, then together."""
+
+    async def work() -> float:
+        limit = TimeLimit(SECONDS_TOGETHER + 2)
+        start = time.monotonic()
+        failed = await asyncio.gather(*(limit.call(lambda: time.sleep(20)) for _ in range(4)), return_exceptions=True)
+        assert [type(error) for error in failed] == [EnvironmentFailed] * 4
+        assert await limit.call(lambda: 5) == 5
+        limit.close()
+        return time.monotonic() - start
+
+    seconds = asyncio.run(work())
+    assert 4 * SECONDS_TOGETHER + 1.9 < seconds < 4 * (SECONDS_TOGETHER + 2) - 1
+
+
+def test_an_environment_that_cannot_start_names_its_seed(play: Callable) -> None:
+    with pytest.raises(ValueError, match="environment flaky cannot start from seed 11: KeyError: 'no server'"):
+        play("start", timeout=5.0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError(), OSError("pipe")])
+def test_an_engine_that_fails_says_so(play: Callable, error: Exception) -> None:
+    with pytest.raises(EngineError, match=f"the rollout engine failed: {type(error).__name__}"):
+        play("", timeout=5.0, fail=error)
+
+
+def test_no_thread_stays_behind(play: Callable) -> None:
+    play("raise", timeout=5.0)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(thread.name == "environment" for thread in fresh_threads()):
+        time.sleep(0.01)
+    assert not fresh_threads()
+
+
+def fresh_threads() -> list[threading.Thread]:
+    """Workers that are not asleep in one of the hanging environments above."""
+    frames = sys._current_frames()
+    return [
+        thread for thread in threading.enumerate()
+        if thread.name == "environment" and frames[thread.ident].f_code.co_name not in ("step", "<lambda>")
+    ]  # fmt: skip
+
+
+def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
+    program = """
+import asyncio, time
+from ragen_mega.rollout.time_limit import TimeLimit
+try:
+    asyncio.run(TimeLimit(0.1).call(lambda: time.sleep(600)))
+except Exception as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "took longer than 0.1 s\n"), done.stderr

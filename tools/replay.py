@@ -1,0 +1,239 @@
+"""Repeat a step of a run from its files and compare with what the run logged.
+
+    python tools/replay.py --run runs/NAME --step 12 --json out.json
+    torchrun --nproc-per-node 2 -- tools/replay.py --run runs/NAME --step 12 --tensor-model-parallel-size 2
+
+(`--`, because torchrun would take --run for one of its own flags.)
+
+Starts from the newest intact checkpoint at or before the step, goes through the rollouts on the disk up to the step, and
+repeats its advantages, losses and gradients. On the layout of the run the numbers are equal to the bit, on another to
+rounding (--tolerance). Writes nothing into the run. Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ragen_mega import distributed
+from ragen_mega.build import BASE, find_warm_start
+from ragen_mega.checkpointing import CHECKPOINTS, Checkpoint, on_main, read_checkpoint
+from ragen_mega.config import ParallelConfig, StarPOConfig
+from ragen_mega.console import Console, fail
+from ragen_mega.engines.embedded import EmbeddedEngine
+from ragen_mega.environments.solvers import Baselines
+from ragen_mega.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.weights import CheckpointReader
+from ragen_mega.metrics import CONFIG_FILE, METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.run import Run
+from ragen_mega.tasks import TaskSampler
+from ragen_mega.train import train
+from ragen_mega.types import TrajectoryGroup
+
+STAGES = ("rollout/", "filter/", "mismatch/", "critic/", "actor/", "update/")
+EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, not of the step
+
+
+class Replay(Run):
+    """A run whose rollouts come from the disk, which ends after one step and writes nothing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.faults.directory = None
+        self.last_step = 0
+        self.replayed: dict[str, float] = {}
+        """The metrics of the last step."""
+
+    def steps(self) -> range:
+        return range(self.step, self.last_step + 1)
+
+    def collect(self, step: int) -> list[TrajectoryGroup]:
+        store = self.rollouts.store
+
+        def read() -> list[TrajectoryGroup]:
+            try:
+                return store.read(step).groups
+            except FileNotFoundError:
+                raise ValueError(
+                    f"the rollout of step {step} is not in {store.directory}, which has {span(store.steps())}; replay one of "
+                    "these steps, or train with --keep-rollouts 0 or a lower --save-interval to keep more"
+                ) from None
+
+        return on_main(read)
+
+    def finish_step(self, step: int, metrics: Metrics) -> None:
+        self.advance(metrics)
+        self.replayed = metrics.result()
+
+    def finish(self) -> None:
+        """Nothing is evaluated or exported."""
+
+
+def replay(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Replay the step and compare. Raises ValueError or OSError if files are missing or damaged."""
+    config = read_config(arguments)
+    logged = read_row(config.run_directory / METRICS_FILE, arguments.step)
+    run, origin = open_replay(config, arguments.step)
+    train(run)
+    keys = compare(logged, run.replayed)
+    worst = max((row["difference"] for row in keys.values()), default=0.0)
+    return {
+        "run": str(config.run_directory),
+        "step": arguments.step,
+        "from": origin,
+        "world_size": distributed.world_size(),
+        "tolerance": arguments.tolerance,
+        "largest_difference": worst,
+        "equal": worst <= arguments.tolerance,
+        "keys": keys,
+    }
+
+
+def read_config(arguments: argparse.Namespace) -> StarPOConfig:
+    """The run's configuration, in its directory of now and under the layout of this job."""
+    path = Path(arguments.run) / CONFIG_FILE
+    if not path.exists():
+        raise ValueError(f"{arguments.run} holds no run (no {CONFIG_FILE}); give a run directory, e.g. --run runs/NAME")
+    config = StarPOConfig.from_dict(json.loads(path.read_text()))
+    directory = Path(arguments.run).resolve()
+    return replace(
+        config,
+        logging=replace(config.logging, output=str(directory.parent), name=directory.name, overwrite=False),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+            pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+            use_distributed_optimizer=arguments.use_distributed_optimizer,
+            bf16=config.parallel.bf16,
+        ),
+    )
+
+
+def read_row(path: Path, step: int) -> dict[str, Any]:
+    """What the run logged for the step."""
+    rows = {row["step"]: row for row in read_metrics(path)} if path.exists() else {}
+    if step not in rows:
+        raise ValueError(f"step {step} is not in {path}, which has {span(sorted(rows))}; replay one of these")
+    return rows[step]
+
+
+def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
+    """Everything that `train` needs to repeat `step`, and where it starts from."""
+    groups = initialize(config.parallel, config.train.seed)
+    directory = config.run_directory
+    checkpoint = on_main(lambda: find_start(directory / CHECKPOINTS, step))
+    is_first = checkpoint is None or config.needs_reference
+    start = local_directory(config.model.load) if config.model.load else directory / BASE
+    hf = load_config(str(start))
+    policy = MegatronPolicy(
+        hf, groups, config.parallel, config.train, config.loss,
+        temperature=config.rollout.temperature, keep_reference=config.needs_reference,
+    )  # fmt: skip
+    critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss) if config.advantage.uses_critic else None
+    names = config.environment.shares
+    run = Replay(
+        config, policy, critic, EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
+        ChatRenderer(load_tokenizer(str(start)), think=config.environment.think), TaskSampler(config), dict.fromkeys(names),
+        dict.fromkeys(names, Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)),
+        RunLogger(directory, is_writer=False), Console(is_writer=False, num_steps=config.train.num_steps),
+    )  # fmt: skip
+    run.last_step = step
+    if is_first:
+        load_start(run, start)
+    if checkpoint:
+        run.restore(checkpoint)
+    return run, str(checkpoint.directory) if checkpoint else "the weights that training started from"
+
+
+def find_start(directory: Path, step: int) -> Checkpoint | None:
+    """The newest intact checkpoint at or before `step`; damaged ones are said and passed over."""
+    for path in sorted(directory.glob("step_*"), reverse=True):
+        if int(path.name.removeprefix("step_")) <= step:
+            try:
+                return read_checkpoint(path)
+            except ValueError as error:
+                print(f"checkpoint {path} is skipped: {error}", file=sys.stderr)
+    return None
+
+
+def load_start(run: Replay, start: Path) -> None:
+    """Give policy and critic the weights that training started from; the policy's are also the reference."""
+    config = run.config
+    critic_start = config.model.critic_load and local_directory(config.model.critic_load)
+    if not config.model.load:
+        found = find_warm_start(run)
+        if found is None:
+            raise ValueError(
+                f"no checkpoint at or before step {run.last_step} and no whole warm start in {config.run_directory}; "
+                "replay a later step"
+            )
+        start, critic_start = found[0], critic_start or found[1]
+    run.policy.load_weights(CheckpointReader(start))
+    if run.critic:
+        run.critic.load_weights(CheckpointReader(critic_start or start))
+
+
+def compare(logged: Mapping[str, float | None], replayed: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Key -> logged, replayed and their difference relative to max(1, |logged|); infinite where only one is a number."""
+    keys = {}
+    for key in sorted(logged.keys() | replayed.keys()):
+        if not key.startswith(STAGES) or key.endswith("per_second") or key in EXCLUDED:
+            continue
+        before, now = logged.get(key), replayed.get(key)
+        if now is not None and not math.isfinite(now):
+            now = None  # as the log has it
+        difference = 0.0 if before is now else math.inf
+        if before is not None and now is not None:
+            difference = abs(before - now) / max(1.0, abs(before))
+        keys[key] = {"logged": before, "replayed": now, "difference": difference}
+    return keys
+
+
+def span(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """Print the numbers that differ and a line about all."""
+    for key, row in result["keys"].items():
+        if row["difference"] > 0:
+            print(f"{key:40} logged {row['logged']}  replayed {row['replayed']}  difference {row['difference']:.1e}")
+    print(
+        f"step {result['step']} of {result['run']}, replayed from {result['from']}: {len(result['keys'])} numbers, largest "
+        f"difference {result['largest_difference']:.1e}, {'within' if result['equal'] else 'beyond'} {result['tolerance']:g}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, help="run directory")
+    parser.add_argument("--step", required=True, type=int, help="the step to repeat, as metrics.jsonl numbers it")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of a number, relative to max(1, |logged|)")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="of the replay; the run's may differ")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the comparison here")
+    arguments = parser.parse_args()
+    try:
+        result = replay(arguments)
+        if distributed.is_main():
+            report(result)
+            if arguments.json:
+                write_json(arguments.json, result)
+    except (ValueError, OSError, FloatingPointError) as error:
+        fail(str(error))
+    distributed.stop()
+    raise SystemExit(0 if result["equal"] else 1)
+
+
+if __name__ == "__main__":
+    main()
