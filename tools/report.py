@@ -1,4 +1,4 @@
-"""Summarise finished runs: one table row each, the mean over seeds, and a plot of the learning curves.
+"""Summarise finished runs: one table row each, the mean over seeds, and a plot of learning curves and stability signals.
 
     python tools/report.py runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
 
@@ -24,6 +24,14 @@ import matplotlib.pyplot as plt
 
 from ragen_mega.console import fail
 from ragen_mega.metrics import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
+
+
+SIGNALS = {
+    "rollout/in_group_std": "in-group std of returns",
+    "actor/entropy": "policy entropy (nats per token)",
+    "actor/grad_norm": "gradient norm before clipping",
+}
+"""Stability signals that are drawn, with their labels."""
 
 
 def read_run(directory: Path) -> list[dict[str, Any]]:
@@ -82,26 +90,33 @@ def markdown(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def plot(directories: list[Path], rows: list[dict[str, Any]], path: Path) -> None:
-    """Success in training (per step) and on the held-out boards (marked), beside random and optimal play."""
-    figure, axes = plt.subplots(figsize=(7, 4))
+    """Success in training (per step) and on the held-out boards (marked), beside random and optimal play; and SIGNALS."""
+    figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
+    axes, panels = grid[0, 0], dict(zip(SIGNALS, grid.flat[1:]))
     for directory in directories:
         records = read_metrics(directory / METRICS_FILE)
-        (line,) = axes.plot(
-            [record["step"] for record in records], [record["rollout/success"] for record in records], alpha=0.35
-        )
-        evaluated = [record for record in records if "eval/success" in record]
-        axes.plot(
-            [record["step"] for record in evaluated], [record["eval/success"] for record in evaluated],
-            marker="o", color=line.get_color(), label=directory.name,
-        )
+        (line,) = axes.plot(*series(records, "rollout/success"), alpha=0.35)
+        axes.plot(*series(records, "eval/success"), marker="o", color=line.get_color(), label=directory.name)
+        for key, panel in panels.items():
+            panel.plot(*series(records, key), color=line.get_color())
     for key, style in (("random", ":"), ("optimum", "--")):
         if rows[0][key] is not None:
             axes.axhline(rows[0][key], color="black", linestyle=style, linewidth=1, label=key)
-    axes.set(xlabel="step", ylabel="success", ylim=(0, 1.02))
+    axes.set(ylabel="success", ylim=(0, 1.02))
     axes.legend(fontsize="small")
+    for key, panel in panels.items():
+        panel.set(ylabel=SIGNALS[key], ylim=(0, None))
+    for panel in grid[1]:
+        panel.set_xlabel("step")
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps at which `key` was logged, and its values."""
+    logged = [record for record in records if record.get(key) is not None]
+    return [record["step"] for record in logged], [record[key] for record in logged]
 
 
 def main() -> None:
