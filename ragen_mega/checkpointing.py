@@ -10,9 +10,7 @@ are no part of it: every draw of a run is a function of the seed, the step and t
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
-import os
 import re
 import shutil
 import threading
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from ragen_mega import __version__, distributed
+from ragen_mega.integrity import describe_file, manifest_sha256, sync
 
 CHECKPOINTS = "checkpoints"
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -104,7 +103,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         size = (path / name).stat().st_size
         if size != expected["bytes"]:
             raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
-        if _sha256(path / name) != expected["sha256"]:
+        if describe_file(path / name) != expected:
             raise ValueError(f"{name} does not have the SHA-256 in the manifest")
     state = json.loads((path / STATE).read_text())
     return Checkpoint(path, manifest["step"], manifest["score"], manifest["config"], state)
@@ -177,7 +176,7 @@ class CheckpointWriter:
     def _write(self, write: Callable[[], Path], temporary: Path, step: int, state: str, score: float | None) -> None:
         try:
             path = write()
-            _write_synced(_marker(temporary, distributed.rank()), json.dumps({path.name: _describe(path)}))
+            _write_synced(_marker(temporary, distributed.rank()), json.dumps({path.name: describe_file(path)}))
             if distributed.is_main():
                 _write_synced(temporary / STATE, state)
                 self._publish(temporary, step, score)
@@ -198,8 +197,8 @@ class CheckpointWriter:
             marker.unlink()
         for path in list(temporary.iterdir()):
             if path.name not in files:
-                _sync(path)
-                files[path.name] = _describe(path)
+                sync(path)
+                files[path.name] = describe_file(path)
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -209,13 +208,13 @@ class CheckpointWriter:
             "config": self.config,
             "files": files,
         }
-        _write_synced(temporary / MANIFEST, json.dumps(manifest | {"sha256": _own_sha256(manifest)}, indent=2) + "\n")
-        _sync(temporary)
+        _write_synced(temporary / MANIFEST, json.dumps(manifest | {"sha256": manifest_sha256(manifest)}, indent=2) + "\n")
+        sync(temporary)
         final = self.directory / _name(step)
         if final.exists():  # a damaged one that was skipped, or one of a run that went back
             _discard(final)
         temporary.rename(final)
-        _sync(self.directory)
+        sync(self.directory)
         self._prune()
 
     def _prune(self) -> None:
@@ -245,7 +244,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         own = manifest.pop("sha256")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
-    if own != _own_sha256(manifest):
+    if own != manifest_sha256(manifest):
         raise ValueError(f"{MANIFEST} does not have the SHA-256 that it states")
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}, and this program reads {FORMAT}")
@@ -257,19 +256,6 @@ def _score(path: Path) -> float | None:
         return _read_manifest(path)["score"]
     except ValueError:  # damaged: it is no candidate for the best
         return None
-
-
-def _own_sha256(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _marker(directory: Path, rank: int) -> Path:
@@ -287,13 +273,5 @@ def _write_synced(path: Path, text: str) -> None:
     """Write a small file that appears whole."""
     unfinished = path.with_name(f"{path.name}.part")
     unfinished.write_text(text)
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.rename(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

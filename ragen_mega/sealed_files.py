@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from ragen_mega.integrity import sync
+
 _FIELD = b'"sha256":"'  # of the header; inside the facts, a JSON text within JSON, every quote has a backslash before it
 _BLANK = b"0" * 64
 _PREFIX = 8
@@ -34,7 +36,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-        _sync_directory(path.parent)
+        sync(path.parent)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error.strerror}; free space or choose another --output") from None
@@ -57,11 +59,3 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

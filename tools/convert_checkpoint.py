@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import signal
@@ -36,6 +35,7 @@ from ragen_mega.checkpointing import CHECKPOINTS, MANIFEST, STATE, Checkpoint, f
 from ragen_mega.config import ParallelConfig
 from ragen_mega.console import Console, fail
 from ragen_mega.huggingface import load_config, local_directory
+from ragen_mega.integrity import sync
 from ragen_mega.megatron.layout import stored_slots
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.model_readers import HuggingFaceReader, MegatronReader, ModelReader
@@ -166,19 +166,11 @@ def appearing_whole(target: Path) -> Iterator[Path]:
     try:
         yield unfinished
         for path in [*unfinished.iterdir(), unfinished]:
-            _sync(path)
+            sync(path)
         unfinished.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:

@@ -3,7 +3,7 @@
     python tools/report.py runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
 
 Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run counts its prompts; mean and standard
-deviation are over runs.
+deviation are over runs, and given where these differ by their seed only.
 """
 
 from __future__ import annotations
@@ -65,8 +65,18 @@ def hardware() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
 
 
-def markdown(title: str, rows: list[dict[str, Any]]) -> str:
-    """The table as Markdown."""
+def differ_by_seed_only(directories: list[Path]) -> bool:
+    """Whether the runs train alike, so that their mean says something."""
+    kinds = set()
+    for directory in directories:
+        config = json.loads((directory / CONFIG_FILE).read_text())
+        del config["logging"], config["checkpoint"], config["model"], config["train"]["seed"]
+        kinds.add(json.dumps(config, sort_keys=True))
+    return len(kinds) == 1
+
+
+def markdown(title: str, rows: list[dict[str, Any]], *, has_mean: bool) -> str:
+    """The table as Markdown; `has_mean`: with mean and standard deviation over the runs."""
     lines = [
         f"# {title}",
         "",
@@ -83,7 +93,7 @@ def markdown(title: str, rows: list[dict[str, Any]]) -> str:
             f"{row['minutes']:.1f} |"
         )
     successes = [row["success"] for row in rows]
-    if len(successes) > 1:
+    if len(successes) > 1 and has_mean:
         lines += ["", f"Mean {statistics.mean(successes):.1%}, standard deviation over {len(successes)} runs "
                       f"{statistics.stdev(successes):.1%}."]
     return "\n".join([*lines, "", f"![learning curves]({title}.svg)", ""])
@@ -130,7 +140,7 @@ def main() -> None:
     except (ValueError, OSError, KeyError) as error:
         fail(str(error))
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text = markdown(arguments.title, rows)
+    text = markdown(arguments.title, rows, has_mean=differ_by_seed_only(arguments.runs))
     (arguments.output / f"{arguments.title}.md").write_text(text)
     write_json(arguments.output / f"{arguments.title}.json", {"hardware": hardware(), "runs": rows})
     plot(arguments.runs, rows, arguments.output / f"{arguments.title}.svg")

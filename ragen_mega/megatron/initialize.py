@@ -27,3 +27,10 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 1)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def shutdown() -> None:
+    """Leave the job. A process that is to be forked must have left it: gloo's threads do not survive a fork."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    distributed.stop()

@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -19,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from ragen_mega.integrity import describe_file, manifest_sha256
 from ragen_mega.megatron.layout import StoredSlot, stored_slots, unshard
 from ragen_mega.megatron.shard_files import DTYPES, PATTERN, PieceReader
 
@@ -205,17 +204,11 @@ def verify_manifest(directory: Path) -> dict[str, Any]:
         path = directory / name
         if not path.is_file() or path.stat().st_size != size:
             raise ValueError(f"{path} is missing or does not have {size} bytes; copy the directory again")
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                raise ValueError(f"{path} does not have the SHA-256 in {MANIFEST}; it is damaged, copy the directory again")
+        if describe_file(path)["sha256"] != expected:
+            raise ValueError(f"{path} does not have the SHA-256 in {MANIFEST}; it is damaged, copy the directory again")
     if added := sorted({path.name for path in directory.glob(PATTERN)} - files.keys()):
         raise ValueError(f"{directory / added[0]} is not in {MANIFEST}; copy the directory again")
     return manifest
-
-
-def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Checksum of a manifest without its field `sha256`."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:

@@ -6,7 +6,6 @@ in memory to be written. Source of the file format: https://github.com/huggingfa
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -23,10 +22,11 @@ from transformers import PretrainedConfig
 
 from ragen_mega import __version__
 from ragen_mega.config import ParallelConfig
+from ragen_mega.integrity import describe_file, manifest_sha256
 from ragen_mega.megatron.checkpoint import BACKEND, VERSION as BACKEND_VERSION
 from ragen_mega.megatron.layout import StoredSlot, shard, stored_slots
 from ragen_mega.megatron.model import padded_vocab_size
-from ragen_mega.megatron.model_readers import FORMAT, MANIFEST, ROLE, VERSION, manifest_sha256
+from ragen_mega.megatron.model_readers import FORMAT, MANIFEST, ROLE, VERSION
 from ragen_mega.megatron.shard_files import DTYPES, HEADER, file_name
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -168,7 +168,7 @@ class MegatronWriter:
         # What makes it a checkpoint to megatron-core's dist_checkpointing too.
         save_config(CheckpointingConfig(BACKEND, BACKEND_VERSION), str(self._directory))
         torch.save({}, self._directory / "common.pt")
-        files = {path.name: _describe(path) for path in sorted(self._directory.iterdir())}
+        files = {path.name: describe_file(path) for path in sorted(self._directory.iterdir())}
         libraries = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
         manifest = {
             "format": FORMAT,
@@ -205,11 +205,6 @@ class MegatronWriter:
                 offset, local = [0] * len(shape), list(shape)
                 offset[axis], local[axis] = (block * num_parts + part) * size, size
                 yield Cut(first + part, tuple(offset), tuple(local))
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _bytes(tensor: Tensor) -> memoryview:

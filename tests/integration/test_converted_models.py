@@ -23,6 +23,7 @@ from ragen_mega.config import parse
 from ragen_mega.console import Console
 from ragen_mega.huggingface import load_tokenizer, random_weights, save_huggingface
 from ragen_mega.megatron import checkpoint
+from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.packing import pack
 from ragen_mega.run import Run
 from ragen_mega.train import train
@@ -80,7 +81,7 @@ def on_two_ranks(work) -> None:
         work()
         distributed.barrier()
 
-    distributed.stop()  # of a test before, in this process
+    shutdown()  # what a test before has started in this process
     processes = [multiprocessing.get_context("fork").Process(target=rank, args=(index,)) for index in range(2)]
     for process in processes:
         process.start()

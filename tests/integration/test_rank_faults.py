@@ -1,7 +1,4 @@
-"""Faults seen from outside: full disks, ranks of which one is bad or dies; exit codes, one line, nothing lost.
-
-The processes are forked from this one, which must not have trained itself: run these with -m slow.
-"""
+"""Faults seen from outside: full disks, ranks of which one is bad or dies; exit codes, one line, nothing lost."""
 
 import json
 import math
@@ -22,6 +19,7 @@ from test_faults import FLAGS, WARM_START, finish, open_run, poison, record_move
 from test_resume import launch, metrics, start_ranks
 
 from ragen_mega.interruption import RANK_LOST
+from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.rollout.store import RolloutStore
 from ragen_mega.train import main
 
@@ -85,6 +83,7 @@ def on_two_ranks(work: Callable[[], None]) -> list[int]:
         os.environ.update(address, RANK=str(index), LOCAL_RANK=str(index))
         work()
 
+    shutdown()  # what a test before has started in this process
     processes = [multiprocessing.get_context("fork").Process(target=rank, args=(index,)) for index in range(2)]
     for process in processes:
         process.start()
@@ -139,6 +138,7 @@ def test_replay_on_two_ranks(output: Path, tmp_path: Path) -> None:
 
 def in_a_process(work: Callable[[], None]) -> int:
     """Exit code of `work` in a forked process."""
+    shutdown()
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join(250)

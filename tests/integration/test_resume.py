@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from ragen_mega.build import build
 from ragen_mega.config import parse
 from ragen_mega.interruption import Interrupted
+from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.run import Run
 from ragen_mega.train import main, train
 
@@ -95,6 +96,7 @@ def start_ranks(output: Path, name: str, num_ranks: int, *flags: str) -> list[Pr
         os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
         main([*FLAGS, "--output", str(output), "--name", name, *flags])
 
+    shutdown()  # what a test before has started in this process
     processes = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(num_ranks)]
     for process in processes:
         process.start()

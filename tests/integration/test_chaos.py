@@ -1,0 +1,72 @@
+"""The chaos test itself: it sees what is lost, and a real run under it loses nothing."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from chaos import compare, damage, main
+from chaos_run import NUM_STEPS, Victim, identity
+
+
+def finished(output: Path, name: str, *, steps=range(NUM_STEPS), weight: float = 1.0, loss: float = 0.5) -> Victim:
+    """A run directory as a finished run leaves it."""
+    run = Victim(output, name, "tp2")
+    last = run.directory / "checkpoints" / f"step_{NUM_STEPS:08d}"
+    last.mkdir(parents=True)
+    save_file({"actor.weight": torch.tensor([weight])}, last / "rank_00000.safetensors")
+    rows = [{"step": step, "actor/loss": loss, "time/step": random.random()} for step in steps]
+    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"steps": [*range(NUM_STEPS - 1)]}, "logged steps"),
+        ({"steps": [*range(3), *range(2, NUM_STEPS)]}, "logged steps"),
+        ({"loss": 0.5000001}, "step 0 differs from the undisturbed run's in actor/loss"),
+        ({"weight": 1.0000001}, "the last checkpoint differs"),
+    ],
+)
+def test_what_is_lost_is_seen(changes: dict, problem: str | None, tmp_path: Path) -> None:
+    undisturbed = finished(tmp_path, "undisturbed")
+    problems = compare(finished(tmp_path, "tormented", **changes), undisturbed)
+    assert (problems == []) if problem is None else (len(problems) == 1 and problem in problems[0])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damage_changes_one_file(seed: int, tmp_path: Path) -> None:
+    files = {"a": b"x" * 40, "b": b"y" * 90}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    said = damage(tmp_path, random.Random(seed))
+    changed = [name for name, content in files.items() if (tmp_path / name).read_bytes() != content]
+    assert len(changed) == 1 and f"/{changed[0]} " in said
+
+
+def test_a_checkpoint_written_anew_is_another(tmp_path: Path) -> None:
+    for _ in range(2):
+        (tmp_path / ".tmp").mkdir()
+        (tmp_path / ".tmp").rename(tmp_path / "step_00000002")
+        first = identity(tmp_path / "step_00000002")
+        assert first == identity(tmp_path / "step_00000002")
+        (tmp_path / "step_00000002").rmdir()
+    (tmp_path / "step_00000002").mkdir()
+    assert identity(tmp_path / "step_00000002") != first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_run_loses_nothing(tmp_path: Path) -> None:
+    assert main(["--rounds", "5", "--json", str(tmp_path / "out.json"), "--work", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["failures"] == 0 and report["runs_finished_and_compared"] >= 1
+    assert set(report["kills"]) >= {"setup", "rollout", "update"}
