@@ -1,4 +1,4 @@
-"""What every test shares: no network, one thread per process, GPU tests skipped where there is no GPU."""
+"""What every test shares: no network, one thread per process, GPU tests skipped where there is no GPU, forks first."""
 
 import os
 
@@ -12,6 +12,8 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The threads of a process that has trained do not survive a fork.
+    items.sort(key=lambda item: item.get_closest_marker("forks") is None)
     if torch.cuda.is_available():
         return
     for item in items:

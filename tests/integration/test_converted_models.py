@@ -34,6 +34,7 @@ FLAGS = """
     --num-groups 2 --group-size 2 --minibatch-size 4 --filter-strategy none --lr 1e-3 --num-steps 1 --temperature 1
 """.split()
 TP2 = ("--tensor-model-parallel-size", "2")
+pytestmark = pytest.mark.forks
 ARCHITECTURES = ("qwen2_tied", "qwen3_untied")
 
 

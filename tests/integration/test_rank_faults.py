@@ -24,7 +24,7 @@ from ragen_mega.rollout.store import RolloutStore
 from ragen_mega.train import main
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.forks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

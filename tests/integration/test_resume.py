@@ -25,6 +25,7 @@ from ragen_mega.run import Run
 from ragen_mega.train import main, train
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.forks
 FLAGS = """
     --environments bandit:1,frozen_lake:1 --environment-options {"frozen_lake":{"observation":"cells"}}
     --prompt-style compact --max-response-length 48 --max-context-length 400 --eval-prompts 8 --eval-interval 2
