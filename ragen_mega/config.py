@@ -175,10 +175,18 @@ class RolloutConfig:
     """Tokens of a trajectory; one that would grow longer is closed as truncated."""
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same."""
-    rollout_engine: Literal["embedded"] = "embedded"
-    """Who samples: `embedded` decodes in this process with a key-value cache per trajectory."""
+    rollout_engine: Literal["embedded", "sglang"] = "embedded"
+    """Who samples: `embedded` decodes in this process with a key-value cache per trajectory; `sglang` is a server of this
+    rank, kept between rollouts."""
+    sglang_python: str | None = None
+    """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the trainer's (default: it is)."""
+    kv_cache_tokens: int | None = None
+    """Tokens in SGLang's key-value cache (default: every trajectory of this rank at full length)."""
 
     def __post_init__(self) -> None:
+        for name in ("sglang_python", "kv_cache_tokens"):
+            if self.rollout_engine == "embedded" and getattr(self, name) is not None:
+                raise ValueError(f"{name} does nothing with rollout_engine embedded; drop it or set --rollout-engine sglang")
         for name in ("num_groups", "group_size", "max_response_length", "max_context_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}; set {_flag(name)}")

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega import distributed
-from ragen_mega.build import BASE, find_warm_start
 from ragen_mega.checkpointing import CHECKPOINTS, Checkpoint, on_main, read_checkpoint
+from ragen_mega.cold_start import BASE, find_warm_start
 from ragen_mega.config import ParallelConfig, StarPOConfig
 from ragen_mega.console import Console, fail
 from ragen_mega.engines.embedded import EmbeddedEngine

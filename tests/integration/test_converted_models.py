@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from ragen_mega import distributed
-from ragen_mega.build import build, write_small_model
+from ragen_mega.build import build
+from ragen_mega.cold_start import write_small_model
 from ragen_mega.config import parse
 from ragen_mega.console import Console
 from ragen_mega.huggingface import load_tokenizer, random_weights, save_huggingface

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragen_mega.build import write_small_model
 from ragen_mega.checkpointing import find_latest
+from ragen_mega.cold_start import write_small_model
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.environments.base import make
 from ragen_mega.environments.boards import load_boards

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ragen_mega.build import write_small_model
+from ragen_mega.cold_start import write_small_model
 from ragen_mega.config import parse
 from ragen_mega.huggingface import load_config
 from ragen_mega.megatron.initialize import initialize

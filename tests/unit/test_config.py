@@ -40,6 +40,7 @@ def test_last_flag_wins_and_json_round_trips() -> None:
         ("--group-size 1", "raise --group-size"),
         ("--temperature 0", "must be positive"),
         ("--num-steps 0", "at least 1"),
+        ("--sglang-python x/python", "does nothing with rollout_engine embedded"),
         ("--lr nan", "finite number"),
         ("--warm-start-temperature 0", "must be positive"),
         ("--warm-start-skill 1.5", "a probability"),

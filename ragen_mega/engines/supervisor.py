@@ -1,0 +1,89 @@
+"""Runs a command so that it and all its descendants end with it, with whoever started this program, and with this program.
+
+A program of its own that needs nothing but the standard library: `python -I supervisor.py DIRECTORY COMMAND...`, started with
+a pipe as standard input. The pipe closes when its owner dies, by whatever signal; then DIRECTORY goes as well, since nobody
+else would remove it. An owner that only wants the command to end writes a byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_POLL_SECONDS = 0.1
+
+
+def supervise(directory: str, command: list[str]) -> int:
+    """Run `command` until it ends or the owner is gone; its exit status, 1 if it was killed or could not start.
+
+    `directory` is removed when the owner is gone.
+    """
+    owner = os.getppid()
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    # Orphans of the command come to this process, so that none is lost from its descendants.
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
+    is_owner_gone = False
+    try:
+        child = subprocess.Popen(  # if this process is killed the kernel kills the command
+            command, stdin=subprocess.DEVNULL, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        )
+        while child.poll() is None:
+            readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
+            if readable or os.getppid() != owner:
+                is_owner_gone = not (readable and os.read(0, 1))
+                return 1
+        return child.returncode if child.returncode >= 0 else 1
+    except OSError as error:
+        print(f"supervisor: cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        kill_descendants(os.getpid())
+        if is_owner_gone:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def kill_descendants(root: int) -> None:
+    """SIGKILL every process below `root` and those that they start meanwhile."""
+    while alive := descendants(root):
+        for pid in alive:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        select.select([], [], [], 0.01)
+
+
+def descendants(root: int) -> list[int]:
+    """Processes below `root` that still run; zombies do not."""
+    parents: dict[int, int] = {}
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                # pid (name) state parent ...: the name may hold spaces and parentheses
+                state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if state not in "ZX":
+                parents[int(directory.name)] = int(parent)
+
+    def is_below(pid: int) -> bool:
+        while pid in parents:
+            pid = parents[pid]
+            if pid == root:
+                return True
+        return False
+
+    return [pid for pid in parents if is_below(pid)]
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[1], sys.argv[2:]))

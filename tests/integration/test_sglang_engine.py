@@ -1,0 +1,381 @@
+"""The engine over the real, unmodified SGLang server on a CPU, against transformers: numbers, weights, death and orphans.
+
+Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from ragen_mega.engines import supervisor
+from ragen_mega.engines.http_json import RequestRefused
+from ragen_mega.engines.sglang import SGLangEngine
+from ragen_mega.engines.sglang_server import ServerFailed, ServerSettings, SGLangServer
+from ragen_mega.engines.sglang_weights import WeightSender
+from ragen_mega.environments.base import make
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.types import Completion, SamplingParams
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON")
+pytestmark = [
+    pytest.mark.skipif(
+        not PYTHON, reason="RAGEN_SGLANG_PYTHON names no Python with SGLang; build one: bash tools/setup_sglang_cpu.sh"
+    ),
+    pytest.mark.timeout(1500),
+]
+ROOT = Path(__file__).parents[2]
+VOCAB = 400
+MAX_CONTEXT = 400
+CONFIG = Qwen2Config(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    initializer_range=0.2,
+    max_position_embeddings=512,
+)
+
+
+def build_model(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(CONFIG).eval()
+    with torch.no_grad():  # biases start at 0 and norms at 1, which would hide a mistake
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def settings(directory: Path, **changes: object) -> ServerSettings:
+    values = {
+        "python": Path(PYTHON),
+        "directory": directory,
+        "max_context": MAX_CONTEXT,
+        "max_running_requests": 16,
+        "kv_cache_tokens": 8192,
+        "start_timeout": 1200.0,
+        "hang_timeout": 120.0,
+    }
+    return ServerSettings(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    engine = SGLangEngine(CONFIG, settings(tmp_path_factory.mktemp("server")), bucket_bytes=64 * 1024)
+    yield engine
+    engine.shutdown()
+
+
+def random_tokens(generator: random.Random, count: int) -> list[int]:
+    return [generator.randrange(VOCAB) for _ in range(count)]
+
+
+def check_logprobs(model: PreTrainedModel, prompt: list[int], answer: Completion, temperature: float) -> None:
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+    expected = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0.0)
+
+
+async def converse(engine: SGLangEngine, session: int, *, temperature: float) -> list[tuple[list[int], Completion]]:
+    """Three turns with random observations: (prompt, answer) of each."""
+    generator = random.Random(session)
+    tokens, turns = random_tokens(random.Random(0), 30) + random_tokens(generator, 5), []
+    for turn in range(3):
+        sampling = SamplingParams(12, temperature=temperature, stop_token_ids=(7, 8), seed=10 * session + turn)
+        answer = await engine.generate(list(tokens), sampling, session=session)
+        turns.append((list(tokens), answer))
+        tokens += answer.tokens + random_tokens(generator, 3)
+    engine.release(session)
+    return turns
+
+
+def converse_all(engine: SGLangEngine, *, temperature: float = 1.0) -> list[list[tuple[list[int], Completion]]]:
+    async def everything() -> list[list[tuple[list[int], Completion]]]:
+        return await asyncio.gather(*(converse(engine, session, temperature=temperature) for session in range(6)))
+
+    return asyncio.run(everything())
+
+
+def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLangEngine) -> None:
+    for version, temperature in ((1, 1.0), (2, 0.7), (3, 1.3)):
+        model = build_model(version)
+        with engine.awake():
+            engine.load_weights(model.state_dict().items())
+            assert engine.weight_version == version
+            before = engine.counts.cached_tokens, engine.counts.prompt_tokens
+            conversations = converse_all(engine, temperature=temperature)
+            cached, prompts = (now - then for now, then in zip(
+                (engine.counts.cached_tokens, engine.counts.prompt_tokens), before, strict=True
+            ))
+        for turns in conversations:
+            for prompt, answer in turns:
+                stopped = answer.tokens[-1] in (7, 8)
+                assert answer.finish_reason == ("stop" if stopped else "length")
+                assert stopped or len(answer.tokens) == 12
+                assert not {7, 8} & set(answer.tokens[:-1])
+                check_logprobs(model, prompt, answer, temperature)
+        # At the least the second and third turn find what came before them.
+        assert cached > prompts / 2
+    assert engine.server.num_starts == 1 and engine.counts.restarts == 0
+
+
+def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None:
+    model = build_model(4)
+    prompt = random_tokens(random.Random(5), MAX_CONTEXT - 10)
+
+    async def ask() -> list[Completion]:
+        asked = (
+            (prompt, SamplingParams(50, temperature=0.0)),
+            (prompt[:20], SamplingParams(40, top_p=0.3)),
+            (prompt + prompt[:10], SamplingParams(5)),
+        )
+        return await asyncio.gather(
+            *(engine.generate(tokens, sampling, session=i) for i, (tokens, sampling) in enumerate(asked))
+        )
+
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        greedy, nucleus, full = asyncio.run(ask())
+        last_is_stop = SamplingParams(2, temperature=0.0, stop_token_ids=(greedy.tokens[1],))
+        stopped = asyncio.run(engine.generate(prompt, last_is_stop, session=0))
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + greedy.tokens])).logits[0, len(prompt) - 1 : -1]
+    assert greedy.tokens == logits.argmax(-1).tolist() and greedy.finish_reason == "length"
+    assert len(greedy.tokens) == 10
+    check_logprobs(model, prompt, greedy, 1.0)
+    check_logprobs(model, prompt[:20], nucleus, 1.0)  # of the whole distribution, as the trainer has it
+    assert full == Completion([], [], "length")
+    assert stopped.tokens == greedy.tokens[:2] and stopped.finish_reason == "stop"
+
+
+def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine) -> None:
+    weights = dict(build_model(5).state_dict())
+
+    def load(changed: dict[str, torch.Tensor]) -> None:
+        engine.load_weights(changed.items())
+
+    with pytest.raises(RuntimeError, match="asleep"):
+        load(weights)
+    with engine.awake():
+        with pytest.raises(RuntimeError, match="no weights"):
+            asyncio.run(engine.generate([1], SamplingParams(1), session=0))
+        with pytest.raises(ValueError, match="did not arrive, e.g. 'model.norm.weight'"):
+            load({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"})
+        with pytest.raises(ValueError, match="unexpected weight 'wte'"):
+            load(weights | {"wte": torch.zeros(1)})
+        with pytest.raises(ValueError, match="full shape"):
+            load(weights | {"model.norm.weight": torch.zeros(32)})
+        with pytest.raises(RequestRefused, match="update_weights_from_disk"):
+            WeightSender(engine.server.client, timeout=60).send([Path("/no/such/folder")], 9)
+        load(weights)
+        with pytest.raises(ValueError, match="token ids must lie"):
+            asyncio.run(engine.generate([VOCAB], SamplingParams(1), session=0))
+
+
+def test_the_server_is_private(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loopback only, no key for others to read, nothing of the trainer's environment."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("PYTHONPATH", "/trainer")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH", "WANDB_API_KEY"} & set(
+        engine.server.settings.environment(Path("file"))
+    )
+    with engine.awake():
+        pids = [engine.server.pid, *supervisor.descendants(engine.server.pid)]
+        assert len(pids) >= 4  # supervisor, HTTP server, scheduler, detokenizer
+        client = engine.server.client
+        for pid in pids:
+            assert client.api_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        addresses = listening_addresses(pids)
+        assert addresses and set(addresses) == {"0100007F"}, addresses  # 127.0.0.1
+        with pytest.raises(RequestRefused, match="401"):
+            type(client)(client.port, "wrong").call("GET", "/model_info", timeout=60)
+    for path in engine.server.settings.directory.glob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def listening_addresses(pids: list[int]) -> list[str]:
+    """Hexadecimal local addresses of the TCP sockets on which the processes listen."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(descriptor)
+            except FileNotFoundError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ChatRenderer:
+    texts = ["system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left", "first second third"]
+    texts += [message.content for seed in range(20) for message in episode().start(seed)]
+    renderer = ChatRenderer(train_tokenizer(texts), think=True)
+    assert len(renderer.tokenizer) <= VOCAB
+    return renderer
+
+
+def episode() -> Episode:
+    return Episode(make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3))
+
+
+def test_a_rollout_survives_sigkill_of_the_server(engine: SGLangEngine, renderer: ChatRenderer) -> None:
+    tasks = [task for group in range(2) for task in tasks_for_group(group, "frozen_lake", group, episode, group_size=4)]
+    model = build_model(6)
+    restarts, ended = engine.counts.restarts, []
+
+    def kill_once() -> None:
+        ended.append(engine.server.pid)
+        if len(ended) == 1:
+            scheduler = next(pid for pid in supervisor.descendants(engine.server.pid) if "scheduler" in command_of(pid))
+            os.kill(scheduler, signal.SIGKILL)
+
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        version, old = engine.weight_version, [engine.server.pid, *supervisor.descendants(engine.server.pid)]
+        groups = collect(engine, renderer, tasks, max_tokens=20, max_context=MAX_CONTEXT, seed=1, advance=kill_once)
+        assert engine.counts.restarts == restarts + 1 and engine.counts.reissued > 0
+        assert engine.weight_version == version
+        assert not any(map(is_alive, old))
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    assert [len(group.trajectories) for group in groups] == [4, 4] and len(ended) == len(tasks)
+    for trajectory in trajectories:
+        assert trajectory.terminated or trajectory.truncated
+        for turn in trajectory.turns:  # each once, and from the same weights on both servers
+            span = slice(turn.start, turn.end)
+            answer = Completion(trajectory.tokens[span], trajectory.rollout_logprobs[span], "stop")
+            check_logprobs(model, trajectory.tokens[: turn.start], answer, 1.0)
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_shutdown_leaves_nothing(engine: SGLangEngine) -> None:
+    with engine.awake():
+        pids = [engine.server.pid, *supervisor.descendants(engine.server.pid)]
+    store = engine._store.directory
+    assert store.is_dir()
+    engine.shutdown()
+    wait_until(lambda: not any(map(is_alive, pids)), 30)
+    assert not store.exists()
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+import test_sglang_engine as test
+engine = test.SGLangEngine(test.CONFIG, test.settings(Path(sys.argv[1])))
+with engine.awake():
+    engine.load_weights(test.build_model(1).state_dict().items())
+    print(engine._store.directory, flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
+    program = TRAINER.replace("{path!r}", repr([str(ROOT), str(Path(__file__).parent)]))
+    trainer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    pids: list[int] = []
+    try:
+        weights = Path(trainer.stdout.readline().strip())
+        assert (weights / "00000" / "model.safetensors").exists()
+        pids = supervisor.descendants(trainer.pid)
+        assert len(pids) >= 4
+        trainer.kill()
+        trainer.wait()
+        wait_until(lambda: not any(map(is_alive, pids)), 30)
+        assert not weights.exists()
+    finally:
+        trainer.kill()
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+    server = SGLangServer(settings(tmp_path, options={"no-such-option": 1}), CONFIG, weights=tmp_path / "none")
+    with pytest.raises(ServerFailed, match="(?s)while it started.*ends with:.*no-such-option"):
+        server.start()
+    assert not server.is_running
+
+
+def test_paths_do_not_depend_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").symlink_to(PYTHON)
+    monkeypatch.chdir(tmp_path)
+    relative = settings(Path("run"), python=Path("python"))
+    assert (relative.directory, relative.python) == (tmp_path / "run", tmp_path / "python")
+
+
+def test_another_python_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sglang_python must be"):
+        settings(tmp_path, python=tmp_path / "python")
+    server = SGLangServer(settings(tmp_path, python=Path("/bin/false"), start_timeout=20.0), CONFIG, weights=tmp_path / "none")
+    with pytest.raises(ServerFailed, match="status 1"):
+        server.start()
+
+
+@pytest.mark.slow
+def test_a_hanging_server_is_replaced(tmp_path: Path) -> None:
+    engine = SGLangEngine(CONFIG, settings(tmp_path, hang_timeout=10.0))
+    model = build_model(7)
+
+    async def play() -> list[list[tuple[list[int], Completion]]]:
+        conversations = asyncio.gather(*(converse(engine, session, temperature=1.0) for session in range(3)))
+        await asyncio.sleep(0.05)
+        for pid in supervisor.descendants(engine.server.pid):
+            if "scheduler" in command_of(pid):
+                os.kill(pid, signal.SIGSTOP)
+        return await conversations
+
+    try:
+        with engine.awake():
+            engine.load_weights(model.state_dict().items())
+            conversations = asyncio.run(play())
+            assert engine.counts.restarts == 1
+        for turns in conversations:
+            for prompt, answer in turns:
+                check_logprobs(model, prompt, answer, 1.0)
+    finally:
+        engine.shutdown()
+

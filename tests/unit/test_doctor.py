@@ -1,0 +1,77 @@
+"""The doctor on this machine, and in front of packages that are not what their names say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "doctor.py"
+
+
+@pytest.fixture(scope="module")
+def doctor() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("doctor", TOOL)
+    module = sys.modules["doctor"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True, timeout=250, check=False)
+
+
+def test_this_machine_is_ready_for_the_cpu() -> None:
+    answer = run("--for", "cpu")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.endswith("ready for cpu\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_gpu_is_not_ready_for_h100() -> None:
+    answer = run("--for", "h100", "--json", "--sglang-python", "/no/such/python")
+    report = json.loads(answer.stdout)
+    assert answer.returncode == 1 and report["ready"] is False
+    findings = {finding["name"]: finding for heading, part in report.items() if isinstance(part, list) for finding in part}
+    assert findings["CUDA device"]["state"] == findings["SGLang"]["state"] == "missing"
+    assert "/no/such/python cannot run" in findings["SGLang"]["detail"]
+    assert findings["torch"]["remedy"] == "pip install 'torch==2.11.0'"
+
+
+def install(site: Path, name: str, summary: str) -> None:
+    folder = site / f"{name}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nSummary: {summary}\n")
+
+
+def test_the_apex_of_pypi_is_no_apex(doctor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.apex_finding().state == "falls back"
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "apex", "Pyramid toolkit to add Velruse, Flash Messages, CSRF, ReCaptcha and Sessions")
+    assert doctor.apex_finding().remedy == "pip uninstall apex"
+    (tmp_path / "amp_C.py").touch()  # the extension that NVIDIA's builds
+    importlib.invalidate_caches()
+    assert doctor.apex_finding().state == "ok"
+
+
+def test_versions_are_compared_without_their_build(doctor: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor.tested_versions("cpu") | {"torch": "2.13.0+cpu", "numpy": "2.2.0", "rich": None}
+    monkeypatch.setattr(doctor, "installed", found.get)
+    states = {finding.name: finding.state for finding in doctor.check_packages("cpu")}
+    assert (states["torch"], states["numpy"], states["rich"]) == ("ok", "differs", "missing")
+
+
+def test_sglang_is_asked_in_its_own_interpreter(doctor: ModuleType, tmp_path: Path) -> None:
+    (finding,) = doctor.check_sglang("cpu", sys.executable)
+    assert finding.state == "missing" and "sglang" in finding.detail
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'a warning'\necho 0.5.17 2.13.0+cpu\n")
+    python.chmod(0o700)
+    assert doctor.check_sglang("cpu", str(python))[0].state == "ok"

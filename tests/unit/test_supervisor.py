@@ -1,0 +1,141 @@
+"""The supervisor with real processes and real SIGKILL: nothing that it started outlives it, its owner or the command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.engines import supervisor
+
+# A command with a child, and with a grandchild in a session of its own whose parent is gone: the hardest to find again.
+FAMILY = """
+import subprocess, sys, time
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(sleeper)
+start = (
+    "import subprocess, sys; from subprocess import DEVNULL;"
+    "print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=DEVNULL, stderr=DEVNULL).pid)"
+)
+orphan = subprocess.run([sys.executable, "-c", start, *sleeper], stdout=subprocess.PIPE, text=True)
+open(sys.argv[1], "w").write(f"{child.pid} {orphan.stdout.strip()} ")
+{then}
+"""
+OWNER = """
+import subprocess, sys, time
+process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+time.sleep(600)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: object, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class Family:
+    """An owner, its supervisor, and the processes of the supervised command."""
+
+    def __init__(self, directory: Path, then: str) -> None:
+        self.file = directory / "pids"
+        program = FAMILY.replace("{then}", then)
+        self.weights = directory / "weights"
+        self.weights.mkdir()
+        command = [sys.executable, "-I", supervisor.__file__, str(self.weights)]
+        command += [sys.executable, "-c", program, str(self.file)]
+        self.owner = subprocess.Popen([sys.executable, "-c", OWNER, *command])
+        wait_until(lambda: self.file.exists() and self.file.read_text().endswith(" "))
+        self.supervisor = next(
+            pid for pid in supervisor.descendants(self.owner.pid) if "supervisor.py" in cmdline(pid)
+        )
+        self.members = [*supervisor.descendants(self.supervisor), *map(int, self.file.read_text().split())]
+
+    def kill(self) -> None:
+        for pid in (self.owner.pid, self.supervisor, *self.members):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.owner.wait()
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@pytest.fixture
+def family(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Family]:
+    family = Family(tmp_path, getattr(request, "param", "time.sleep(600)"))
+    yield family
+    family.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_everything_ends_when_the_owner_is_killed(family: Family, number: signal.Signals) -> None:
+    assert len(set(family.members)) == 3 and all(map(is_alive, family.members))
+    os.kill(family.owner.pid, number)
+    family.owner.wait()
+    wait_until(lambda: not any(map(is_alive, [family.supervisor, *family.members])))
+    assert not family.weights.exists()
+
+
+@pytest.mark.parametrize("family", ["time.sleep(600)"], indirect=True)
+def test_everything_ends_when_the_supervisor_is_told_to(family: Family) -> None:
+    os.kill(family.supervisor, signal.SIGTERM)
+    wait_until(lambda: not any(map(is_alive, [family.supervisor, *family.members])))
+    assert family.weights.exists()  # its owner still lives
+
+
+def test_the_command_ends_when_the_supervisor_is_killed(family: Family) -> None:
+    command = next(pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid))
+    os.kill(family.supervisor, signal.SIGKILL)
+    wait_until(lambda: not is_alive(command))
+
+
+@pytest.mark.parametrize("family", ["time.sleep(1)"], indirect=True)
+def test_what_the_command_leaves_behind_ends_with_it(family: Family) -> None:
+    wait_until(lambda: not any(map(is_alive, [family.supervisor, *family.members])))
+
+
+@pytest.mark.parametrize(("command", "status"), [("import sys; sys.exit(7)", 7), ("import os; os.abort()", 1)])
+def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-I", supervisor.__file__, "none", sys.executable, "-c", command],
+        stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )
+    assert process.wait(30) == status
+    process.stdin.close()
+
+
+def test_a_byte_ends_the_command_and_keeps_the_directory(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-I", supervisor.__file__, str(tmp_path), sys.executable, "-c", "import time; time.sleep(600)"],
+        stdin=subprocess.PIPE,
+    )
+    process.communicate(b".", timeout=30)
+    assert process.returncode == 1 and tmp_path.exists()
+
+
+def test_a_command_that_does_not_exist_is_said() -> None:
+    process = subprocess.run(
+        [sys.executable, "-I", supervisor.__file__, "none", "/no/such/command"], capture_output=True, text=True, timeout=30
+    )
+    assert process.returncode == 1 and "cannot start /no/such/command" in process.stderr
