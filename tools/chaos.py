@@ -105,7 +105,8 @@ def play_round(
     num_logged = 0 if target == "setup" else min(expected + generator.randrange(5), NUM_STEPS)
     if wait_for(run, launcher, target, num_logged):
         time.sleep(generator.expovariate(1 / {"setup": 4.0, "checkpoint": 0.005}.get(target, 0.05)))
-        ranks = run.ranks(launcher.pid)
+        while not (ranks := run.ranks(launcher.pid)) and launcher.poll() is None:
+            time.sleep(0.01)  # in setup the launcher may still be alone
         hit = run.phase() if ranks else "end"
         if ranks:
             generator.choice(ranks).kill()
