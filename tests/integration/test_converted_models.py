@@ -3,14 +3,12 @@
 import argparse
 import importlib.util
 import json
-import multiprocessing
-import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import fork_ranks
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from safetensors import safe_open
@@ -24,7 +22,6 @@ from ragen_mega.config import parse
 from ragen_mega.console import Console
 from ragen_mega.huggingface import load_tokenizer, random_weights, save_huggingface
 from ragen_mega.megatron import checkpoint
-from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.packing import pack
 from ragen_mega.run import Run
 from ragen_mega.train import train
@@ -74,19 +71,12 @@ def write_start(directory: Path, architecture: str) -> Path:
 
 def on_two_ranks(work) -> None:
     """Run `work()` on two forked ranks; they leave together."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
 
-    def rank(index: int) -> None:
-        os.environ.update(address, RANK=str(index), LOCAL_RANK=str(index))
+    def rank() -> None:
         work()
         distributed.barrier()
 
-    shutdown()  # what a test before has started in this process
-    processes = [multiprocessing.get_context("fork").Process(target=rank, args=(index,)) for index in range(2)]
-    for process in processes:
-        process.start()
+    processes = fork_ranks(rank, 2)
     for process in processes:
         process.join(250)
     assert [process.exitcode for process in processes] == [0, 0]

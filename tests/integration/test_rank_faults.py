@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_ranks import fork_ranks
 from test_faults import FLAGS, WARM_START, finish, open_run, poison, record_moves, start_of
 from test_resume import launch, metrics, start_ranks
 
@@ -75,18 +75,7 @@ def test_what_is_bad_on_one_rank_is_skipped_on_all(output: Path, layout: tuple[s
 
 def on_two_ranks(work: Callable[[], None]) -> list[int]:
     """Exit codes of `work` in two forked processes that are the ranks of a job."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-
-    def rank(index: int) -> None:
-        os.environ.update(address, RANK=str(index), LOCAL_RANK=str(index))
-        work()
-
-    shutdown()  # what a test before has started in this process
-    processes = [multiprocessing.get_context("fork").Process(target=rank, args=(index,)) for index in range(2)]
-    for process in processes:
-        process.start()
+    processes = fork_ranks(work, 2)
     for process in processes:
         process.join(400)
     return [process.exitcode for process in processes]

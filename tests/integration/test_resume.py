@@ -1,11 +1,9 @@
 """A run that is stopped or killed goes on as if nothing had happened, on the same layout to the bit, on others to rounding."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forked_ranks import fork_ranks
 from safetensors.torch import load_file
 
 from ragen_mega.build import build
 from ragen_mega.config import parse
 from ragen_mega.interruption import Interrupted
-from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.run import Run
 from ragen_mega.train import main, train
 
@@ -88,20 +86,8 @@ def send_sigterm_after(target: object, name: str, is_time) -> None:
 
 
 def start_ranks(output: Path, name: str, num_ranks: int, *flags: str) -> list[Process]:
-    """Start the program on `num_ranks` processes as torchrun would, but forked, so that nothing is imported again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(num_ranks)}
-
-    def work(rank: int) -> None:
-        os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
-        main([*FLAGS, "--output", str(output), "--name", name, *flags])
-
-    shutdown()  # what a test before has started in this process
-    processes = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(num_ranks)]
-    for process in processes:
-        process.start()
-    return processes
+    """Start the program on `num_ranks` forked ranks."""
+    return fork_ranks(lambda: main([*FLAGS, "--output", str(output), "--name", name, *flags]), num_ranks)
 
 
 def launch(output: Path, name: str, num_ranks: int, *flags: str) -> Path:
