@@ -410,10 +410,21 @@ class EvaluationConfig:
     """Steps between evaluations (0: only at the end)."""
     eval_prompts: int = 256
     """Held-out initial states per evaluation."""
+    eval_samples: int = 8
+    """Episodes from each of them in the last evaluation; evaluations on the way play one."""
     eval_temperature: float = 0.5
     """Sampling temperature of evaluation."""
     boards: str | None = None
     """Boards file to evaluate on instead of the packaged one."""
+
+    def __post_init__(self) -> None:
+        for name in ("eval_prompts", "eval_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}; set {_flag(name)} to at least 1")
+        if self.eval_interval < 0:
+            raise ValueError(
+                f"eval_interval must be at least 0, not {self.eval_interval}; set --eval-interval 0 to evaluate only at the end"
+            )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ragen_mega.types import TrajectoryGroup
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One evaluated set. `success` is over all samples; its 95% Wilson interval counts prompts, not samples."""
+    """One evaluated set. `success` is over all samples; its 95% interval allows for samples of one prompt being alike."""
 
     environment: str
     num_prompts: int
@@ -75,7 +75,7 @@ def evaluate(
     temperature: float,
     max_tokens: int,
     max_context: int,
-    samples_per_prompt: int = 1,
+    samples_per_prompt: int,
     seed: int = 0,
     reference: Baselines | None = None,
     advance: Callable[[], None] | None = None,
@@ -101,8 +101,8 @@ def evaluate(
     )
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    success = sum(trajectory.success for trajectory in trajectories) / len(trajectories)
-    ci_low, ci_high = wilson_interval(success * len(played), len(played))
+    successes = [[t.success for t in group.trajectories] for group in played]
+    success, ci_low, ci_high = success_interval(successes)
     return EvaluationResult(
         environment=name,
         num_prompts=len(played),
@@ -115,7 +115,7 @@ def evaluate(
         optimum=reference.optimum,
         reward=sum(trajectory.total_reward for trajectory in trajectories) / len(trajectories),
         valid_format_rate=sum(bool(turn.info.get("is_format_valid")) for turn in turns) / max(1, len(turns)),
-        pass_at_k=pass_at_k([[t.success for t in group.trajectories] for group in played]),
+        pass_at_k=pass_at_k(successes),
     )
 
 
@@ -125,6 +125,22 @@ def reference_players(
     """The uniform-random and the optimal player on the same initial states under the same budget."""
     prompts = boards[:num_prompts] if boards else range(123, 123 + num_prompts)
     return baselines(name, prompts, episode_config(config), config.options(name))
+
+
+def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
+    """Success rate and its 95% interval from equally many samples of each prompt, where prompts differ in difficulty.
+
+    A Wilson interval of the number of independent episodes that would be as precise: the variance of one episode over that
+    of the mean, which is estimated from how the prompts' rates differ (Kish 1965, design effect). At least the number of
+    prompts, at most that of samples.
+    """
+    num_prompts, num_samples = len(successes), len(successes[0])
+    rates = [sum(row) / num_samples for row in successes]
+    rate = sum(rates) / num_prompts
+    spread = sum((other - rate) ** 2 for other in rates) / max(1, num_prompts - 1)  # variance between prompts
+    effective = rate * (1 - rate) * num_prompts / spread if spread else float(num_prompts)
+    effective = min(max(effective, num_prompts), num_prompts * num_samples)
+    return rate, *wilson_interval(rate * effective, effective)
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:

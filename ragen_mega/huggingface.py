@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()
 
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Model type -> the class that `architectures` in config.json names, without which SGLang loads no model."""
+
 
 def load_config(directory: str) -> PretrainedConfig:
     """The model configuration of a Hugging Face directory or hub name. Raises ValueError if it cannot be read."""
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -65,6 +67,9 @@ def save_huggingface(
     if not is_writer:
         return
     directory.mkdir(parents=True, exist_ok=True)
+    if not config.architectures:
+        config = copy.deepcopy(config)
+        config.architectures = [ARCHITECTURES[config.model_type]]
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     temporary = directory / ".model.safetensors.tmp"

@@ -166,14 +166,15 @@ class Run:
             trainer.schedule.step(1)
         metrics.add("update", nonfinite=self.faults.take_count())
 
-    def evaluate(self, step: int, metrics: Metrics | None = None) -> dict[str, EvaluationResult]:
+    def evaluate(self, step: int, metrics: Metrics | None = None, samples: int = 1) -> dict[str, EvaluationResult]:
         """Evaluate every trained environment on its held-out boards under the current weights."""
         config, rollout = self.config.evaluation, self.config.rollout
+        num_episodes = config.eval_prompts * samples // distributed.world_size()
         results = {}
         with self.engine.awake():
             self.engine.load_weights(self.policy.export_weights())
             for name in self.config.environment.shares:
-                with self.console.phase(f"evaluate {name}", config.eval_prompts // distributed.world_size()) as progress:
+                with self.console.phase(f"evaluate {name}", num_episodes) as progress:
                     results[name] = evaluate(
                         self.engine,
                         self.renderer,
@@ -181,6 +182,7 @@ class Run:
                         name,
                         boards=self.boards[name],
                         num_prompts=config.eval_prompts,
+                        samples_per_prompt=samples,
                         temperature=config.eval_temperature,
                         max_tokens=rollout.max_response_length,
                         max_context=rollout.max_context_length,
@@ -199,7 +201,7 @@ class Run:
 
     def finish(self) -> None:
         """Evaluate, write the last checkpoint, export the policy for transformers, write the summary."""
-        evaluated = self.evaluate(self.step)
+        evaluated = self.evaluate(self.step, samples=self.config.evaluation.eval_samples)
         self.save(_mean_success(evaluated))
         results = {name: result.to_dict() for name, result in evaluated.items()}
         save_huggingface(

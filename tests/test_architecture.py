@@ -18,11 +18,14 @@ LAYERS = (
         "ragen_mega.integrity",
     ),
     ("ragen_mega.starpo", "ragen_mega.environments", "ragen_mega.config", "ragen_mega.distributed", "ragen_mega.interruption"),
-    ("ragen_mega.rollout", "ragen_mega.packing", "ragen_mega.metrics", "ragen_mega.credit", "ragen_mega.signals"),
+    (
+        "ragen_mega.rollout", "ragen_mega.packing", "ragen_mega.metrics", "ragen_mega.credit", "ragen_mega.signals",
+        "ragen_mega.huggingface",
+    ),
     ("ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start", "ragen_mega.evaluation", "ragen_mega.tasks"),
     (
         "ragen_mega.build", "ragen_mega.cold_start", "ragen_mega.run", "ragen_mega.rollouts", "ragen_mega.throughput",
-        "ragen_mega.faults", "ragen_mega.checkpointing", "ragen_mega.huggingface",
+        "ragen_mega.faults", "ragen_mega.checkpointing",
     ),
     ("ragen_mega.train",),
 )

@@ -5,12 +5,15 @@
 A small run is started again and again with --resume. In every round one of its ranks gets SIGKILL in a phase that is its
 turn (setup, rollout, update, checkpoint, finish), after a random delay; in every second round a random file of the newest
 checkpoint is cut short or has bytes flipped afterwards. A run that comes to its end is compared with one that nobody
-disturbed, and the next begins, on another layout. Exit code 1 if any of these fails:
+disturbed, and the next begins, on another layout. With --sglang-python one layout rolls out with an SGLang server; in every
+second round of such a run a process of the server is killed instead of a rank, again and again until the run is finished.
+Exit code 1 if any of these fails:
 
 - a round goes on from the newest checkpoint that was not damaged;
-- after a kill no process of the run is left, within a time limit;
+- after a kill of a rank no process of the run is left, within a time limit; after one of a server the run goes on;
 - the finished run logged every step once, with the metrics of the undisturbed run, and has its parameters to the bit:
-  no step is lost and no trajectory trained twice.
+  no step is lost and no trajectory trained twice. No seed repeats what SGLang samples on a CPU; there, every step was
+  trained on the tasks of the undisturbed run, each played once, and its metrics are those of the rollout on the disk.
 """
 
 from __future__ import annotations
@@ -25,14 +28,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from chaos_run import LAYOUTS, NUM_STEPS, RESUMED, Victim, identity
+from chaos_run import LAYOUTS, NUM_STEPS, RESUMED, Layout, Victim, identity, sglang_layout
 
+from ragen_mega.rollout.summary import summarize
+from ragen_mega.types import TrajectoryGroup
+
+NOTHING = "nothing"
 PHASES = ("setup", "rollout", "update", "checkpoint", "finish")
 SECONDS_TO_START, SECONDS_TO_END, SECONDS_TO_VANISH = 300.0, 600.0, 90.0
 
@@ -46,6 +53,8 @@ class Round:
     """Phase in which a rank was to be killed."""
     hit: str
     """Phase in which it was; `end` if the run was finished first."""
+    server_kills: int
+    """Times that a process of an SGLang server was killed."""
     damage: str | None
     begun: int | None
     """Step at which it began, which must be the newest sound checkpoint's, else 0; None if it was killed before that."""
@@ -92,30 +101,53 @@ def vanish(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[
     return seconds, [f"{len(left)} processes were left after {seconds:.0f} s"] if left else []
 
 
+def kill_servers(run: Victim, launcher: subprocess.Popen[bytes], generator: random.Random) -> int:
+    """Kill a process of the run's server every few steps until the run ends. Returns how often."""
+    count = 0
+    while wait_for(run, launcher, generator.choice(("rollout", "update")), len(run.rows()) + generator.randint(2, 5)):
+        time.sleep(generator.expovariate(1 / 0.3))
+        if servers := run.servers():
+            generator.choice(servers).kill()
+            count += 1
+    return count
+
+
+def kill_rank(
+    run: Victim, launcher: subprocess.Popen[bytes], target: str, num_logged: int, generator: random.Random
+) -> str:
+    """Kill a rank in phase `target`, `num_logged` steps into the run. Returns the phase; `end` if the run ended first."""
+    if not wait_for(run, launcher, target, num_logged):
+        return "end"
+    time.sleep(generator.expovariate(1 / {"setup": 4.0, "checkpoint": 0.005}.get(target, 0.05)))
+    while not (ranks := run.ranks(launcher.pid)) and launcher.poll() is None:
+        time.sleep(0.01)  # in setup the launcher may still be alone
+    if not ranks:
+        return "end"
+    hit = run.phase()
+    generator.choice(ranks).kill()
+    return hit
+
+
 def play_round(
     run: Victim, target: str, generator: random.Random, *, tainted: set[tuple[str, int]], damages: bool
 ) -> Round:
-    """Start the run, kill a rank in phase `target`, damage a checkpoint if it is the turn for that.
+    """Start the run, kill a rank in phase `target` (or servers, if it is `server`), damage a checkpoint if it is the turn.
 
     `tainted` holds the checkpoints damaged so far; the run must go on from the newest that is not among them.
     """
     expected = max((int(path.name.removeprefix("step_")) for path in run.sound(tainted)), default=0)
     launcher = run.start()
-    hit, problems = "end", []
-    num_logged = 0 if target == "setup" else min(expected + generator.randrange(5), NUM_STEPS)
-    if wait_for(run, launcher, target, num_logged):
-        time.sleep(generator.expovariate(1 / {"setup": 4.0, "checkpoint": 0.005}.get(target, 0.05)))
-        while not (ranks := run.ranks(launcher.pid)) and launcher.poll() is None:
-            time.sleep(0.01)  # in setup the launcher may still be alone
-        hit = run.phase() if ranks else "end"
-        if ranks:
-            generator.choice(ranks).kill()
-            seconds, problems = vanish(run, launcher)
+    hit, server_kills = "end", 0
+    if target == "server":
+        server_kills = kill_servers(run, launcher, generator)
+    elif target != NOTHING:
+        num_logged = 0 if target == "setup" else min(expected + generator.randrange(5), NUM_STEPS)
+        hit = kill_rank(run, launcher, target, num_logged, generator)
     if hit == "end":
         launcher.wait(SECONDS_TO_END)
-        seconds, problems = vanish(run, launcher)
-        if launcher.returncode:
-            problems.append(f"the run ended with exit code {launcher.returncode}: {run.said()[-500:]}")
+    seconds, problems = vanish(run, launcher)
+    if hit == "end" and launcher.returncode:
+        problems.append(f"the run ended with exit code {launcher.returncode}: {run.said()[-500:]}")
     resumed = RESUMED.search(run.said())
     begun = int(resumed.group(1)) if resumed else None if hit == "setup" else 0
     if begun not in (None, expected):
@@ -126,64 +158,86 @@ def play_round(
     if damages and hit != "end" and (sound := run.sound(tainted)):
         damaged = damage(sound[0], generator)
         tainted.add(identity(sound[0]))
-    return Round(run.layout, target, hit, damaged, begun, seconds, problems)
+    return Round(run.layout.name, target, hit, server_kills, damaged, begun, seconds, problems)
 
 
 def compare(run: Victim, undisturbed: Victim) -> list[str]:
     """How a finished run differs from one of the same flags that was left alone."""
+    steps = [row["step"] for row in run.rows()]
+    if steps != list(range(NUM_STEPS)):
+        return [f"logged steps {steps}"]
+    return compare_tasks(run, undisturbed) if run.layout.has_servers else compare_bits(run, undisturbed)
+
+
+def compare_bits(run: Victim, undisturbed: Victim) -> list[str]:
+    """How metrics and the tensors of the last checkpoint differ."""
     problems = []
-    rows, expected = run.rows(), undisturbed.rows()
-    if [row["step"] for row in rows] != list(range(NUM_STEPS)):
-        problems.append(f"logged steps {[row['step'] for row in rows]}")
-    elif rows != expected:
-        step, keys = next(
-            (one["step"], [key for key in other if one.get(key) != other[key]])
-            for one, other in zip(rows, expected) if one != other
-        )
-        problems.append(f"step {step} differs from the undisturbed run's in {', '.join(keys[:3])}")
+    for row, expected in zip(run.rows(), undisturbed.rows(), strict=True):
+        if keys := [key for key in expected if row.get(key) != expected[key]]:
+            problems.append(f"step {row['step']} differs from the undisturbed run's in {', '.join(keys[:3])}")
+            break
     ours, theirs = run.parameters(), undisturbed.parameters()
     if ours.keys() != theirs.keys() or not all(torch.equal(value, theirs[key]) for key, value in ours.items()):
         problems.append("the last checkpoint differs from the undisturbed run's")
     return problems
 
 
-def undisturbed_runs(output: Path) -> Iterator[Victim]:
+def compare_tasks(run: Victim, undisturbed: Victim) -> list[str]:
+    """How the tasks that were trained on differ, or the logged metrics from those of the rollouts on the disk."""
+    problems = []
+    for row, ours, theirs in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
+        if _tasks(ours.groups) != _tasks(theirs.groups):
+            problems.append(f"step {row['step']} was trained on other tasks than the undisturbed run's")
+        facts = summarize(ours.groups)
+        if any(row.get(f"rollout/{key}") != value for key, value in facts.items()):
+            problems.append(f"step {row['step']} has metrics that are not those of its rollout on the disk")
+    return problems
+
+
+def _tasks(groups: list[TrajectoryGroup]) -> list[tuple[int, int, int]]:
+    """Group, initial state and luck of every trajectory, in one order."""
+    return sorted((group.group_id, one.seed, one.outcome_seed) for group in groups for one in group.trajectories)
+
+
+def undisturbed_runs(output: Path, layouts: Sequence[Layout]) -> Iterator[Victim]:
     """One run of every layout that nobody disturbs."""
-    for layout in LAYOUTS:
-        run = Victim(output, f"undisturbed_{layout}", layout)
+    for layout in layouts:
+        run = Victim(output, f"undisturbed_{layout.name}", layout)
         launcher = run.start()
         if launcher.wait(SECONDS_TO_END):
             raise SystemExit(f"error: the undisturbed run failed: {run.said()[-1000:]}")
         yield run
 
 
-def torment(output: Path, num_rounds: int, seed: int) -> dict[str, Any]:
+def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int) -> dict[str, Any]:
     """Play all rounds; returns the report."""
     generator = random.Random(seed)
-    undisturbed = {run.layout: run for run in undisturbed_runs(output)}
+    undisturbed = {run.layout.name: run for run in undisturbed_runs(output, layouts)}
     print(f"undisturbed runs: {', '.join(undisturbed)}", flush=True)
-    layouts, targets = itertools.cycle(LAYOUTS), itertools.cycle(PHASES)
+    turns, targets = itertools.cycle(layouts), itertools.cycle(PHASES)
     rounds: list[Round] = []
     finished = 0
     while len(rounds) < num_rounds:
-        layout = next(layouts)
-        run = Victim(output, f"tormented_{finished}_{layout}", layout)
+        layout = next(turns)
+        run = Victim(output, f"tormented_{finished}_{layout.name}", layout)
         tainted: set[tuple[str, int]] = set()
-        is_over = False
+        is_over, is_servers_turn = False, False
         while not is_over:
             # After the last round the run is left alone, so that it too is compared.
-            target = next(targets) if len(rounds) < num_rounds else "never"
+            target = NOTHING if len(rounds) >= num_rounds else "server" if is_servers_turn else next(targets)
+            is_servers_turn = layout.has_servers and target != "server"
             played = play_round(run, target, generator, tainted=tainted, damages=bool(len(rounds) % 2))
             rounds.append(played)
             is_over = played.hit == "end"
             if is_over:
-                played.problems.extend(compare(run, undisturbed[layout]))
+                played.problems.extend(compare(run, undisturbed[layout.name]))
             print(_line(len(rounds), played), flush=True)
         finished += 1
         shutil.rmtree(run.directory)
     return {
         "rounds": len(rounds),
         "kills": Counter(played.hit for played in rounds if played.hit != "end"),
+        "server_kills": sum(played.server_kills for played in rounds),
         "damaged_checkpoints": sum(played.damage is not None for played in rounds),
         "runs_finished_and_compared": finished,
         "seconds_to_vanish_max": max(played.seconds_to_vanish for played in rounds),
@@ -196,6 +250,7 @@ def torment(output: Path, num_rounds: int, seed: int) -> dict[str, Any]:
 def _line(number: int, played: Round) -> str:
     done = f"killed in {played.hit}" if played.hit != "end" else "ran to its end"
     parts = [f"{number:3d} {played.layout}: from step {played.begun}, {done}, gone in {played.seconds_to_vanish:.1f} s"]
+    parts += [f"server killed {played.server_kills} times"] if played.server_kills else []
     parts += [played.damage] if played.damage else []
     return "; ".join(parts + [f"PROBLEM: {problem}" for problem in played.problems])
 
@@ -205,20 +260,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="starts of a run, all but those that reach its end with a kill")
     parser.add_argument("--seed", type=int, default=0, help="of victims, moments and damages (a process's timing is its own)")
+    parser.add_argument(
+        "--sglang-python", type=Path, help="Python of an environment with SGLang (tools/setup_sglang_cpu.sh): kill servers too"
+    )
     parser.add_argument("--json", type=Path, help="write the report there")
     parser.add_argument("--work", type=Path, help="directory for the runs and their logs; default: a temporary one")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {arguments.rounds}")
+    layouts = (*LAYOUTS, sglang_layout(arguments.sglang_python)) if arguments.sglang_python else LAYOUTS
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        report = torment(work, arguments.rounds, arguments.seed)
+        report = torment(work, layouts, arguments.rounds, arguments.seed)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     print(
         f"{report['rounds']} rounds, kills by phase {dict(report['kills'])}, "
-        f"{report['damaged_checkpoints']} checkpoints damaged, "
+        f"{report['server_kills']} of servers, {report['damaged_checkpoints']} checkpoints damaged, "
         f"{report['runs_finished_and_compared']} runs compared, {report['failures']} failures"
     )
     return 1 if report["failures"] else 0

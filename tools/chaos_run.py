@@ -8,12 +8,15 @@ import re
 import subprocess
 import sys
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from safetensors.torch import load_file
+
+from ragen_mega.rollout.store import ROLLOUTS, RolloutStore, StoredRollout
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "examples" / "pretrain_starpo.sh"
@@ -25,15 +28,33 @@ FLAGS = f"""
     --filter-strategy none --lr 1e-3 --critic-lr 1e-3 --num-steps {NUM_STEPS} --save-interval 2 --keep-last 3
     --warm-start-first-turn-steps 20 --warm-start-steps 10 --warm-start-trajectories 100
 """.split()
-LAYOUTS = {
-    "dp2_distributed_optimizer": ("--use-distributed-optimizer",),
-    "tp2": ("--tensor-model-parallel-size", "2"),
-    "pp2": ("--pipeline-model-parallel-size", "2"),
-}
-NUM_RANKS = 2
 MARKER = "RAGEN_CHAOS"
 """Environment variable of every process of a run, by which stragglers are found."""
 RESUMED = re.compile(r"resumed from .*: (\d+) steps are done")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a run is spread over processes."""
+
+    name: str
+    flags: tuple[str, ...]
+    num_ranks: int = 2
+    has_servers: bool = False
+    """Whether SGLang servers sample, whose samples on a CPU no seed repeats."""
+
+
+LAYOUTS = (
+    Layout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
+    Layout("tp2", ("--tensor-model-parallel-size", "2")),
+    Layout("pp2", ("--pipeline-model-parallel-size", "2")),
+)
+
+
+def sglang_layout(python: Path) -> Layout:
+    """One rank that rolls out with an SGLang server of another environment and keeps every rollout on the disk."""
+    flags = ("--rollout-engine", "sglang", "--sglang-python", str(python), "--keep-rollouts", "0")
+    return Layout("sglang", flags, num_ranks=1, has_servers=True)
 
 
 def identity(checkpoint: Path) -> tuple[str, int]:
@@ -44,15 +65,15 @@ def identity(checkpoint: Path) -> tuple[str, int]:
 class Victim:
     """A run that is started, watched, killed and damaged."""
 
-    def __init__(self, output: Path, name: str, layout: str) -> None:
+    def __init__(self, output: Path, name: str, layout: Layout) -> None:
         self.output, self.name, self.layout = output, name, layout
-        self.directory = output / name
+        self.directory = output.resolve() / name
         self.mark = uuid.uuid4().hex
 
     def start(self) -> subprocess.Popen[bytes]:
         """Launch the ranks; they go on where the run has got to."""
-        command = [sys.executable, str(REPOSITORY / "tools" / "launch.py"), "--nproc-per-node", str(NUM_RANKS), str(SCRIPT)]
-        command += [*FLAGS, *LAYOUTS[self.layout], "--output", str(self.output), "--name", self.name, "--resume"]
+        command = [sys.executable, str(REPOSITORY / "tools" / "launch.py"), "--nproc-per-node", str(self.layout.num_ranks)]
+        command += [str(SCRIPT), *FLAGS, *self.layout.flags, "--output", str(self.output), "--name", self.name, "--resume"]
         paths = [str(REPOSITORY), str(REPOSITORY / "kernels"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), MARKER: self.mark}
         with self.log.open("ab") as log:
@@ -79,7 +100,7 @@ class Victim:
         num_logged = len(self.rows())
         if num_logged >= NUM_STEPS:
             return "finish"
-        return "update" if (self.directory / "rollouts" / f"step_{num_logged:08d}.safetensors").exists() else "rollout"
+        return "update" if (self.directory / ROLLOUTS / f"step_{num_logged:08d}.safetensors").exists() else "rollout"
 
     def rows(self) -> list[dict[str, Any]]:
         """Logged metrics, complete lines only, without what depends on the clock."""
@@ -98,16 +119,32 @@ class Victim:
         published = sorted((self.directory / "checkpoints").glob("step_*"), reverse=True)
         return [path for path in published if identity(path) not in tainted]
 
+    def trained(self) -> list[StoredRollout]:
+        """Every rollout that is on the disk, in the order of the steps."""
+        store = RolloutStore(self.directory / ROLLOUTS)
+        return [store.read(step) for step in store.steps()]
+
     def processes(self) -> list[psutil.Process]:
-        """Every live process that carries this run's mark."""
+        """Every live process of this run: those that carry its mark, and its servers, whose environment is scrubbed."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARKER) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                is_ours = process.environ().get(MARKER) == self.mark or self._works_for_server(process)
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue  # ended while we looked, or not ours
         return found
+
+    def servers(self) -> list[psutil.Process]:
+        """The processes of SGLang servers, with those that supervise them."""
+        return [process for process in self.processes() if self._works_for_server(process)]
+
+    def _works_for_server(self, process: psutil.Process) -> bool:
+        try:
+            return Path(process.cwd()).is_relative_to(self.directory / "sglang")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
 
     def ranks(self, launcher: int) -> list[psutil.Process]:
         """The processes that train."""

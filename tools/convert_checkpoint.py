@@ -34,7 +34,7 @@ from transformers import PretrainedConfig
 from ragen_mega.checkpointing import CHECKPOINTS, MANIFEST, STATE, Checkpoint, find_latest, read_checkpoint
 from ragen_mega.config import ParallelConfig
 from ragen_mega.console import Console, fail
-from ragen_mega.huggingface import load_config, local_directory
+from ragen_mega.huggingface import ARCHITECTURES, load_config, local_directory
 from ragen_mega.integrity import sync
 from ragen_mega.megatron.layout import stored_slots
 from ragen_mega.megatron.model import check_model
@@ -174,7 +174,10 @@ def appearing_whole(target: Path) -> Iterator[Path]:
 
 
 def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
-    """Copy what stands beside the weights, byte by byte; in config.json the type changes if the weights have another."""
+    """Copy what stands beside the weights, byte by byte.
+
+    In config.json the type changes if the weights have another, and the architecture is named where it is not.
+    """
     for path in sorted(source.iterdir()):
         is_index = path.name.endswith(".index.json")
         if path.is_file() and path.suffix in CARRIED and path.name not in NOT_CARRIED and not is_index:
@@ -182,10 +185,11 @@ def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None
     config = json.loads((source / "config.json").read_text())
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     (dtype,) = {str(dtype).removeprefix("torch.") for dtype in dtypes} if len(dtypes) == 1 else {config.get(key)}
-    if config.get(key) == dtype:
+    complete = config | {key: dtype, "architectures": config.get("architectures") or [ARCHITECTURES[config["model_type"]]]}
+    if config == complete:
         shutil.copyfile(source / "config.json", directory / "config.json")
     else:
-        (directory / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2) + "\n")
+        (directory / "config.json").write_text(json.dumps(complete, indent=2) + "\n")
 
 
 def convert(arguments: argparse.Namespace, console: Console) -> None:

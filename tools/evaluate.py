@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--environment", required=True, help="e.g. bandit, frozen_lake, sokoban")
     parser.add_argument("--boards", help="boards file (JSON lines); default: the 256 packaged boards")
     parser.add_argument("--num-prompts", type=int, default=256)
-    parser.add_argument("--samples-per-prompt", type=int, default=1, help="more than 1 gives pass@k")
+    parser.add_argument("--samples-per-prompt", type=int, default=8, help="episodes from each; gives pass@k up to it")
     parser.add_argument("--temperature", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-turns", type=int, help="default: the run's, else 5")

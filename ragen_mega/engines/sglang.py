@@ -72,10 +72,13 @@ class SGLangEngine:
         if self._is_awake:
             raise RuntimeError("the engine is awake already; leave the first `with engine.awake()` before the next")
         self._has_weights = False
-        if self.server.is_running:
-            self._resume("weights")
+        if not self.server.num_starts:
+            self._start()  # once: what does not start the first time is set up wrongly
         else:
-            self._start()
+            try:
+                self._resume("weights")
+            except ConnectionLost as error:
+                self._restart(str(error))
         self._is_awake = True
         try:
             yield
@@ -98,6 +101,8 @@ class SGLangEngine:
         buckets = self._store.receive(weights)
         try:
             self._sender().send(buckets, version)
+            self.weight_version = version
+            self._resume("kv_cache", "cuda_graph")  # only now, when the trainer needs no more room for the transfer
         except RuntimeError as error:
             for _ in buckets:
                 continue
@@ -105,9 +110,6 @@ class SGLangEngine:
                 raise
             self.weight_version = version
             self._restart(str(error))
-        else:
-            self.weight_version = version
-            self._resume("kv_cache", "cuda_graph")  # only now, when the trainer needs no more room for the transfer
         self._has_weights = True
 
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
@@ -229,12 +231,12 @@ class SGLangEngine:
             if self._restarts_in_a_row > _MAX_RESTARTS:
                 raise self.server.failure(f"the SGLang server was lost {_MAX_RESTARTS} times without a completion ({why})")
             self.counts.restarts += 1
-            self._start()
             try:
+                self._start()
                 self._sender().send(self._store.buckets, self.weight_version)
                 return
-            except ConnectionLost as error:
-                why = str(error)
+            except (ConnectionLost, ServerFailed) as error:
+                why = str(error).partition("\n")[0]
 
     def _sleep(self) -> None:
         """Release the device's memory; a server that cannot is stopped, and the next rollout starts another."""
@@ -255,7 +257,9 @@ class SGLangEngine:
         self.server.start()
 
     def _resume(self, *parts: str) -> None:
-        """Take memory again that was released; SGLang does not expect to be asked for other."""
+        """Take memory again that was released; SGLang does not expect to be asked for other. Raises ConnectionLost."""
+        if not self.server.is_running:
+            raise ConnectionLost("the server does not run")
         if tags := [part for part in parts if part in self._released]:
             self._control("/resume_memory_occupation", {"tags": tags})
             self._released = tuple(part for part in self._released if part not in tags)

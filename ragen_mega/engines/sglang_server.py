@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from ragen_mega.engines import supervisor
 from ragen_mega.engines.http_json import HOST, ConnectionLost, JSONClient, RequestRefused
+from ragen_mega.huggingface import ARCHITECTURES
 from ragen_mega.rollout.engine import EngineError
 
 _SPARE_CONTEXT = 8
@@ -243,12 +244,9 @@ def _write_model_config(directory: Path, config: PretrainedConfig, context: int)
     """
     values = config.to_dict() | {"eos_token_id": None, "bos_token_id": None}
     values["max_position_embeddings"] = max(values["max_position_embeddings"], context)  # the size of a table
-    values["architectures"] = values.get("architectures") or [_ARCHITECTURES[config.model_type]]
+    values["architectures"] = values.get("architectures") or [ARCHITECTURES[config.model_type]]
     directory.mkdir(mode=0o700, exist_ok=True)
     _write_private(directory / "config.json", json.dumps(values, indent=1, default=str))
-
-
-_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def _write_private(path: Path, text: str) -> Path:

@@ -6,6 +6,7 @@ a server that has died can be given all of them again without the trainer.
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -35,8 +36,9 @@ class WeightStore:
             model = AutoModelForCausalLM.from_config(model_config)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._is_tied = model_config.tie_word_embeddings
-        base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        self.directory = Path(tempfile.mkdtemp(prefix="ragen-weights-", dir=base))  # mode 0700
+        base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self.directory = base / f"ragen-weights-{secrets.token_hex(8)}"
+        """Private to this user; there from the first stream to `close`."""
         self.buckets: list[Path] = []
         """Folders of the current weights; none before the first complete stream."""
 
@@ -46,6 +48,7 @@ class WeightStore:
         Raises ValueError unless exactly the expected names and shapes arrive.
         """
         self.clear()
+        self.directory.mkdir(mode=0o700, exist_ok=True)
         written: list[Path] = []
         pending: dict[str, Tensor] = {}
         num_bytes, seen = 0, set[str]()

@@ -114,8 +114,8 @@ def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list
             raise ValueError(f"no solver for {type(environment).__name__}; solvers know Bandit, FrozenLake and Sokoban")
 
 
-def wilson_interval(successes: float, n: int) -> tuple[float, float]:
-    """95% interval of a success probability after `successes` (whole or expected number) of `n` trials."""
+def wilson_interval(successes: float, n: float) -> tuple[float, float]:
+    """95% interval of a success probability after `successes` of `n` trials, expected or effective numbers of them too."""
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"wilson_interval needs 0 <= successes <= n and n >= 1, not {successes} of {n}")
     z = 1.959963984540054

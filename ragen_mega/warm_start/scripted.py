@@ -81,7 +81,9 @@ def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str
         kinds[action] = _lake_cell(facts, cell)
         parts.append(f" {action} {kinds[action]}" if cell == player else f" {action} to{cell} {kinds[action]}")
     moves = {action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}" for index, action in enumerate(order)}
-    return "".join([*parts, *moves.values(), *(f" go{moves[action]}" for action in actions)])
+    # The second of two moves is made under other odds; a mark of its own lets a policy prefer other words there.
+    chosen = [f" {'then' if index else 'go'}{moves[action]}" for index, action in enumerate(actions)]
+    return "".join([*parts, *moves.values(), *chosen])
 
 
 def _lake_cell(facts: Facts, cell: Cell) -> str:

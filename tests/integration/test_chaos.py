@@ -12,12 +12,16 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from chaos import compare, damage, main
-from chaos_run import NUM_STEPS, Victim, identity
+from chaos_run import LAYOUTS, NUM_STEPS, Victim, identity, sglang_layout
+
+from ragen_mega.rollout.store import ROLLOUTS, RolloutStore
+from ragen_mega.rollout.summary import summarize
+from ragen_mega.types import Trajectory, TrajectoryGroup, Turn
 
 
 def finished(output: Path, name: str, *, steps=range(NUM_STEPS), weight: float = 1.0, loss: float = 0.5) -> Victim:
     """A run directory as a finished run leaves it."""
-    run = Victim(output, name, "tp2")
+    run = Victim(output, name, LAYOUTS[0])
     last = run.directory / "checkpoints" / f"step_{NUM_STEPS:08d}"
     last.mkdir(parents=True)
     save_file({"actor.weight": torch.tensor([weight])}, last / "rank_00000.safetensors")
@@ -40,6 +44,40 @@ def test_what_is_lost_is_seen(changes: dict, problem: str | None, tmp_path: Path
     undisturbed = finished(tmp_path, "undisturbed")
     problems = compare(finished(tmp_path, "tormented", **changes), undisturbed)
     assert (problems == []) if problem is None else (len(problems) == 1 and problem in problems[0])
+
+
+def sampled(output: Path, name: str, *, played: tuple[int, ...] = (7, 8), reward: float = 1.0, logged: float = 1.0) -> Victim:
+    """A run directory as a finished run with an SGLang server leaves it; `played` are the outcome seeds of each group."""
+    run = Victim(output, name, sglang_layout(Path(sys.executable)))
+    store, rows = RolloutStore(run.directory / ROLLOUTS), []
+    for step in range(NUM_STEPS):
+        facts = []
+        for rewarded in (reward, logged):
+            members = [
+                Trajectory(0, "bandit", seed=step, outcome_seed=seed, tokens=[1, 2], loss_mask=[False, True],
+                           rollout_logprobs=[0.0, -random.random()], turns=[Turn(1, 2, rewarded, {})], terminated=True)
+                for seed in played
+            ]
+            facts.append([TrajectoryGroup(0, members)])
+        store.write(step, facts[0], {})
+        rows.append({"step": step} | {f"rollout/{key}": value for key, value in summarize(facts[1]).items()})
+    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"reward": 0.5, "logged": 0.5}, None),  # other luck on the same tasks
+        ({"played": (7, 7)}, "other tasks"),
+        ({"played": (7, 8, 8)}, "other tasks"),
+        ({"reward": 0.5}, "metrics that are not those of its rollout"),
+    ],
+)
+def test_what_is_trained_twice_is_seen(changes: dict, problem: str | None, tmp_path: Path) -> None:
+    problems = compare(sampled(tmp_path, "tormented", **changes), sampled(tmp_path, "undisturbed"))
+    assert (problems == []) if problem is None else (len(problems) == NUM_STEPS and problem in problems[0])
 
 
 @pytest.mark.parametrize("seed", range(8))

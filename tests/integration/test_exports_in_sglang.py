@@ -1,0 +1,54 @@
+"""A model that went through Megatron's format and back is served by the real SGLang as transformers computes it.
+
+Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from test_converted_models import ARCHITECTURES, convert, write_start
+from transformers import AutoModelForCausalLM
+
+from ragen_mega.engines.sglang_server import ServerSettings, SGLangServer
+from ragen_mega.huggingface import load_config, load_tokenizer
+
+PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON")
+pytestmark = [
+    pytest.mark.skipif(
+        not PYTHON, reason="RAGEN_SGLANG_PYTHON names no Python with SGLang; build one: bash tools/setup_sglang_cpu.sh"
+    ),
+    pytest.mark.timeout(1500),
+]
+TEXT = "<|im_start|>user\nWhich arm?<|im_end|>\n"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> None:
+    start = write_start(tmp_path, architecture)
+    cut = convert(start, tmp_path / "megatron", "megatron", tp=2, pp=2)
+    export = convert(cut, tmp_path / "export", "huggingface")
+    options = {"model-path": export, "load-format": "auto", "skip-tokenizer-init": False}
+    settings = ServerSettings(
+        python=Path(PYTHON), directory=tmp_path / "server", max_context=100, max_running_requests=2, kv_cache_tokens=1024,
+        start_timeout=1200.0, hang_timeout=120.0, options=options,
+    )
+    server = SGLangServer(settings, load_config(str(export)), weights=tmp_path / "none")
+    client = server.start()
+    try:
+        sampling = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+        body = {"text": TEXT, "return_logprob": True, "sampling_params": sampling}
+        answer = client.call("POST", "/generate", body, timeout=300.0)
+    finally:
+        server.stop()
+
+    prompt = load_tokenizer(str(start)).encode(TEXT)
+    assert answer["meta_info"]["prompt_tokens"] == len(prompt)
+    logprobs, tokens = zip(*(entry[:2] for entry in answer["meta_info"]["output_token_logprobs"]))
+    model = AutoModelForCausalLM.from_pretrained(start).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    assert len(tokens) == 8
+    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0.0)

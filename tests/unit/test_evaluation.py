@@ -1,0 +1,45 @@
+"""Success rates and their intervals, against simulation and enumeration."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from ragen_mega.environments.solvers import wilson_interval
+from ragen_mega.evaluation import pass_at_k, success_interval
+
+
+@pytest.mark.parametrize("samples", [2, 8])
+def test_interval_covers_the_expected_success_in_95_of_100_draws(samples: int) -> None:
+    # Prompts drawn from a population of difficulties, then episodes from each: what an evaluation does.
+    random = np.random.default_rng(0)
+    covered, widths = 0, []
+    for _ in range(1000):
+        chances = random.beta(0.8, 1.2, size=64)  # mean 0.4
+        _, low, high = success_interval((random.random((samples, 64)) < chances).T.tolist())
+        covered += low <= 0.4 <= high
+        widths.append(high - low)
+    assert 930 <= covered <= 970
+    one_sample = np.subtract(*wilson_interval(0.4 * 64, 64)[::-1])
+    assert np.mean(widths) < 0.95 * one_sample  # more samples tell more
+
+
+def test_interval_of_one_sample_is_wilsons() -> None:
+    successes = [[index < 100] for index in range(256)]
+    assert success_interval(successes) == pytest.approx((100 / 256, *wilson_interval(100, 256)), abs=2e-4)
+
+
+@pytest.mark.parametrize("won", [False, True])
+def test_interval_of_equal_outcomes_counts_prompts(won: bool) -> None:
+    assert success_interval([[won] * 8] * 16) == (float(won), *wilson_interval(16.0 * won, 16))
+
+
+def test_interval_of_one_prompt() -> None:
+    assert success_interval([[True, False]]) == (0.5, *wilson_interval(0.5, 1))
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
+    successes = [[True, False, False, False], [False] * 4, [True, True, False, True]]
+    for k in (1, 2, 4):
+        subsets = [[any(subset) for subset in combinations(row, k)] for row in successes]
+        assert pass_at_k(successes)[f"pass@{k}"] == pytest.approx(np.mean([np.mean(row) for row in subsets]))
