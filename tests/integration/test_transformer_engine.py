@@ -52,7 +52,7 @@ def build() -> Iterator[Build]:
     weights = {name: _with_random_biases(random_weights(hf, seed=3)) for name, hf in MODELS.items()}
 
     def make(architecture: str, parallel: ParallelConfig, role: type = MegatronPolicy, **options: Any) -> Any:
-        train = TrainConfig(lr=1e-4, critic_lr=1e-4, max_tokens_per_microbatch=700)
+        train = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=700)
         if role is MegatronPolicy:
             options = {"temperature": 0.9} | options
         model = role(MODELS[architecture], groups, parallel, train, LossConfig(entropy_coef=0.01), **options)
