@@ -44,6 +44,20 @@ setup(
     extras_require={
         "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100"],
         "triton": ["triton==3.6.0"],
+        # One set for Hopper GPUs, CUDA 13 and Python 3.12. Two of them are built against torch: install torch first, then
+        # pip install --no-build-isolation -e '.[h100]'. NVIDIA's apex is not on PyPI (its name there is another project) and
+        # not needed: Transformer Engine brings the fused optimizer.
+        "h100": [
+            "torch==2.11.0",
+            "triton==3.6.0",
+            "megatron-core==0.16.1",  # asks for transformer-engine>=2.9,<2.12
+            "transformer-engine[core_cu13,pytorch]==2.11.0",
+            "flash-attn==2.8.3",  # the newest that Transformer Engine 2.11 takes; on Hopper it prefers cuDNN's attention
+            "sglang==0.5.17",  # pins torch and transformers
+            "transformers==5.12.1",
+            "tokenizers==0.22.2",
+            "numpy==2.3.5",
+        ],
         "wandb": ["wandb>=0.19"],
     },
 )

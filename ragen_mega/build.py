@@ -25,6 +25,7 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.precision import describe
 from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.metrics import CONFIG_FILE, RunLogger
 from ragen_mega.rollout.engine import RolloutEngine
@@ -80,6 +81,7 @@ def build(config: StarPOConfig) -> Run:
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
     )
+    console.say(f"model: {describe(policy.module.config)}")
     engine = build_engine(config, hf)
     critic = None
     if config.advantage.uses_critic:

@@ -46,7 +46,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How model and optimizer are laid out over the ranks."""
+    """How model and optimizer are laid out over the ranks, what computes the layers and in which numbers."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share every matrix (TP)."""
@@ -59,7 +59,15 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: the core attention only, or whole layers."""
     bf16: bool = False
-    """Parameters and activations in bfloat16, optimizer state in float32."""
+    """Parameters and activations in bfloat16; their originals, gradient sums and Adam's moments in float32."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers: Transformer Engine's (CUDA and --bf16), or megatron-core's local ones. `auto` takes the former where they
+    can compute."""
+    fp8: Literal["none", "hybrid", "e4m3"] = "none"
+    """Matrix products of the layers in FP8 (Transformer Engine): `e4m3` throughout, `hybrid` with e5m2 for gradients. The
+    LM head, the critic's head and attention stay in higher precision."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
+    """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per block of 128 or 32 values."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
@@ -70,6 +78,24 @@ class ParallelConfig:
                 "sequence_parallel shards over tensor-parallel ranks and does nothing at tensor_model_parallel_size 1; "
                 "drop --sequence-parallel or raise --tensor-model-parallel-size"
             )
+        if self.transformer_impl == "transformer_engine" and not self.bf16:
+            raise ValueError(
+                "transformer_impl transformer_engine has no fused attention in float32; add --bf16 or drop --transformer-impl"
+            )
+        if self.fp8 == "none":
+            if self.fp8_recipe is not None:
+                raise ValueError(f"fp8_recipe {self.fp8_recipe} does nothing with fp8 none; drop it or add --fp8 hybrid")
+            return
+        if self.transformer_impl == "local":
+            raise ValueError(f"fp8 {self.fp8} needs Transformer Engine's layers; drop --transformer-impl local or --fp8")
+        if not self.bf16:
+            raise ValueError(f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8")
+
+    @property
+    def recipe(self) -> str:
+        """How FP8 tensors are scaled. With `tensorwise` a log-probability depends on the weights and its own microbatch
+        alone, not on what was computed before."""
+        return self.fp8_recipe or "tensorwise"
 
     def check_world(self, world_size: int) -> None:
         """Raise ValueError unless the layout fits `world_size` ranks."""

@@ -31,8 +31,9 @@ H100 = {
     "tokenizers": "0.22.2",
     "numpy": "2.3.5",
 }
-"""One consistent set for Hopper GPUs; the other packages are those of constraints.txt."""
+"""What of the h100 extra of setup.py training needs; the other packages are those of constraints.txt."""
 SGLANG = "0.5.17"
+ASK_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"
 ASK_SGLANG = "import importlib.metadata as m, sglang.srt.server_args; print(m.version('sglang'), m.version('torch'))"
 
 
@@ -103,6 +104,19 @@ def apex_finding() -> Finding:
     return Finding("apex", "falls back", "not there; Transformer Engine or torch take its place, nothing is lost")
 
 
+def loaded(finding: Finding, statement: str) -> Finding:
+    """The finding, or `missing` if a fresh interpreter cannot execute `statement`.
+
+    megatron-core imports Transformer Engine wherever it is installed; if a library of it does not load, nothing starts.
+    """
+    answer = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, timeout=600, check=False)
+    if answer.returncode == 0:
+        return finding
+    last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+    remedy = "install what it asks for, or uninstall it"
+    return Finding(finding.name, "missing", f"installed, but does not load: {last}", remedy)
+
+
 def check_fused_parts(target: str) -> list[Finding]:
     """What is fast when it is there: its absence costs time, never correctness."""
     on_gpu = any(finding.name == "CUDA device" and finding.state == "ok" for finding in check_gpu(target))
@@ -115,8 +129,10 @@ def check_fused_parts(target: str) -> list[Finding]:
             return Finding(name, "falls back", f"{distribution} {found} is installed, no CUDA device; {instead}")
         return Finding(name, "ok", f"{distribution} {found}")
 
+    local = "megatron-core's local layers, no FP8"
+    engine = part("Transformer Engine layers", "transformer-engine", "transformer_engine", local)
     return [
-        part("Transformer Engine layers", "transformer-engine", "transformer_engine", "megatron-core's local layers, no FP8"),
+        loaded(engine, ASK_TRANSFORMER_ENGINE) if find_spec("transformer_engine") else engine,
         part("flash-attention", "flash-attn", "flash_attn", "cuDNN through Transformer Engine, or torch"),
         part("Triton kernels", "triton", "triton", "their references in plain torch"),
         apex_finding(),

@@ -114,6 +114,9 @@ def read_config(arguments: argparse.Namespace) -> StarPOConfig:
             pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
             use_distributed_optimizer=arguments.use_distributed_optimizer,
             bf16=config.parallel.bf16,
+            transformer_impl=config.parallel.transformer_impl,
+            fp8=config.parallel.fp8,
+            fp8_recipe=config.parallel.fp8_recipe,
         ),
     )
 

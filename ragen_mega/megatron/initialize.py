@@ -7,16 +7,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
-from ragen_mega.megatron import cpu
+from ragen_mega.megatron import cpu, precision
 
 
 def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollection:
     """Build the tensor-, pipeline- and data-parallel groups of this job and return them.
 
-    Raises ValueError when the layout does not fit the number of ranks.
+    Raises ValueError when the layout does not fit the number of ranks, or the precision this machine.
     """
     distributed.start()
     parallel.check_world(distributed.world_size())
+    precision.choose_implementation(parallel, precision.Machine.here())
     cpu.install()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

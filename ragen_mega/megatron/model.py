@@ -12,18 +12,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
-from ragen_mega.megatron import cpu
-from ragen_mega.megatron.attention import PackedAttention, RMSNorm
+from ragen_mega.megatron import cpu, precision
+from ragen_mega.megatron.layers import layer_spec
 from ragen_mega.types import TokenBatch
 
 SUPPORTED = ("qwen2", "qwen3")
@@ -56,6 +54,14 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
         raise ValueError("sliding-window attention is not supported; set use_sliding_window to false in config.json")
     if rope_parameters(hf).get("rope_type", "default") != "default":
         raise ValueError(f"rope scaling {rope_parameters(hf)} is not supported; load a checkpoint without it")
+    heads, groups = hf.num_attention_heads // tp, hf.num_key_value_heads // tp
+    widths = {
+        "hidden size": hf.hidden_size,
+        "attention width": heads * head_dim(hf),
+        "query, key and value width": (heads + 2 * groups) * head_dim(hf),
+        "intermediate size": hf.intermediate_size // tp,
+    }
+    precision.check_widths(widths, parallel)
 
 
 def rope_parameters(hf: PretrainedConfig) -> dict[str, Any]:
@@ -109,22 +115,12 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         bf16=parallel.bf16,
         use_cpu_initialization=cpu.is_active(),
         perform_initialization=False,  # weights always come from a checkpoint
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # megatron-core's own LM head would need apex for it
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **precision.layer_fields(parallel, precision.choose_implementation(parallel, precision.Machine.here())),
         **recompute,
     )
-
-
-def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
 class QwenModel(GPTModel):
@@ -135,7 +131,7 @@ class QwenModel(GPTModel):
     ) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=_layer_spec(config),
+            transformer_layer_spec=layer_spec(config),
             vocab_size=padded_vocab_size(hf, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=groups.pp.rank() == 0,

@@ -24,6 +24,7 @@ from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.model import QwenModel, model_inputs
+from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import mark_tensor_parallel
 from ragen_mega.packing import microbatches, pad
 from ragen_mega.types import TokenBatch
@@ -51,7 +52,8 @@ class Trainer:
         self.module = module
         self.groups = groups
         self.max_tokens = train.max_tokens_per_microbatch
-        self.alignment = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        self.alignment = token_alignment(parallel)
+        self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
         self.model = DistributedDataParallel(
             module.config,
             DistributedDataParallelConfig(
@@ -101,8 +103,12 @@ class Trainer:
         parts = self._share(batch)
         if parts:
             self.model.eval()
+            microbatch_list = [self._micro(batch, ids) for ids in parts]
+            if self._lacks_scales:  # delayed scaling learns them from a pass, and only where gradients are enabled
+                self._run(parts[:1], microbatch_list[:1], compute, forward_only=True)
+                self._lacks_scales = False
             with torch.no_grad():
-                outputs = self._run(parts, [self._micro(batch, ids) for ids in parts], compute, forward_only=True)
+                outputs = self._run(parts, microbatch_list, compute, forward_only=True)
             if self._reports:
                 for ids, output in zip(parts, outputs):
                     positions = batch.positions(ids)
@@ -122,6 +128,10 @@ class Trainer:
         microbatch_list = [self._micro(batch, ids) for ids in parts]
         if not parts:  # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
             parts, microbatch_list = [[0]], [self._micro(batch.with_fields(weights=torch.zeros(batch.num_positions)), [0])]
+        if self._lacks_gradient_scales:  # without scales the small gradients of the first pass would be zeros in FP8
+            self._run(parts[:1], microbatch_list[:1], loss, forward_only=False)
+            self.model.zero_grad_buffer()
+            self._lacks_scales = self._lacks_gradient_scales = False
         sums = self._run(parts, microbatch_list, loss, forward_only=False)
         totals = torch.zeros(num_metrics, dtype=torch.float64)
         if self._reports:

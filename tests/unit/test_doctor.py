@@ -75,3 +75,10 @@ def test_sglang_is_asked_in_its_own_interpreter(doctor: ModuleType, tmp_path: Pa
     python.write_text("#!/bin/sh\necho 'a warning'\necho 0.5.17 2.13.0+cpu\n")
     python.chmod(0o700)
     assert doctor.check_sglang("cpu", str(python))[0].state == "ok"
+
+
+def test_a_library_that_does_not_load_is_told(doctor: ModuleType) -> None:
+    fine = doctor.Finding("Transformer Engine layers", "ok", "transformer-engine 2.11.0")
+    assert doctor.loaded(fine, "import json") is fine
+    broken = doctor.loaded(fine, "raise OSError('libcudnn.so.9: cannot open shared object file')")
+    assert broken.state == "missing" and "libcudnn.so.9" in broken.detail

@@ -1,0 +1,303 @@
+"""Which layers and FP8 recipes a machine can compute, what shapes they need, and that padding for them changes nothing.
+
+Machines are passed as values, so that every row of the table is checked without the machine.
+"""
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.huggingface import random_weights
+from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.initialize import initialize, shutdown
+from ragen_mega.megatron.layers import layer_spec
+from ragen_mega.megatron.model import check_model, transformer_config
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.precision import (
+    RECIPES,
+    Machine,
+    check_widths,
+    choose_implementation,
+    describe,
+    layer_fields,
+    obstacle_to_recipe,
+    scales_from_history,
+    token_alignment,
+)
+from ragen_mega.packing import pack, pad
+from ragen_mega.types import Completion, TokenBatch, Trajectory
+
+CPU = Machine(None, None, None)
+AMPERE = Machine((8, 0), (12, 8), "2.11.0")
+ADA = Machine((8, 9), (12, 8), "2.11.0")
+HOPPER = Machine((9, 0), (13, 0), "2.11.0")
+HOPPER_OLD_CUDA = Machine((9, 0), (12, 8), "2.11.0")
+BLACKWELL = Machine((10, 0), (13, 0), "2.11.0")
+CONSUMER_BLACKWELL = Machine((12, 0), (13, 0), "2.11.0")
+BF16, FP8 = ParallelConfig(bf16=True), ParallelConfig(bf16=True, fp8="hybrid")
+HF = Qwen2Config(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=256, tie_word_embeddings=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("machine", "possible"),
+    [
+        (CPU, ""),
+        (AMPERE, ""),
+        (ADA, "delayed tensorwise"),
+        (Machine((8, 9), (12, 0), "2.11.0"), ""),
+        (HOPPER, "delayed tensorwise blockwise"),
+        (HOPPER_OLD_CUDA, "delayed tensorwise"),
+        (BLACKWELL, "delayed tensorwise blockwise mxfp8"),
+        (CONSUMER_BLACKWELL, "delayed tensorwise blockwise"),
+    ],
+)
+def test_recipes_of_a_machine(machine: Machine, possible: str) -> None:
+    """The rows of Transformer Engine 2.11's check_fp8_support, check_fp8_block_scaling_support, check_mxfp8_support."""
+    assert [name for name in RECIPES if obstacle_to_recipe(name, machine) is None] == possible.split()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "machine", "chosen"),
+    [
+        (BF16, CPU, "local"),
+        (BF16, HOPPER, "transformer_engine"),
+        (BF16, AMPERE, "transformer_engine"),
+        (BF16, Machine((9, 0), (13, 0), None), "local"),
+        (BF16, Machine((9, 0), (13, 0), "2.8.0"), "local"),
+        (BF16, Machine((7, 5), (12, 8), "2.11.0"), "local"),
+        (ParallelConfig(), HOPPER, "local"),
+        (ParallelConfig(bf16=True, transformer_impl="local"), HOPPER, "local"),
+        (FP8, ADA, "transformer_engine"),
+        (ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"), BLACKWELL, "transformer_engine"),
+    ],
+)
+def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen: str) -> None:
+    assert choose_implementation(parallel, machine) == chosen
+
+
+@pytest.mark.parametrize(
+    ("parallel", "machine", "message"),
+    [
+        (FP8, CPU, "--fp8 hybrid needs a CUDA device, and torch sees none; drop --fp8"),
+        (FP8, Machine((9, 0), (13, 0), None), r"Transformer Engine, which is not installed; pip install .*h100"),
+        (FP8, Machine((9, 0), (13, 0), "2.8.0"), "Transformer Engine 2.9 or newer, not 2.8.0"),
+        (FP8, AMPERE, "tensorwise needs compute capability 8.9, not 8.0; no recipe works here: drop --fp8"),
+        (
+            ParallelConfig(bf16=True, fp8="hybrid", fp8_recipe="blockwise"), HOPPER_OLD_CUDA,
+            "needs CUDA 12.9, not 12.8; set --fp8-recipe delayed or tensorwise",
+        ),
+        (
+            ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"), HOPPER,
+            "mxfp8 needs compute capability 10.0, not 9.0; set --fp8-recipe delayed or tensorwise or blockwise",
+        ),
+        (ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"), CONSUMER_BLACKWELL, "below 12.0, not 12.0"),
+        (
+            ParallelConfig(bf16=True, transformer_impl="transformer_engine"), CPU,
+            "--transformer-impl transformer_engine needs a CUDA device, and torch sees none; set --transformer-impl local",
+        ),
+        (
+            ParallelConfig(bf16=True, transformer_impl="transformer_engine"), Machine((7, 5), (12, 8), "2.11.0"),
+            "needs bfloat16, so compute capability 8.0, not 7.5",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_line(parallel: ParallelConfig, machine: Machine, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        choose_implementation(parallel, machine)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_fp8_without_a_gpu_fails_before_anything_is_built() -> None:
+    assert Machine.here().capability is None
+    with pytest.raises(ValueError, match="--fp8 hybrid needs a CUDA device"):
+        initialize(FP8)
+    shutdown()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (8, True)])
+def test_every_slice_of_padded_tokens_fits_the_recipe(recipe: str, tp: int, sequence_parallel: bool) -> None:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, bf16=True, fp8="hybrid", fp8_recipe=recipe
+    )
+    multiple = token_alignment(parallel)
+    slice_length = multiple // tp if sequence_parallel else multiple
+    # What Transformer Engine asserts of a slice: 8 rows per product and 16 for weight gradients, 32 and 128 of blocks.
+    expected = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128 if sequence_parallel else 16}[recipe]
+    assert multiple % tp == 0 or not sequence_parallel
+    assert slice_length % expected == 0 and slice_length == expected  # no more padding than needed
+
+
+def test_without_fp8_only_sequence_parallelism_pads() -> None:
+    assert token_alignment(BF16) == 1
+    assert token_alignment(ParallelConfig(tensor_model_parallel_size=4)) == 1
+    assert token_alignment(ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True)) == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tp", "message"),
+    [
+        ("tensorwise", 2, r"intermediate size of a rank \(24\) to be a multiple of 16"),
+        ("mxfp8", 1, r"intermediate size of a rank \(48\) to be a multiple of 32"),
+    ],
+)
+def test_widths_that_fp8_cannot_multiply_are_refused(recipe: str, tp: int, message: str) -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, bf16=True, fp8="hybrid", fp8_recipe=recipe)
+    with pytest.raises(ValueError, match=message):
+        check_model(HF, parallel)
+    check_model(HF, ParallelConfig(bf16=True, fp8="hybrid"))
+
+
+def test_gathered_blocks_need_a_hidden_size_of_whole_blocks() -> None:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=True, bf16=True, fp8="hybrid", fp8_recipe="blockwise"
+    )
+    check_widths({"hidden size": 896, "intermediate size": 48}, parallel)
+    with pytest.raises(ValueError, match=r"hidden size of a rank \(96\) to be a multiple of 128"):
+        check_widths({"hidden size": 96}, parallel)
+
+
+def test_recipes_reach_megatron_core() -> None:
+    """Its own configuration takes the fields, amax collectives never span data-parallel ranks, parameters stay as they are."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    for recipe in RECIPES:
+        parallel = ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe=recipe)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, params_dtype=torch.bfloat16,
+            **layer_fields(parallel, "transformer_engine"),
+        )
+        assert (config.fp8, config.fp8_recipe, config.tp_only_amax_red, config.fp8_param) == ("e4m3", recipe, True, False)
+        assert not config.fp8_dot_product_attention and not config.fp8_multi_head_attention
+        assert scales_from_history(config) == (recipe == "delayed")
+        assert (config.fp8_amax_history_len == 1024) == (recipe == "delayed")
+        assert f"FP8 e4m3 with {recipe} scaling" in describe(config)
+    assert FP8.recipe == "tensorwise" and layer_fields(BF16, "local") == {"transformer_impl": "local"}
+
+
+def ragged_batch(seed: int = 0) -> TokenBatch:
+    """Trajectories of 7 to 40 random tokens, half of them sampled, with every field that the losses read."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, HF.vocab_size, (count,), generator=generator).tolist()
+
+    trajectories = []
+    for index in range(5):
+        trajectory = Trajectory(group_id=index)
+        trajectory.append_observation(draw(3 + 4 * index))
+        tokens = draw(4 + 4 * index)
+        trajectory.append_action(Completion(tokens, [-4.0] * len(tokens), "stop"))
+        trajectories.append(trajectory)
+    batch = pack(trajectories)
+    mask = batch.loss_mask
+
+    def noise(center: float) -> torch.Tensor:
+        return (center + 0.3 * torch.randn(batch.num_positions, generator=generator)) * mask
+
+    return batch.with_fields(
+        old_logprobs=noise(-4.0), rollout_logprobs=noise(-4.0), advantages=noise(0.0), values=noise(0.0), returns=noise(0.5)
+    )
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A policy and a critic of the same random weights, on this process alone."""
+    groups = initialize(ParallelConfig())
+    train = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=48, clip_grad=1.0)
+    weights = random_weights(HF, seed=1)
+
+    def build(bf16: bool = False):
+        parallel, loss = ParallelConfig(bf16=bf16), LossConfig(entropy_coef=0.01)
+        policy = MegatronPolicy(HF, groups, parallel, train, loss, temperature=0.8)
+        critic = MegatronCritic(HF, groups, parallel, train, loss)
+        for model in (policy, critic):
+            model.load_weights(weights.get)
+        return policy, critic
+
+    yield build
+    shutdown()
+
+
+def test_padding_for_fp8_changes_neither_loss_nor_gradients(models) -> None:
+    batch = ragged_batch()
+    for exact, padded in zip(models(), models()):
+        assert exact.trainer.alignment == 1
+        padded.trainer.alignment = 32
+        sizes = [len(micro.tokens) for micro in _microbatches(padded.trainer, batch)]
+        assert all(size % 32 == 0 for size in sizes) and sum(sizes) > batch.num_positions
+        read = "logprobs" if isinstance(exact, MegatronPolicy) else "values"
+        torch.testing.assert_close(getattr(padded, read)(batch), getattr(exact, read)(batch), rtol=0, atol=2e-6)
+        first, second = exact.update(batch), padded.update(batch)
+        assert first["grad_norm"] > 0
+        for key in first:
+            assert second[key] == pytest.approx(first[key], rel=1e-5, abs=1e-7), key
+        gradients = padded.trainer.gradients()
+        for name, gradient in exact.trainer.gradients().items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 1e-9)
+
+
+def _microbatches(trainer, batch: TokenBatch) -> list[TokenBatch]:
+    return [trainer._micro(batch, ids) for ids in trainer._share(batch)]
+
+
+def test_padding_is_one_more_trajectory_without_weight() -> None:
+    batch = ragged_batch()
+    padded = pad(batch.with_fields(weights=torch.ones(batch.num_positions)), 128)
+    added = slice(batch.num_positions, None)
+    assert padded.num_positions % 128 == 0 and padded.num_trajectories == batch.num_trajectories + 1
+    assert not padded.loss_mask[added].any() and not padded.weights[added].any() and padded.group_ids[-1] == -1
+    assert int(padded.cu_seqlens[-1]) == padded.num_positions  # attention of packed sequences leaves no token out
+    assert padded.cu_seqlens.dtype == torch.int32
+
+
+def test_a_pass_that_only_finds_scales_leaves_no_trace(models) -> None:
+    """Delayed scaling needs a pass before the first one; here without FP8, where both must give the same bits."""
+    batch = ragged_batch()
+    for plain, twice in zip(models(), models()):
+        twice.trainer._lacks_scales = twice.trainer._lacks_gradient_scales = True
+        read = "logprobs" if isinstance(plain, MegatronPolicy) else "values"
+        assert torch.equal(getattr(twice, read)(batch), getattr(plain, read)(batch))
+        assert twice.trainer._lacks_gradient_scales and not twice.trainer._lacks_scales
+        assert twice.update(batch) == plain.update(batch)
+        assert not twice.trainer._lacks_gradient_scales
+        for ours, theirs in zip(twice.module.parameters(), plain.module.parameters()):
+            assert torch.equal(ours, theirs)
+
+
+def test_originals_gradients_and_moments_are_float32_beside_bfloat16_parameters(models) -> None:
+    for model in models(bf16=True):
+        model.update(ragged_batch())
+        backbone = [p for name, p in model.module.named_parameters() if "output_layer" not in name]
+        assert {p.dtype for p in backbone} == {torch.bfloat16}
+        assert {p.main_grad.dtype for p in model.module.parameters()} == {torch.float32}
+        originals = [p.main_param for p in backbone]
+        assert {p.dtype for p in originals} == {torch.float32}
+        assert all(torch.equal(main.to(torch.bfloat16), p.detach()) for main, p in zip(originals, backbone))
+        optimizers = getattr(model.trainer.optimizer, "chained_optimizers", [model.trainer.optimizer])
+        states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
+        assert len(states) == len(list(model.module.parameters()))
+        assert {state[kind].dtype for state in states for kind in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+
+
+def test_heads_are_no_layers_of_transformer_engine(models) -> None:
+    """FP8 contexts exist inside `decoder` alone; both heads are outside and none of its modules."""
+    for model in models(bf16=True):
+        inside = set(model.module.decoder.modules())
+        head = getattr(model.module, "output_layer", None)
+        assert head is not None and head not in inside
+        assert type(head).__module__.split(".")[0] in ("megatron", "ragen_mega", "torch")
+    _, critic = models(bf16=True)
+    assert critic.module.output_layer.weight.dtype == torch.float32
+
+
+def test_without_transformer_engine_layers_are_local(models) -> None:
+    config = transformer_config(HF, ParallelConfig())
+    if choose_implementation(ParallelConfig(), Machine.here()) == "local":
+        assert config.transformer_impl == "local"
+    assert layer_spec(config).layer_norm.__module__ == "ragen_mega.megatron.attention"
