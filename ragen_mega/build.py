@@ -27,6 +27,7 @@ from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.metrics import CONFIG_FILE, RunLogger
+from ragen_mega.phases import ACTOR, CRITIC, PhaseMachine
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run import Run
@@ -80,12 +81,15 @@ def build(config: StarPOConfig) -> Run:
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
     )
+    phases = PhaseMachine(config.parallel.offload)
+    phases.add(ACTOR, policy.trainer.memory)
     engine = build_engine(config, hf)
     critic = None
     if config.advantage.uses_critic:
         critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
+        phases.add(CRITIC, critic.trainer.memory)
     run = Run(
-        config, policy, critic, engine, renderer, TaskSampler(config), boards, references, logger, console, lock
+        config, policy, critic, engine, renderer, TaskSampler(config), boards, references, logger, console, lock, phases=phases
     )
     critic_start = config.model.critic_load and local_directory(config.model.critic_load)
     if config.model.load is None:

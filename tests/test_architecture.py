@@ -22,7 +22,7 @@ LAYERS = (
     ("ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start", "ragen_mega.evaluation", "ragen_mega.tasks"),
     (
         "ragen_mega.build", "ragen_mega.cold_start", "ragen_mega.run", "ragen_mega.rollouts", "ragen_mega.throughput",
-        "ragen_mega.faults", "ragen_mega.checkpointing", "ragen_mega.huggingface",
+        "ragen_mega.faults", "ragen_mega.phases", "ragen_mega.checkpointing", "ragen_mega.huggingface",
     ),
     ("ragen_mega.train",),
 )
