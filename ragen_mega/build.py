@@ -26,7 +26,9 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import CheckpointReader
+from ragen_mega.memory_plan import Setting, check_fits
 from ragen_mega.metrics import CONFIG_FILE, RunLogger
+from ragen_mega.model_shape import ModelShape
 from ragen_mega.phases import ACTOR, CRITIC, PhaseMachine
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -40,9 +42,13 @@ def build(config: StarPOConfig) -> Run:
         name: evaluation_boards(config.environment, name, config.evaluation.boards) for name in config.environment.shares
     }
     if config.model.load is None:
-        check_model(small_model(config.model, vocab_size=512), config.parallel)
+        hf = small_model(config.model, vocab_size=512)
     else:
-        check_model(load_config(str(local_directory(config.model.load))), config.parallel)
+        hf = load_config(str(local_directory(config.model.load)))
+    check_model(hf, config.parallel)
+    if torch.cuda.is_available():
+        setting = Setting.from_config(config, distributed.world_size())
+        check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])
     lock, checkpoint = claim(config)
     values = config.to_dict()
     if checkpoint and all(checkpoint.config[section] == values[section] for section in ("environment", "evaluation")):

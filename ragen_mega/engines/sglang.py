@@ -257,7 +257,10 @@ class SGLangEngine:
     def _resume(self, *parts: str) -> None:
         """Take memory again that was released; SGLang does not expect to be asked for other."""
         if tags := [part for part in parts if part in self._released]:
-            self._control("/resume_memory_occupation", {"tags": tags})
+            try:
+                self._control("/resume_memory_occupation", {"tags": tags})
+            except ConnectionLost:  # its log says why, most often that there is too little memory
+                raise self.server.failure(f"the SGLang server was lost as it took memory for {', '.join(tags)}") from None
             self._released = tuple(part for part in self._released if part not in tags)
 
     def _control(self, path: str, body: dict[str, Any]) -> bool:

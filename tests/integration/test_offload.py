@@ -1,7 +1,12 @@
 """Memory handover on CPU tensors: what is freed, and training that does not notice, to the bit."""
 
-import torch
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 from transformers import PretrainedConfig
 
 from forked_ranks import fork_ranks
@@ -17,6 +22,7 @@ from ragen_mega.phases import ACTOR, CRITIC, Phase, PhaseMachine
 from ragen_mega.types import TokenBatch
 from tools.parity import make_batch, random_model
 
+ROOT = Path(__file__).parents[2]
 TRAIN = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=128)
 LOSS = LossConfig(kl_kind="k3", kl_coef=0.05)
 LAYOUTS = {
@@ -190,3 +196,19 @@ def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
         with pytest.raises(RuntimeError, match="parameters of the actor are away in phase ROLLOUT; use them in TRAIN"):
             models[ACTOR].logprobs(batch)
     models[ACTOR].logprobs(batch)
+
+
+def test_no_memory_at_wake_is_one_line_and_ends_every_rank(tmp_path: Path) -> None:
+    """The engine asks for a context that no machine has."""
+    command = [
+        sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", "2",
+        str(ROOT / "examples" / "pretrain_starpo.sh"), "--recipe", "none", "--environments", "bandit", "--max-turns", "1",
+        "--max-actions-per-turn", "1", "--max-actions", "1", "--prompt-style", "compact", "--hidden-size", "16",
+        "--ffn-hidden-size", "32", "--num-layers", "1", "--warm-start-first-turn-steps", "1", "--warm-start-steps", "1",
+        "--warm-start-trajectories", "4", "--output", str(tmp_path), "--max-context-length", str(10**12),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(errors) == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert re.match(r"error: out of memory in phase SYNC \(rank [01]: resident \d+\.\d+ GiB; of it models: actor", errors[0])
+    assert "set --offload rollout, or lower --kv-cache-tokens" in errors[0]
