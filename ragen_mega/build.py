@@ -27,7 +27,10 @@ from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import describe
 from ragen_mega.megatron.weights import CheckpointReader
+from ragen_mega.memory_plan import Setting, check_fits
 from ragen_mega.metrics import CONFIG_FILE, RunLogger
+from ragen_mega.model_shape import ModelShape
+from ragen_mega.phases import ACTOR, CRITIC, PhaseMachine
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run import Run
@@ -40,9 +43,13 @@ def build(config: StarPOConfig) -> Run:
         name: evaluation_boards(config.environment, name, config.evaluation.boards) for name in config.environment.shares
     }
     if config.model.load is None:
-        check_model(small_model(config.model, vocab_size=512), config.parallel)
+        hf = small_model(config.model, vocab_size=512)
     else:
-        check_model(load_config(str(local_directory(config.model.load))), config.parallel)
+        hf = load_config(str(local_directory(config.model.load)))
+    check_model(hf, config.parallel)
+    if torch.cuda.is_available():
+        setting = Setting.from_config(config, distributed.world_size())
+        check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])
     lock, checkpoint = claim(config)
     values = config.to_dict()
     if checkpoint and all(checkpoint.config[section] == values[section] for section in ("environment", "evaluation")):
@@ -82,12 +89,15 @@ def build(config: StarPOConfig) -> Run:
         keep_reference=config.needs_reference,
     )
     console.say(f"model: {describe(policy.module.config)}")
+    phases = PhaseMachine(config.parallel.offload)
+    phases.add(ACTOR, policy.trainer.memory)
     engine = build_engine(config, hf)
     critic = None
     if config.advantage.uses_critic:
         critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
+        phases.add(CRITIC, critic.trainer.memory)
     run = Run(
-        config, policy, critic, engine, renderer, TaskSampler(config), boards, references, logger, console, lock
+        config, policy, critic, engine, renderer, TaskSampler(config), boards, references, logger, console, lock, phases=phases
     )
     critic_start = config.model.critic_load and local_directory(config.model.critic_load)
     if config.model.load is None:

@@ -167,6 +167,14 @@ class CheckpointWriter:
         if errors:
             raise OSError(f"cannot write a checkpoint to {self.directory}: {errors[0]}; free space or choose another --output")
 
+    def last(self) -> str:
+        """What to say of the newest checkpoint when the run cannot go on. Collective: waits for one that is being written."""
+        self.wait()
+        newest = max(self.directory.glob("step_*"), default=None)
+        if newest is None:
+            return "there is no checkpoint yet: start again with a lower --lr or --clip-grad"
+        return f"the last good checkpoint is {newest}: --resume goes on from there, e.g. with a lower --lr or --clip-grad"
+
     def _prepare(self, temporary: Path) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         for leftover in self.directory.glob(".step_*"):  # of a process that was killed while it wrote or deleted

@@ -23,6 +23,8 @@ import tyro
 
 from ragen_mega.environments.base import make
 
+OffloadMode = Literal["none", "rollout", "turns"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -68,6 +70,9 @@ class ParallelConfig:
     LM head, the critic's head and attention stay in higher precision."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per block of 128 or 32 values."""
+    offload: OffloadMode = "none"
+    """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer state; or furthermore actor
+    and critic in turns, each while the other one computes."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
@@ -533,6 +538,11 @@ class StarPOConfig:
             raise ValueError(
                 "the filter ranks groups by the spread of their returns, but group_size is 1; "
                 "raise --group-size or set --filter-strategy none"
+            )
+        if not self.advantage.uses_critic and self.parallel.offload == "turns":
+            raise ValueError(
+                f"offload turns is for actor and critic, and advantage_estimator {self.advantage.advantage_estimator} has no "
+                "critic; set --offload rollout"
             )
         if not self.advantage.uses_critic and self.train.critic_warmup:
             raise ValueError(

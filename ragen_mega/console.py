@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -181,7 +182,8 @@ def _is_first_to_say(message: str) -> bool:
     if error_file == os.devnull:
         return True
     # <attempt>/<local rank>/error.json: torchrun makes one directory for the attempt of these ranks.
-    marker = Path(error_file).parents[1] / f"said-{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+    alike = re.sub(r"\d+", "", message)  # ranks name themselves and what they measured
+    marker = Path(error_file).parents[1] / f"said-{hashlib.sha256(alike.encode()).hexdigest()[:16]}"
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:

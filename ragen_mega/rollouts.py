@@ -50,13 +50,11 @@ class DurableRollouts:
             "versions": {name: version(name) for name in ("torch", "transformers")} | {"ragen_mega": __version__},
         }
 
-    def origin(
-        self, tasks: Sequence[Sequence[Task]], parameters: Iterable[Tensor], weight_version: int
-    ) -> dict[str, Any]:
-        """Everything that a rollout of `tasks` under the policy's local `parameters` depends on."""
+    def origin(self, tasks: Sequence[Sequence[Task]], weights: str, weight_version: int) -> dict[str, Any]:
+        """Everything that a rollout of `tasks` under the policy with the fingerprint `weights` depends on."""
         played = [(t.group_id, t.environment, t.seed, t.outcome_seed, t.board) for group in tasks for t in group]
         return {
-            "weights": fingerprint(parameters),
+            "weights": weights,
             "weight_version": weight_version,
             "tasks": hashlib.sha256(repr(played).encode()).hexdigest(),
             **self._settings,

@@ -28,10 +28,11 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.metrics import Metrics, RunLogger
 from ragen_mega.packing import minibatches
+from ragen_mega.phases import PhaseMachine
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
-from ragen_mega.rollouts import DurableRollouts, report_environment_errors, sample
+from ragen_mega.rollouts import DurableRollouts, fingerprint, report_environment_errors, sample
 from ragen_mega.signals import observe
 from ragen_mega.starpo.diagnostics import EchoTrapMonitor
 from ragen_mega.starpo.filtering import filter_groups
@@ -57,16 +58,19 @@ class Run:
     logger: RunLogger
     console: Console
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
+    phases: PhaseMachine = field(default_factory=PhaseMachine)
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     started: float = field(default_factory=time.monotonic)
     throughput: Throughput = field(default_factory=Throughput)
     stop: StopSignal = field(default_factory=StopSignal)
+    _weights: str = ""  # fingerprint of what the rollout of this step is sampled from
     _is_recalled: bool = False  # the rollout of this step was read from the disk
     _evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     _best_success: float | None = None
 
     def __post_init__(self) -> None:
+        self.phases.timed = self.throughput.phase
         keep = self.config.checkpoint
         self.checkpoints = CheckpointWriter(
             self.logger.directory / CHECKPOINTS, self.config.to_dict(), keep_last=keep.keep_last, keep_best=keep.keep_best
@@ -87,6 +91,12 @@ class Run:
         """Time a part of the step; its seconds are logged as time/<name>."""
         return self.throughput.phase(name)
 
+    def handover(self) -> AbstractContextManager[None]:
+        """The device passes to the engine for the rollout of a step, and back. Collective."""
+        with self.phase("rollout_files"):
+            self._weights = fingerprint(self.policy.local_weights())  # before they leave the device
+        return self.phases.handover()
+
     def collect(self, step: int) -> list[TrajectoryGroup]:
         """The rollout of a step, which is on the disk when this returns: sampled, or read if a run repeats the step.
 
@@ -94,7 +104,7 @@ class Run:
         """
         tasks = self.tasks.sample(step)
         with self.phase("rollout_files"):
-            origin = self.rollouts.origin(tasks, self.policy.module.parameters(), self.engine.weight_version)
+            origin = self.rollouts.origin(tasks, self._weights, self.engine.weight_version)
             groups = self.rollouts.recall(step, origin, self.console.say)
         self._is_recalled = groups is not None
         if groups is None:
@@ -147,6 +157,7 @@ class Run:
             self.console.say(f"step {step}: {warning}")
         sampled = None if self._is_recalled else metrics.result()["rollout/sampled_tokens"]
         self.throughput.close_step(metrics, sampled)
+        metrics.add("memory", self.phases.take_ledger())
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if not is_last and interval and (step + 1) % interval == 0:
@@ -171,8 +182,8 @@ class Run:
         config, rollout = self.config.evaluation, self.config.rollout
         num_episodes = config.eval_prompts * samples // distributed.world_size()
         results = {}
-        with self.engine.awake():
-            self.engine.load_weights(self.policy.export_weights())
+        with self.phases.handover(), self.engine.awake():
+            self.engine.load_weights(self.phases.until_sent(self.policy.export_weights()))
             for name in self.config.environment.shares:
                 with self.console.phase(f"evaluate {name}", num_episodes) as progress:
                     results[name] = evaluate(
@@ -258,14 +269,6 @@ class Run:
         self.engine.weight_version = state["weight_version"]
         self.faults.consecutive = dict(state.get("nonfinite", {}))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
-
-    def last_checkpoint(self) -> str:
-        """What to say of it when the run cannot go on. Collective: waits for one that is being written."""
-        self.checkpoints.wait()
-        last = max(self.checkpoints.directory.glob("step_*"), default=None)
-        if last is None:
-            return "there is no checkpoint yet: start again with a lower --lr or --clip-grad"
-        return f"the last good checkpoint is {last}: --resume goes on from there, e.g. with a lower --lr or --clip-grad"
 
     def leave(self) -> NoReturn:
         """End an interrupted run with a checkpoint."""

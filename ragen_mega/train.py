@@ -28,8 +28,8 @@ def train(run: Run) -> None:
         metrics = Metrics()
 
         # Rollout: from each of P initial states sample N trajectories of at most K turns; then they are on the disk.
-        with run.phase("rollout"), engine.awake():
-            engine.load_weights(policy.export_weights())
+        with run.phase("rollout"), run.handover(), engine.awake():
+            engine.load_weights(run.phases.until_sent(policy.export_weights()))
             groups = run.collect(step)
         metrics.add("rollout", run.summarize(groups))
 
@@ -99,7 +99,7 @@ def train_and_close(run: Run) -> None:
     except Interrupted:
         run.leave()
     except FloatingPointError as error:
-        fail(f"{error}; {run.last_checkpoint()}")
+        fail(f"{error}; {run.checkpoints.last()}")
     finally:
         run.close()
 

@@ -15,17 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     (
         "ragen_mega.types", "ragen_mega.console", "ragen_kernels", "ragen_mega.recipes", "ragen_mega.sealed_files",
-        "ragen_mega.integrity",
+        "ragen_mega.integrity", "ragen_mega.model_shape",
     ),
     ("ragen_mega.starpo", "ragen_mega.environments", "ragen_mega.config", "ragen_mega.distributed", "ragen_mega.interruption"),
     (
         "ragen_mega.rollout", "ragen_mega.packing", "ragen_mega.metrics", "ragen_mega.credit", "ragen_mega.signals",
-        "ragen_mega.huggingface",
+        "ragen_mega.huggingface", "ragen_mega.memory_plan",
     ),
     ("ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start", "ragen_mega.evaluation", "ragen_mega.tasks"),
     (
         "ragen_mega.build", "ragen_mega.cold_start", "ragen_mega.run", "ragen_mega.rollouts", "ragen_mega.throughput",
-        "ragen_mega.faults", "ragen_mega.checkpointing",
+        "ragen_mega.faults", "ragen_mega.phases", "ragen_mega.checkpointing",
     ),
     ("ragen_mega.train",),
 )

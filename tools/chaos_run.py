@@ -160,4 +160,4 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _is_timing(key: str) -> bool:
-    return key.startswith("time/") or "per_second" in key
+    return key.startswith(("time/", "memory/")) or "per_second" in key

@@ -82,6 +82,7 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
         ) from None
     for role, trainer in trainers.items():
         steps = loaded[_STEPS][role]
+        trainer.memory.require("parameters", "optimizer")
         adam = _AdamState(trainer)
         parameters = _sharded_parameters(trainer)
         with torch.no_grad():
@@ -102,7 +103,11 @@ def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
 
 
 def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[str, dict]:
-    """Parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors under keys `<role>.`."""
+    """Parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors under keys `<role>.`.
+
+    Copies in host memory, or placeholders: the next trainer may push this one's tensors off the device.
+    """
+    trainer.memory.require("parameters", "optimizer")
     parameters, adam = _sharded_parameters(trainer), _AdamState(trainer)
     optimizer = {}
     for name, sharded in parameters.items():
@@ -111,6 +116,7 @@ def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[s
             kind: make_sharded_optimizer_tensor(sharded, value, prefix=f"optimizer.state.{kind}")
             for kind, value in values.items()
         }
+        sharded.data = sharded.data.detach().to("meta") if placeholders else sharded.data.detach().to("cpu", copy=True)
     state = {"model": parameters, "optimizer": optimizer}
     add_prefix_for_sharding(state, f"{role}.")
     return state
@@ -139,7 +145,7 @@ class _AdamState:
             if isinstance(optimizer, DistributedOptimizer):
                 # Every element is zero on all ranks but one; as integers their sum is exact to the bit (-0.0 too).
                 dist.all_reduce(whole.view(torch.int32), group=optimizer.data_parallel_group)
-            values[kind] = whole.reshape(parameter.shape)
+            values[kind] = whole.reshape(parameter.shape).cpu()  # on the device never more than one of them
         return values
 
     def write(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int) -> None:
@@ -201,7 +207,7 @@ def _kinds(parameter: nn.Parameter) -> tuple[str, ...]:
 
 
 class _Stage(SaveShardedStrategy):
-    """Hands megatron-core's plan of what this rank saves over as copies in host memory."""
+    """Hands over megatron-core's plan of what this rank saves, which is in host memory already."""
 
     def __init__(self) -> None:
         super().__init__(BACKEND, VERSION)
@@ -210,7 +216,7 @@ class _Stage(SaveShardedStrategy):
     def save(self, sharded_state_dict: dict, checkpoint_dir: str | Path) -> None:
         for part in nested_values(sharded_state_dict):
             if _is_main(part):
-                data = part.data.detach().to("cpu", copy=True).contiguous()
+                data = part.data.contiguous()
                 shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
                 self.pieces.append(Piece(part.key, tuple(part.global_offset), tuple(part.global_shape), data.reshape(shape)))
 

@@ -37,11 +37,13 @@ class MegatronCritic:
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns; without a value head in them values start at 0."""
+        self.trainer.memory.require("parameters", "optimizer")
         load_weights(self.module, read)
         self.trainer.optimizer.reload_model_params()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor), value head included; every rank must consume it."""
+        self.trainer.memory.require("parameters")
         return export_weights(self.module, self.groups)
 
     def values(self, batch: TokenBatch) -> Tensor:

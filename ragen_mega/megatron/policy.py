@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ragen_kernels import PolicyObjective, linear_logprobs, linear_policy_loss, logprob_entropy
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_weights, load_weights
 from ragen_mega.starpo.loss import aggregation_weights
@@ -53,17 +54,24 @@ class MegatronPolicy:
         self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
         self.trainer = Trainer(self.module, groups, parallel, train, lr=train.lr, adam_eps=train.adam_eps)
         self._keep_reference = keep_reference
-        self._reference: list[Tensor] | None = None
+        self._reference: HostCopy | None = None
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns; they are also the reference policy."""
+        self.trainer.memory.require("parameters", "optimizer")
         load_weights(self.module, read)
         self.trainer.optimizer.reload_model_params()
         if self._keep_reference:
-            self._reference = [parameter.detach().clone() for parameter in self.module.parameters()]
+            self._reference = self.trainer.memory.snapshot("parameters")
+
+    def local_weights(self) -> list[nn.Parameter]:
+        """This rank's part of the weights."""
+        self.trainer.memory.require("parameters")
+        return list(self.module.parameters())
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor); every rank must consume it."""
+        self.trainer.memory.require("parameters")
         return export_weights(self.module, self.groups)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -83,14 +91,10 @@ class MegatronPolicy:
         return self.trainer.per_token(batch, compute)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """[T] log-probabilities under the frozen weights that training started from."""
+        """[T] log-probabilities under the frozen weights that training started from, which wait in host memory."""
         assert self._reference is not None, "built without a reference policy"
-        current = [parameter.detach().clone() for parameter in self.module.parameters()]
-        try:
-            self._set_parameters(self._reference)
+        with self.trainer.memory.replaced("parameters", self._reference):
             return self.logprobs(batch)
-        finally:
-            self._set_parameters(current)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """One clipped-surrogate step on a minibatch with old log-probabilities and advantages. Returns its metrics."""
@@ -149,11 +153,6 @@ class MegatronPolicy:
             num_trajectories=minibatch.num_trajectories,
         )
         return minibatch.with_fields(weights=weights)
-
-    @torch.no_grad()
-    def _set_parameters(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.module.parameters(), values):
-            parameter.copy_(value)
 
 
 def _step_metrics(grad_norm: float, lr: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ per-token results and metrics are exchanged over the control group, so that all 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.model import QwenModel, model_inputs
+from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import mark_tensor_parallel
 from ragen_mega.packing import microbatches, pad
@@ -96,9 +97,11 @@ class Trainer:
             wd_incr_steps=train.num_steps,
             wd_incr_style="constant",
         )
+        self.memory = Offloadable(self._tensors)
 
     def per_token(self, batch: TokenBatch, compute: PerToken) -> Tensor:
         """[T] of `compute` over all trajectories of `batch`, without gradients, equal on every rank."""
+        self.memory.require("parameters")
         result = torch.zeros(batch.num_positions)
         parts = self._share(batch)
         if parts:
@@ -121,6 +124,7 @@ class Trainer:
         The norm is that before clipping. A loss or gradient that is not finite leaves weights and optimizer as they are,
         on all ranks; the returned norm is then nan.
         """
+        self.memory.require("parameters", "gradients", "optimizer")
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -146,6 +150,7 @@ class Trainer:
 
     def gradients(self) -> dict[str, Tensor]:
         """Reduced, clipped gradient of every local parameter after `step` (not with the distributed optimizer)."""
+        self.memory.require("gradients")
         return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
 
     @property
@@ -196,6 +201,21 @@ class Trainer:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
+        """Everything large that this trainer keeps, whichever optimizer of megatron-core holds it."""
+        for name, parameter in self.module.named_parameters():
+            yield "parameters", name, parameter
+        for index, buffer in enumerate(self.model.buffers + self.model.expert_parallel_buffers):
+            yield "gradients", f"buffer_{index}", buffer.grad_data
+        for index, optimizer in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
+            mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
+            for position, main in enumerate(mains):
+                name = f"{index}.{position}"
+                yield "optimizer", f"{name}.main", main  # of a float32 parameter it is (a part of) the parameter itself
+                for key, value in optimizer.optimizer.state.get(main, {}).items():
+                    if isinstance(value, Tensor) and value.dim():  # the number of steps stays
+                        yield "optimizer", f"{name}.{key}", value
 
     def _gradients_are_finite(self) -> bool:
         """Whether the gradients and the float32 square of their norm are finite on all ranks.

@@ -112,10 +112,11 @@ def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> Non
 
 
 def metrics(run: Path) -> list[dict]:
-    """What was logged, without what depends on the clock."""
+    """What was logged, without what depends on the clock or the process."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = ("time/", "memory/")
     return [
-        {key: value for key, value in row.items() if not key.startswith("time/") and "per_second" not in key} for row in rows
+        {key: value for key, value in row.items() if not key.startswith(measured) and "per_second" not in key} for row in rows
     ]
 
 

@@ -1,0 +1,141 @@
+"""Tensors that leave the device and come back: each storage is copied to host memory and emptied in place.
+
+`untyped_storage().resize_(0)` frees the memory but keeps the tensors: parameters, views into megatron-core's contiguous
+buffers, tied weights and whatever an optimizer refers to are as they were once the storage has its size and bytes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["parameters", "gradients", "optimizer"]
+KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
+NamedTensors = Callable[[], Iterable[tuple[Kind, str, Tensor]]]
+"""The tensors of now, parameters first: a storage belongs to the kind and the name under which it appears first."""
+HostCopy = Mapping[str, Tensor]
+"""Name of a storage -> its bytes [N] uint8 in host memory."""
+
+
+class Offloadable:
+    """The tensors of one model, of which every kind is either on the device or away.
+
+    Storages are told apart by their address, so that aliases move once. Host memory is allocated at the first move of a
+    storage (pinned where the device is a GPU) and kept for the next. Gradients are not copied: they come back as zeros.
+    """
+
+    def __init__(self, tensors: NamedTensors, name: str = "model") -> None:
+        self.name = name
+        self.bring_back: Callable[..., None] | None = None
+        """Called with the kinds that `require` misses; None raises instead."""
+        self._tensors = tensors
+        self._away: dict[Kind, dict[str, tuple[torch.UntypedStorage, int]]] = {}
+        self._host: dict[str, Tensor] = {}
+
+    def offload(self, *kinds: Kind) -> int:
+        """Move kinds (none named: all) to host memory and return how many bytes of the device this has freed."""
+        leaving = {kind: found for kind, found in self._storages().items()
+                   if kind in (kinds or KINDS) and kind not in self._away}
+        for kind, storages in leaving.items():
+            if kind != "gradients":
+                self._copy_to(self._host, storages)
+        for storages in leaving.values():
+            _wait(storages)
+        for kind, storages in leaving.items():
+            self._away[kind] = {name: (storage, storage.nbytes()) for name, storage in storages.items()}
+            for storage in storages.values():
+                storage.resize_(0)
+        if leaving and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # another process is to have it
+        return sum(size for kind in leaving for _, size in self._away[kind].values())
+
+    def restore(self, *kinds: Kind) -> int:
+        """Bring kinds (none named: all) back to the device, parameters and optimizer as they left. Returns the bytes."""
+        num_bytes = 0
+        for kind in kinds or KINDS:
+            for name, (storage, size) in self._away.get(kind, {}).items():
+                storage.resize_(size)
+                if kind == "gradients":
+                    _bytes(storage).zero_()
+                else:
+                    _bytes(storage).copy_(self._host[name], non_blocking=True)
+                num_bytes += size
+            self._away.pop(kind, None)
+        return num_bytes
+
+    def require(self, *kinds: Kind) -> None:
+        """What every use begins with. Raises RuntimeError if a kind is away and nobody brings it back."""
+        if not (missing := [kind for kind in kinds if kind in self._away]):
+            return
+        if self.bring_back is None:
+            raise RuntimeError(f"{' and '.join(missing)} of the {self.name} are offloaded; restore() them before they are used")
+        self.bring_back(*missing)
+
+    def on_device(self) -> dict[Kind, int]:
+        """Bytes of each kind that are on the device, each storage counted once."""
+        return {kind: sum(storage.nbytes() for storage in found.values()) for kind, found in self._storages().items()}
+
+    def away(self) -> dict[Kind, int]:
+        """Bytes of each kind that would come back to the device."""
+        return {kind: sum(size for _, size in self._away.get(kind, {}).values()) for kind in KINDS}
+
+    def snapshot(self, kind: Kind) -> HostCopy:
+        """A copy of a kind in host memory of its own."""
+        self.require(kind)
+        copy: dict[str, Tensor] = {}
+        storages = self._storages()[kind]
+        self._copy_to(copy, storages)
+        _wait(storages)
+        return copy
+
+    @contextmanager
+    def replaced(self, kind: Kind, values: HostCopy) -> Iterator[None]:
+        """Inside, the tensors of a kind hold `values`, a `snapshot` of theirs; afterwards what they held before."""
+        self.require(kind)
+        storages = self._storages()[kind]
+        self._copy_to(self._host, storages)
+        try:
+            _fill(storages, values)
+            yield
+        finally:
+            _fill(storages, self._host)
+
+    def _storages(self) -> dict[Kind, dict[str, torch.UntypedStorage]]:
+        """Kind -> name -> storage, of those that are on the device."""
+        found: dict[Kind, dict[str, torch.UntypedStorage]] = {kind: {} for kind in KINDS}
+        seen = set()
+        for kind, name, tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[kind][f"{kind}/{name}"] = storage
+        return found
+
+    @staticmethod
+    def _copy_to(host: dict[str, Tensor], storages: Mapping[str, torch.UntypedStorage]) -> None:
+        """Start to copy storages into `host`, which grows as needed."""
+        for name, storage in storages.items():
+            if name not in host or len(host[name]) != storage.nbytes():
+                is_pinned = storage.device.type == "cuda"
+                host[name] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+            host[name].copy_(_bytes(storage), non_blocking=True)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The bytes of a storage as a tensor on it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _fill(storages: Mapping[str, torch.UntypedStorage], values: HostCopy) -> None:
+    for name, storage in storages.items():
+        _bytes(storage).copy_(values[name], non_blocking=True)
+
+
+def _wait(storages: Mapping[str, torch.UntypedStorage]) -> None:
+    """Return when copies from these storages have ended: they were started on the current stream."""
+    if any(storage.device.type == "cuda" for storage in storages.values()):
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,214 @@
+"""Memory handover on CPU tensors: what is freed, and training that does not notice, to the bit."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from forked_ranks import fork_ranks
+from ragen_mega import distributed
+from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.megatron.checkpoint import _AdamState
+from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.offload import KINDS, Offloadable
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.phases import ACTOR, CRITIC, Phase, PhaseMachine
+from ragen_mega.types import TokenBatch
+from tools.parity import make_batch, random_model
+
+ROOT = Path(__file__).parents[2]
+TRAIN = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=128)
+LOSS = LossConfig(kl_kind="k3", kl_coef=0.05)
+LAYOUTS = {
+    "adam": ParallelConfig(),
+    "adam bf16": ParallelConfig(bf16=True),
+    "distributed optimizer": ParallelConfig(use_distributed_optimizer=True),
+    "distributed optimizer bf16": ParallelConfig(use_distributed_optimizer=True, bf16=True),
+    "tensor parallel": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    "pipeline parallel, tied": ParallelConfig(pipeline_model_parallel_size=2),
+}
+Models = dict[str, MegatronPolicy | MegatronCritic]
+
+
+@pytest.fixture(scope="module")
+def case() -> tuple[PretrainedConfig, dict[str, torch.Tensor], TokenBatch]:
+    model = random_model("qwen2")
+    return model.config, {name: value.detach() for name, value in model.state_dict().items()}, make_batch(model)
+
+
+def build(hf: PretrainedConfig, weights: dict[str, torch.Tensor], parallel: ParallelConfig) -> Models:
+    groups = initialize(parallel)
+    models: Models = {
+        ACTOR: MegatronPolicy(hf, groups, parallel, TRAIN, LOSS, temperature=0.7, keep_reference=True),
+        CRITIC: MegatronCritic(hf, groups, parallel, TRAIN, LOSS),
+    }
+    for model in models.values():
+        model.load_weights(weights.get)
+    return models
+
+
+def everything(trainer: Trainer) -> list[torch.Tensor]:
+    """Parameters, gradient buffers and Adam's tensors, found by other means than `Trainer` finds them."""
+    parameters = list(trainer.module.parameters())
+    moments = [
+        value
+        for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+        for state in optimizer.optimizer.state.values()
+        for value in state.values()
+        if value.dim()
+    ]
+    mains = [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
+    buffers = [b.param_data for b in trainer.model.buffers if b.param_data is not None]
+    return [*parameters, *(p.main_grad for p in parameters), *moments, *mains, *buffers]
+
+
+def state(trainer: Trainer) -> list[torch.Tensor]:
+    """Copies of the parameters and, gathered over ranks, of Adam's tensors."""
+    trainer.memory.require(*KINDS)
+    adam = _AdamState(trainer)
+    tensors = [parameter.detach().clone() for parameter in trainer.module.parameters()]
+    return tensors + [value for parameter in trainer.module.parameters() for value in adam.read(parameter).values()]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(
+        a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs)
+    )
+
+
+def train(models: Models, batch: TokenBatch, phases: PhaseMachine) -> list[torch.Tensor]:
+    """Three steps of handover, forward passes and updates; then the state of both models."""
+    actor, critic = models.values()
+    results = []
+    for _ in range(3):
+        with phases.handover():
+            results += [value.clone() for _, value in phases.until_sent(actor.export_weights())]
+            if phases._mode != "none":
+                for model in models.values():
+                    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in everything(model.trainer))
+        results += [actor.logprobs(batch), critic.values(batch), actor.reference_logprobs(batch)]
+        for model in (critic, actor):
+            model.update(batch)
+    return results + state(critic.trainer) + state(actor.trainer)
+
+
+def check_layout(hf: PretrainedConfig, weights: dict[str, torch.Tensor], batch: TokenBatch, parallel: ParallelConfig) -> None:
+    expected = train(build(hf, weights, parallel), batch, PhaseMachine("none"))
+    for mode in ("rollout", "turns"):
+        models, phases = build(hf, weights, parallel), PhaseMachine(mode)
+        for name, model in models.items():
+            phases.add(name, model.trainer.memory)
+        assert same(train(models, batch, phases), expected), mode
+        if mode == "turns":  # the actor's state was asked for last
+            assert sum(models[CRITIC].trainer.memory.on_device().values()) == 0
+            assert sum(models[ACTOR].trainer.memory.away().values()) == 0
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_train_as_if_nothing_had_moved(name: str, case: tuple) -> None:
+    def work() -> None:
+        torch.set_num_threads(1)
+        check_layout(*case, LAYOUTS[name])
+        distributed.barrier()
+
+    ranks = fork_ranks(work, 2)
+    for rank in ranks:
+        rank.join(200)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def test_one_storage_moves_once_and_aliases_stay() -> None:
+    flat = torch.randn(100)
+    view, tied = flat[10:30].view(4, 5), flat[10:30]
+    moment, gradient = torch.randn(7, dtype=torch.float64), torch.full((9,), 3.0)
+    memory = Offloadable(
+        lambda: [("parameters", "a", view), ("parameters", "b", tied), ("gradients", "g", gradient), ("optimizer", "a", view),
+                 ("optimizer", "m", moment)],
+        "actor",
+    )  # fmt: skip
+    before = [tensor.clone() for tensor in (flat, view, moment)]
+    assert memory.on_device() == {"parameters": 400, "gradients": 36, "optimizer": 56}
+    assert memory.offload() == 492 and memory.offload() == 0
+    assert [tensor.untyped_storage().nbytes() for tensor in (flat, view, tied, gradient, moment)] == [0] * 5
+    assert memory.away() == {"parameters": 400, "gradients": 36, "optimizer": 56}
+    with pytest.raises(RuntimeError, match=r"parameters and optimizer of the actor are offloaded; restore\(\) them"):
+        memory.require("parameters", "optimizer")
+    host = {name: tensor.data_ptr() for name, tensor in memory._host.items()}
+    assert len(host) == 2, "a copy for each storage but the gradients'"
+    assert memory.restore("parameters") == 400 and memory.restore() == 92 and memory.restore() == 0
+    memory.require("parameters", "gradients", "optimizer")
+    assert same([flat, view, moment], before) and not gradient.any()
+    assert view.data_ptr() == tied.data_ptr() == flat.data_ptr() + 40
+    flat += 1
+    memory.offload("optimizer", "parameters")
+    assert memory.on_device() == {"parameters": 0, "gradients": 36, "optimizer": 0}
+    memory.restore()
+    assert same([flat], [before[0] + 1]) and {name: t.data_ptr() for name, t in memory._host.items()} == host
+
+
+def test_a_trainer_that_is_away_says_so(case: tuple) -> None:
+    hf, weights, batch = case
+    actor = build(hf, weights, ParallelConfig())[ACTOR]
+    actor.trainer.memory.offload()
+    for use in (actor.logprobs, actor.reference_logprobs, actor.update):
+        with pytest.raises(RuntimeError, match="parameters.* of the model are offloaded"):
+            use(batch)
+    with pytest.raises(RuntimeError, match="parameters of the model are offloaded"):
+        actor.export_weights()
+
+
+def test_phases_follow_each_other() -> None:
+    phases = PhaseMachine()
+    with pytest.raises(RuntimeError, match="after TRAIN comes SYNC, not ROLLOUT"):
+        phases.enter(Phase.ROLLOUT)
+    with phases.handover():
+        assert phases.phase is Phase.SYNC
+        assert list(phases.until_sent(iter((1, 2)))) == [1, 2]
+        assert phases.phase is Phase.ROLLOUT
+        with pytest.raises(RuntimeError, match="after ROLLOUT comes TRAIN, not SYNC"), phases.handover():
+            pass
+    assert phases.phase is Phase.TRAIN
+    with pytest.raises(ValueError), phases.handover():
+        raise ValueError
+    assert phases.phase is Phase.TRAIN
+    ledger = phases.take_ledger()
+    assert {key.removesuffix("_resident_gib") for key in ledger if "resident" in key} == {
+        "train_end", "sync", "sync_end", "rollout", "rollout_end", "train"
+    }
+    assert all(value.value > 0 for key, value in ledger.items() if "resident" in key) and not phases.take_ledger()
+
+
+def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
+    hf, weights, batch = case
+    models, phases = build(hf, weights, ParallelConfig()), PhaseMachine("turns")
+    for name, model in models.items():
+        phases.add(name, model.trainer.memory)
+    models[CRITIC].values(batch)
+    with phases.handover():
+        list(phases.until_sent(models[ACTOR].export_weights()))
+        with pytest.raises(RuntimeError, match="parameters of the actor are away in phase ROLLOUT; use them in TRAIN"):
+            models[ACTOR].logprobs(batch)
+    models[ACTOR].logprobs(batch)
+
+
+def test_no_memory_at_wake_is_one_line_and_ends_every_rank(tmp_path: Path) -> None:
+    """The engine asks for a context that no machine has."""
+    command = [
+        sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", "2",
+        str(ROOT / "examples" / "pretrain_starpo.sh"), "--recipe", "none", "--environments", "bandit", "--max-turns", "1",
+        "--max-actions-per-turn", "1", "--max-actions", "1", "--prompt-style", "compact", "--hidden-size", "16",
+        "--ffn-hidden-size", "32", "--num-layers", "1", "--warm-start-first-turn-steps", "1", "--warm-start-steps", "1",
+        "--warm-start-trajectories", "4", "--output", str(tmp_path), "--max-context-length", str(10**12),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(errors) == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert re.match(r"error: out of memory in phase SYNC \(rank [01]: resident \d+\.\d+ GiB; of it models: actor", errors[0])
+    assert "set --offload rollout, or lower --kv-cache-tokens" in errors[0]

@@ -1,0 +1,109 @@
+"""The plan tool and the recipes per model size: what they state is what the plan computes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.config import parse
+from ragen_mega.memory_plan import GIB, Setting, check_fits, plan, state_of
+from ragen_mega.recipes import read_flags
+from tools import plan as tool
+
+RECIPES = sorted(path.stem for path in tool.RECIPES.glob("qwen*.flags"))
+
+
+def test_there_is_a_recipe_for_every_size() -> None:
+    assert {name.lower().replace("-", "_") for name in json.loads(tool.SHAPES.read_text())} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name: str) -> None:
+    """It parses, its layout divides model and GPUs, every phase fits, and its comments state the plan's numbers."""
+    arguments, config = tool.settings_of(["--recipe", name])
+    shape = tool.find_shape(None, config.model.load)
+    setting = Setting.from_config(config, arguments.num_gpus, arguments.rollout_tensor_parallel_size)
+    report = tool.examine(shape, setting, 80.0)
+    text = (tool.RECIPES / f"{name}.flags").read_text()
+    cut = f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP {report['data_parallel']}"
+    engine_tp = arguments.rollout_tensor_parallel_size
+    assert report["fits"] and shape.num_heads % engine_tp == 0 and arguments.num_gpus % engine_tp == 0
+    assert f"GPUs of 80 GiB, {cut}, rollout TP {engine_tp}; predicted, not yet run on a GPU." in text
+    assert f"# Memory: {tool.summary(report)}." in text
+    assert tool.SHAPES.exists() and config.parallel.bf16 and read_flags(tool.RECIPES / f"{name}.flags")
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as left:
+        tool.main(list(argv))
+    captured = capsys.readouterr()
+    return left.value.code, captured.out + captured.err
+
+
+def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "plan.json"
+    base = ("--model", "Qwen2.5-7B", "--bf16", "--tensor-model-parallel-size", "4", "--rollout-engine", "sglang")
+    code, said = run(capsys, *base, "--json", str(report))
+    result = json.loads(report.read_text())
+    assert code == 1 and not result["fits"] and "does not fit: add --use-distributed-optimizer; set --recompute full" in said
+    for phase, terms in result["terms_gib"].items():
+        assert sum(terms.values()) == pytest.approx(result["phases_gib"][phase])
+    fitting = ("--use-distributed-optimizer", "--recompute", "full", "--offload", "rollout", "--sequence-parallel")
+    code, said = run(capsys, *base, *fitting)
+    assert code == 0 and re.search(r"^fits: peak \d+\.\d+ of 80 GiB$", said, re.M)
+    for flags, message in (
+        (("--model", "Qwen9"), "error: the size of Qwen9 is not known; give --load a directory"),
+        ((*base, "--num-gpus", "6"), "must divide the world size (6)"),
+        (("--model", "Qwen2.5-3B", "--tensor-model-parallel-size", "4"), "must divide the model's key-value heads (2)"),
+        (("--model", "Qwen2.5-3B", "--tensor-parallel", "4"), "unknown flag --tensor-parallel"),
+        (("--recipe", "nothing"), "is no recipe; name one of"),
+    ):
+        code, said = run(capsys, *flags)
+        assert code == 2 and message in said and said.count("\n") == 1
+
+
+def test_search_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "search.json"
+    flags = ("--model", "Qwen3-14B", "--num-gpus", "8", "--bf16", "--rollout-engine", "sglang", "--search")
+    code, said = run(capsys, *flags, "--json", str(report))
+    layouts = json.loads(report.read_text())["layouts"]
+    assert code == 0 and len(said.splitlines()) == len(layouts) + 1 and layouts
+    assert all(layout["fits"] and layout["peak_gib"] <= 80 for layout in layouts)
+    code, said = run(capsys, *flags, "--gpu-memory-gb", "16")
+    assert code == 1
+
+
+def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:
+    config = parse(["--bf16", "--rollout-engine", "sglang", "--advantage-estimator", "grpo"])
+    shape = tool.find_shape("Qwen2.5-7B", None)
+    setting = Setting.from_config(config, 1)
+    with pytest.raises(ValueError) as error:
+        check_fits(shape, setting, 80 * GIB)
+    message = str(error.value)
+    assert re.match(r"the plan needs \d+\.\d GiB of 80\.0 GiB in phase train actor \(activations", message)
+    assert "set --recompute full; lower --max-tokens-per-microbatch" in message and "\n" not in message
+    check_fits(shape, setting, 1000 * GIB)
+
+
+def test_offloading_empties_the_other_phases() -> None:
+    shape = tool.find_shape("Qwen2.5-7B", None)
+    totals = {}
+    for mode in ("none", "rollout", "turns"):
+        config = parse(["--bf16", "--rollout-engine", "sglang", "--offload", mode])
+        setting = Setting.from_config(config, 1)
+        totals[mode] = {phase: sum(terms.values()) for phase, terms in plan(shape, setting).items()}
+    actor, critic = (sum(state_of(shape, setting, 0, is_critic=is_critic)) for is_critic in (False, True))
+    assert totals["none"]["rollout"] - totals["rollout"]["rollout"] == actor + critic
+    assert totals["rollout"]["train actor"] - totals["turns"]["train actor"] == critic
+    assert totals["rollout"]["train critic"] - totals["turns"]["train critic"] == actor
+    parameters = state_of(shape, setting, 0, is_critic=False).parameters
+    assert totals["none"]["sync"] - totals["rollout"]["sync"] == actor + critic - parameters
+
+
+def test_fp8_keeps_copies_of_the_linear_weights() -> None:
+    shape = tool.find_shape("Qwen3-8B", None)
+    config = parse(["--bf16", "--advantage-estimator", "grpo"])
+    with_fp8, without = (plan(shape, Setting.from_config(config, 1, fp8=fp8))["train actor"] for fp8 in (True, False))
+    linear = shape.num_layers * (4096 * 4096 * 2 + 4096 * 2 * 8 * 128 + 3 * 4096 * 12288)
+    assert sum(with_fp8.values()) - sum(without.values()) == with_fp8["FP8 weights"] == 2 * linear
