@@ -46,15 +46,15 @@ class Traffic:
     def metrics(self, bound: float | None = None) -> dict[str, float]:
         """For the step's metrics; `bound` is the GB/s of plain collectives of this size (`measure_bound`)."""
         values = {
-            "seconds": self.seconds,
-            "gbytes_pipeline": self.pp_bytes / 1e9,
-            "gbytes_tensor": self.tp_bytes / 1e9,
-            "gbytes_shard": self.shard_bytes / 1e9,
+            "sync_seconds": self.seconds,
+            "sync_gbytes_pipeline": self.pp_bytes / 1e9,
+            "sync_gbytes_tensor": self.tp_bytes / 1e9,
+            "sync_gbytes_shard": self.shard_bytes / 1e9,
         }
         if self.pp_bytes + self.tp_bytes:
-            values["gbytes_per_second"] = self.gbytes_per_second
+            values["sync_gbytes_per_second"] = self.gbytes_per_second
             if bound:
-                values["share_of_bound"] = self.gbytes_per_second / bound
+                values["sync_share_of_bound"] = self.gbytes_per_second / bound
         return values
 
 
@@ -73,8 +73,7 @@ def gather(
             shards = [_of_stage(plan, bucket, tensors, traffic)]
         else:
             flat = _broadcast(plan, bucket, tensors, traffic)
-            gathered = flat.new_empty(tp.size() * len(flat))
-            dist.all_gather_into_tensor(gathered, flat, group=tp)
+            gathered = all_gather(flat.new_empty(tp.size() * len(flat)), flat, tp)
             traffic.tp_bytes += (tp.size() - 1) * bucket.num_bytes
             shards = [bucket.split(part) for part in gathered.chunk(tp.size())]
         _count(bucket, traffic, start)
@@ -121,6 +120,14 @@ def as_engine_shard(slot: Slot, piece: Tensor, hf: PretrainedConfig, tp: int) ->
     return piece
 
 
+def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`flat` of every rank, one after the other, in `gathered`, which is returned."""
+    # torch 2.13 warns of the name that 2.11 knows.
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collective(gathered, flat, group=group)
+    return gathered
+
+
 def measure_bound(plan: ReshardPlan, *, with_tp: bool, repeats: int = 3) -> float:
     """GB/s of this rank's plain broadcast over pp, and all-gather over tp if `with_tp`, of a buffer like the largest bucket.
 
@@ -141,7 +148,7 @@ def measure_bound(plan: ReshardPlan, *, with_tp: bool, repeats: int = 3) -> floa
         if bytes_pp:
             dist.broadcast(flat, src=dist.get_global_rank(pp, 0), group=pp)
         if bytes_tp:
-            dist.all_gather_into_tensor(gathered, flat, group=tp)
+            all_gather(gathered, flat, tp)
         _wait()
         best = min(best, time.perf_counter() - start)
     return (bytes_pp + bytes_tp) / best / 1e9
