@@ -19,7 +19,7 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.engines.engine_shards import cut_stream
 from ragen_mega.engines.weight_checks import check_checksums, checksums
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
 from ragen_mega.megatron.reshard_plan import ReshardPlan, check_same_on_all_ranks
 from ragen_mega.megatron.resharding import Traffic, gather
 from ragen_mega.megatron.weights import export_shards, export_weights, load_weights, reshard_plan, slots
@@ -222,6 +222,24 @@ def test_every_layout_gives_the_shards_of_the_checkpoint(tp: int, pp: int) -> No
                 check_layout(hf, parallel, groups)
 
     on_ranks(work, tp * pp)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_tied_1", "qwen2_untied_1"])
+def test_a_critic_and_its_gradients_travel_with_the_value_head(kind: str) -> None:
+    hf, parallel = CONFIGS[kind], ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+
+    def work() -> None:
+        groups = initialize(parallel)
+        weights = {name: value for name, value in checkpoint(hf).items() if name != "lm_head.weight"}
+        weights["value_head.weight"] = torch.randn(1, hf.hidden_size, generator=torch.Generator().manual_seed(1))
+        model = QwenCritic(hf, transformer_config(hf, parallel), groups)
+        load_weights(model, weights.get)
+        assert_same(dict(export_weights(model, groups)), weights, "critic")
+        doubled = {name: 2 * parameter.detach().double() for name, parameter in model.named_parameters()}
+        gradients = dict(export_weights(model, groups, doubled))
+        assert_same(gradients, {name: 2 * value.double() for name, value in weights.items()}, "gradients")
+
+    on_ranks(work, 4)
 
 
 def test_ranks_that_plan_differently_are_named() -> None:
