@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
+from ragen_mega.engines import engine_shards
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import layer_spec
 from ragen_mega.types import TokenBatch
@@ -75,8 +76,13 @@ def head_dim(hf: PretrainedConfig) -> int:
 
 
 def padded_vocab_size(hf: PretrainedConfig, tensor_model_parallel_size: int) -> int:
-    """Vocabulary rows, padded only as far as tensor parallelism needs; Qwen's own sizes need no padding."""
-    return -(-hf.vocab_size // tensor_model_parallel_size) * tensor_model_parallel_size
+    """Vocabulary rows over all ranks: as SGLang pads them, so that its shards are these; one rank needs no padding.
+
+    Qwen's own sizes are multiples of 128 and stay as they are.
+    """
+    if tensor_model_parallel_size == 1:
+        return hf.vocab_size
+    return engine_shards.padded_vocab_size(hf, tensor_model_parallel_size)
 
 
 def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> TransformerConfig:

@@ -14,8 +14,9 @@ from transformers import PretrainedConfig
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
+from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_weights, load_weights
+from ragen_mega.megatron.weights import export_weights, load_weights, reshard_plan
 from ragen_mega.starpo.loss import aggregation_weights
 from ragen_mega.types import TokenBatch
 
@@ -55,6 +56,8 @@ class MegatronPolicy:
         self.trainer = Trainer(self.module, groups, parallel, train, lr=train.lr, adam_eps=train.adam_eps)
         self._keep_reference = keep_reference
         self._reference: HostCopy | None = None
+        self._traffic = Traffic()
+        self._link_speed: float | None = None  # GB/s, measured once
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns; they are also the reference policy."""
@@ -72,7 +75,14 @@ class MegatronPolicy:
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor); every rank must consume it."""
         self.trainer.memory.require("parameters")
-        return export_weights(self.module, self.groups)
+        self._traffic = Traffic()
+        return export_weights(self.module, self.groups, traffic=self._traffic)
+
+    def sync_metrics(self) -> dict[str, float]:
+        """What the last export moved, how fast, and which share that is of what plain collectives reach here."""
+        if self._link_speed is None and self._traffic.pp_bytes + self._traffic.tp_bytes:
+            self._link_speed = measure_bound(reshard_plan(self.module, self.groups), with_tp=True)
+        return self._traffic.metrics(self._link_speed)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """[T] log-probability of each sampled label at the rollout temperature, 0 elsewhere."""

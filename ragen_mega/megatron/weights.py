@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from ragen_mega import distributed
-from ragen_mega.megatron.layout import VALUE_HEAD, Slot, find_slot, shard, unshard
+from ragen_mega.megatron.layout import VALUE_HEAD, Slot, find_slot, shard
 from ragen_mega.megatron.model import QwenModel, ValueHead
 from ragen_mega.megatron.model_readers import HuggingFaceReader, MegatronReader
+from ragen_mega.megatron.reshard_plan import ReshardPlan
+from ragen_mega.megatron.resharding import Traffic, aligned, gather
 
 
 def slots(model: QwenModel) -> list[Slot]:
@@ -89,32 +91,42 @@ class CheckpointReader:
         return self._reader(name)
 
 
+_plans: WeakKeyDictionary[QwenModel, ReshardPlan] = WeakKeyDictionary()
+
+
+def reshard_plan(model: QwenModel, groups: ProcessGroupCollection) -> ReshardPlan:
+    """The plan of the model's weight syncs: built by all ranks together at the first call, the same object from then on."""
+    if model not in _plans:
+        _plans[model] = _build_plan(model, groups, dict(model.named_parameters()))
+    return _plans[model]
+
+
+def _build_plan(model: QwenModel, groups: ProcessGroupCollection, tensors: Mapping[str, Tensor]) -> ReshardPlan:
+    return ReshardPlan.build(model.hf, groups, [(slot, tensors[slot.parameter]) for slot in slots(model)])
+
+
 def export_weights(
-    model: QwenModel, groups: ProcessGroupCollection, tensors: Mapping[str, Tensor] | None = None
+    model: QwenModel,
+    groups: ProcessGroupCollection,
+    tensors: Mapping[str, Tensor] | None = None,
+    traffic: Traffic | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor) in one order on all ranks, gathered over tensor and pipeline ranks.
 
     A collective: every rank must consume the whole stream. A tied LM head is not sent a second time. `tensors` replaces
-    the parameters by something of their shapes, such as gradients.
+    the parameters by something of their shapes, such as gradients. `traffic` counts what is moved.
     """
-    tensors = dict(model.named_parameters()) if tensors is None else tensors
-    local = [(slot, tensors[slot.parameter].shape, tensors[slot.parameter].dtype) for slot in slots(model)]
-    stages: list[list] = [local]
-    if groups.pp.size() > 1:
-        stages = [[] for _ in range(groups.pp.size())]
-        dist.all_gather_object(stages, local, group=groups.pp)
-    for stage, entries in enumerate(stages):
-        for slot, shape, dtype in entries:
-            if slot.names == ("lm_head.weight",) and model.share_embeddings_and_output_weights:
-                continue
-            if groups.pp.rank() == stage:
-                piece = tensors[slot.parameter].detach().contiguous()
-            else:
-                piece = torch.empty(shape, dtype=dtype, device=distributed.device())
-            if groups.pp.size() > 1:
-                dist.broadcast(piece, src=dist.get_global_rank(groups.pp, stage), group=groups.pp)
-            pieces = [piece]
-            if groups.tp.size() > 1 and slot.layout != "replicated":
-                pieces = [torch.empty_like(piece) for _ in range(groups.tp.size())]
-                dist.all_gather(pieces, piece, group=groups.tp)
-            yield from zip(slot.names, unshard(slot, pieces, model.hf))
+    if tensors is None:
+        yield from gather(reshard_plan(model, groups), dict(model.named_parameters()), traffic)
+    else:  # gradients have a dtype of their own
+        yield from gather(_build_plan(model, groups, tensors), tensors, traffic)
+
+
+def export_shards(
+    model: QwenModel, groups: ProcessGroupCollection, rollout_tp: int, traffic: Traffic | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream (SGLang parameter, shard of the engine rank that is this tensor-parallel rank), without moving any over TP.
+
+    A collective over pipeline stages. Raises ValueError unless `rollout_tp` is the trainer's tensor-parallel size.
+    """
+    yield from aligned(reshard_plan(model, groups), dict(model.named_parameters()), rollout_tp, traffic)

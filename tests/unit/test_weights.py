@@ -6,7 +6,7 @@ from transformers import Qwen2Config, Qwen3Config
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.model import check_model, padded_vocab_size
-from ragen_mega.megatron.weights import Slot, shard, unshard
+from ragen_mega.megatron.layout import Slot, shard, unshard
 
 CONFIGS = {
     "qwen2": Qwen2Config(
@@ -62,12 +62,13 @@ def test_gate_and_up_are_fused_per_rank() -> None:
     assert torch.equal(local, torch.cat([gate[24:], up[24:]]))
 
 
-def test_vocabulary_is_padded_with_zero_rows() -> None:
-    hf = CONFIGS["qwen3"]  # 93 rows over 4 ranks
+def test_vocabulary_is_padded_with_zero_rows_as_the_engine_pads_it() -> None:
+    hf = CONFIGS["qwen3"]  # 93 rows over 4 ranks, filled up to a multiple of 64
     (weight,) = tensors("qwen3", "vocab")
-    last = shard(Slot("p", ("e",), "vocab"), [weight], hf, 3, 4)
-    assert padded_vocab_size(hf, 4) == 96 and last.shape == (24, 32)
-    assert torch.equal(last[:21], weight[72:]) and not last[21:].any()
+    third, last = (shard(Slot("p", ("e",), "vocab"), [weight], hf, rank, 4) for rank in (2, 3))
+    assert padded_vocab_size(hf, 4) == 128 and third.shape == last.shape == (32, 32)
+    assert torch.equal(third[:29], weight[64:]) and not third[29:].any() and not last.any()
+    assert padded_vocab_size(hf, 1) == 93 and torch.equal(shard(Slot("p", ("e",), "vocab"), [weight], hf, 0, 1), weight)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Qwen2.5 in its sizes, or as many of its layers and words as a memory holds: what tools/bench_reshard.py measures."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Qwen2Config
+
+from ragen_mega.config import ParallelConfig
+from ragen_mega.megatron.layout import stored_slots
+from ragen_mega.megatron.model import check_model
+
+# hidden size, intermediate size, layers, heads, key-value heads, vocabulary, tied: the config.json of each
+SHAPES = {
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, False),
+    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 152064, False),
+}
+MIN_VOCAB = 4096
+
+
+def model_config(name: str, num_layers: int | None = None, vocab_size: int | None = None) -> Qwen2Config:
+    """The named shape, with another number of layers or words if given."""
+    hidden, intermediate, layers, heads, groups, vocab, is_tied = SHAPES[name]
+    return Qwen2Config(
+        vocab_size=vocab_size or vocab, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=num_layers or layers, num_attention_heads=heads, num_key_value_heads=groups,
+        tie_word_embeddings=is_tied,
+    )  # fmt: skip
+
+
+def model_elements(hf: Qwen2Config) -> tuple[int, int]:
+    """(elements of all weights, elements of the largest tensor)."""
+    sizes = [torch.Size(shape).numel() for stored in stored_slots(hf) for shape in stored.huggingface_shapes(hf)]
+    return sum(sizes), max(sizes)
+
+
+def memory_needed(hf: Qwen2Config, itemsize: int, num_ranks: int, bucket_bytes: int) -> int:
+    """Bytes of all processes: the weights once, and per rank a bucket and the largest tensor in three stages each."""
+    total, largest = model_elements(hf)
+    return total * itemsize + num_ranks * (3 * bucket_bytes + 3 * largest * itemsize)
+
+
+def fitting_config(
+    name: str, parallel: ParallelConfig, itemsize: int, bucket_bytes: int, budget: int, layers: int | None
+) -> Qwen2Config:
+    """The largest part of the model that fits into `budget` bytes. Raises ValueError if not even the smallest does."""
+    pp = parallel.pipeline_model_parallel_size
+    num_ranks = pp * parallel.tensor_model_parallel_size
+    full = model_config(name, layers)
+    check_model(full, parallel)
+    for num_layers in range(full.num_hidden_layers, 0, -pp):
+        if memory_needed(hf := model_config(name, num_layers), itemsize, num_ranks, bucket_bytes) <= budget:
+            return hf
+    vocab = full.vocab_size
+    while (vocab := vocab // 2 // 64 * 64) >= MIN_VOCAB:
+        if memory_needed(hf := model_config(name, pp, vocab), itemsize, num_ranks, bucket_bytes) <= budget:
+            return hf
+    raise ValueError(
+        f"{name} with {pp} layers on {num_ranks} ranks does not fit into {budget / 1e9:.1f} GB; "
+        "raise --memory-gb, or lower --bucket-mb, the parallel sizes or --model"
+    )
