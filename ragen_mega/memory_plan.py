@@ -50,10 +50,9 @@ class Setting:
     """Of one engine."""
     engine_tp: int = 1
     """Ranks that share an engine."""
-    fp8: bool = False
 
     @classmethod
-    def from_config(cls, config: StarPOConfig, num_ranks: int, engine_tp: int = 1, fp8: bool = False) -> Setting:
+    def from_config(cls, config: StarPOConfig, num_ranks: int, engine_tp: int = 1) -> Setting:
         """Of a run on `num_ranks` GPUs. Raises ValueError if the layout does not fit them."""
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
@@ -67,7 +66,6 @@ class Setting:
             engine=rollout.rollout_engine,
             kv_cache_tokens=rollout.kv_cache_tokens or (sessions + 1) * rollout.max_context_length,
             engine_tp=engine_tp,
-            fp8=fp8,
         )
 
     @property
@@ -240,7 +238,7 @@ def stage_phases(shape: ModelShape, setting: Setting, stage: int) -> Iterator[tu
                 terms |= {f"{other} parameters": state.parameters, f"{other} gradients": state.gradients,
                           f"{other} optimizer": state.optimizer}
         passing = workspace(shape, setting, stage, is_critic=name == "critic")
-        if setting.fp8:  # Transformer Engine keeps each linear weight in FP8, as it is and transposed
+        if setting.parallel.fp8 != "none":  # Transformer Engine keeps each linear weight in FP8, as it is and transposed
             matrices = [size for size in shape.layer_sizes(sizes[0]) if size > 3 * shape.hidden_size]
             terms["FP8 weights"] = 2 * layers * sum(matrices)
         terms |= {"activations": saved, "workspace": passing, "fragmentation": int(FRAGMENTATION * (saved + passing))}

@@ -152,7 +152,6 @@ def settings_of(argv: Sequence[str]) -> tuple[argparse.Namespace, StarPOConfig]:
     parser.add_argument("--num-gpus", type=int, help="GPUs of the job (default: of the recipe, else 8)")
     parser.add_argument("--gpu-memory-gb", type=float, default=80.0, help="GiB of one GPU")
     parser.add_argument("--rollout-tensor-parallel-size", type=int, help="GPUs that share an engine (of the recipe, or 1)")
-    parser.add_argument("--fp8", action="store_true", help="linear layers in FP8 by Transformer Engine")
     parser.add_argument("--search", action="store_true", help="list the layouts of these GPUs that fit")
     parser.add_argument("--json", type=Path, help="write the plan here")
     arguments, flags = parser.parse_known_args(argv)
@@ -185,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.search:
             config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=1, sequence_parallel=False,
                                                       pipeline_model_parallel_size=1))
-        setting = Setting.from_config(config, arguments.num_gpus, arguments.rollout_tensor_parallel_size, arguments.fp8)
+        setting = Setting.from_config(config, arguments.num_gpus, arguments.rollout_tensor_parallel_size)
         if arguments.search:
             found = list(search(shape, setting, arguments.gpu_memory_gb))
             show_search(found)

@@ -103,7 +103,9 @@ def test_offloading_empties_the_other_phases() -> None:
 
 def test_fp8_keeps_copies_of_the_linear_weights() -> None:
     shape = tool.find_shape("Qwen3-8B", None)
-    config = parse(["--bf16", "--advantage-estimator", "grpo"])
-    with_fp8, without = (plan(shape, Setting.from_config(config, 1, fp8=fp8))["train actor"] for fp8 in (True, False))
+    flags = ["--bf16", "--advantage-estimator", "grpo"]
+    with_fp8, without = (
+        plan(shape, Setting.from_config(parse([*flags, "--fp8", fp8]), 1))["train actor"] for fp8 in ("hybrid", "none")
+    )
     linear = shape.num_layers * (4096 * 4096 * 2 + 4096 * 2 * 8 * 128 + 3 * 4096 * 12288)
     assert sum(with_fp8.values()) - sum(without.values()) == with_fp8["FP8 weights"] == 2 * linear
