@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ragen_mega.config import ParallelConfig, StarPOConfig
-from ragen_mega.model_shape import ModelShape
+from ragen_mega.model_shape import ModelShape, trainer_vocab_size
 
 GIB = 2**30
 FP32 = 4
@@ -91,7 +91,7 @@ def state_of(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool
     layout = setting.parallel
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     is_last = stage == pp - 1
-    vocab = -(-shape.vocab_size // tp) * shape.hidden_size
+    vocab = trainer_vocab_size(shape.vocab_size, tp) // tp * shape.hidden_size
     embedding = [vocab] if stage == 0 else []
     sizes = embedding + shape.layer_sizes(tp) * (shape.num_layers // pp) + ([shape.hidden_size] if is_last else [])
     is_shared = shape.is_tied and not is_critic
@@ -206,7 +206,7 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     layer = (recomputed + sum(parts.values())) * tokens + max(shape.layer_sizes(tp)) * item
     if is_critic or stage != pp - 1:
         return layer
-    vocab, hidden = -(-shape.vocab_size // tp), shape.hidden_size
+    vocab, hidden = trainer_vocab_size(shape.vocab_size, tp) // tp, shape.hidden_size
     logits = min(LOGITS_CHUNK, tokens * shape.vocab_size * item) // tp
     # hidden states: gathered, of the rows in the loss, their gradient; the head's gradient in float32 and as it is returned
     return max(layer, logits + 3 * tokens * hidden * item + vocab * hidden * (FP32 + item))

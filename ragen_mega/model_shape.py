@@ -6,6 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_VOCAB_MULTIPLE = 64
+
+
+def engine_vocab_size(vocab_size: int, size: int) -> int:
+    """Rows of SGLang's embedding over all `size` ranks: a multiple of 64, and of 64 * `size` where `size` does not divide that.
+
+    Source: layers/vocab_parallel_embedding.py of SGLang 0.5.17.
+    """
+    padded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    if padded % size == 0:
+        return padded
+    multiple = _VOCAB_MULTIPLE * size  # on a CPU; SGLang's GPU build refuses such a size
+    return -(-vocab_size // multiple) * multiple
+
+
+def trainer_vocab_size(vocab_size: int, size: int) -> int:
+    """Rows of the trainer's embedding over all `size` ranks: as SGLang's, so that its shards are these; one needs no padding.
+
+    Qwen's own sizes are multiples of 128 and stay as they are.
+    """
+    return vocab_size if size == 1 else engine_vocab_size(vocab_size, size)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ragen_mega.model_shape import engine_vocab_size
+
 # SGLang's name in a layer -> (Hugging Face names in it, how it is cut). What is not here keeps its name and is whole.
 _LAYER_TABLE: dict[str, tuple[tuple[str, ...], str]] = {
     "self_attn.qkv_proj.weight": (("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), "qkv"),
@@ -24,7 +26,6 @@ _LAYER_TABLE: dict[str, tuple[tuple[str, ...], str]] = {
 _TABLE = {"model.embed_tokens.weight": "vocab", "lm_head.weight": "vocab"}
 _BY_SOURCE = {source: name for name, (sources, _) in _LAYER_TABLE.items() for source in sources}
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
-_VOCAB_MULTIPLE = 64
 
 
 def engine_name(source: str) -> str:
@@ -58,15 +59,6 @@ def head_rows(hf: PretrainedConfig, rank: int, size: int) -> tuple[slice, slice]
     return slice(rank * q_rows, (rank + 1) * q_rows), slice(rank // copies * kv_rows, (rank // copies + 1) * kv_rows)
 
 
-def padded_vocab_size(hf: PretrainedConfig, size: int) -> int:
-    """Rows of SGLang's embedding over all ranks: a multiple of 64, and of 64 * `size` where `size` does not divide that."""
-    padded = -(-hf.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    if padded % size == 0:
-        return padded
-    multiple = _VOCAB_MULTIPLE * size  # on a CPU; SGLang's GPU build refuses such a size
-    return -(-hf.vocab_size // multiple) * multiple
-
-
 def _qkv(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
     q_rows, kv_rows = head_rows(hf, rank, size)
     query, key, value = tensors
@@ -82,7 +74,7 @@ def _row(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) 
 
 
 def _vocab(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
-    rows = padded_vocab_size(hf, size) // size
+    rows = engine_vocab_size(hf.vocab_size, size) // size
     return fill_rows(tensors[0][rank * rows : (rank + 1) * rows], rows)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.megatron.model import head_dim, padded_vocab_size
+from ragen_mega.megatron.model import head_dim
+from ragen_mega.model_shape import trainer_vocab_size
 
 # Megatron parameter (pattern) -> (Hugging Face names, how the full tensors are laid out over tensor-parallel ranks)
 _RULES: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -73,7 +74,7 @@ def shard(slot: Slot, tensors: Sequence[Tensor], hf: PretrainedConfig, tp_rank: 
         num_groups, trailing = hf.num_key_value_heads, tensors[0].shape[1:]
         grouped = torch.cat([tensor.reshape(num_groups, -1, *trailing) for tensor in tensors], dim=1)
         return grouped.chunk(tp_size)[tp_rank].reshape(-1, *trailing)
-    padding = padded_vocab_size(hf, tp_size) - tensors[0].shape[0]
+    padding = trainer_vocab_size(hf.vocab_size, tp_size) - tensors[0].shape[0]
     full = torch.cat([tensors[0], tensors[0].new_zeros(padding, tensors[0].shape[1])]) if padding else tensors[0]
     return full.chunk(tp_size)[tp_rank]
 

@@ -20,9 +20,9 @@ from transformers import PretrainedConfig
 
 from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
-from ragen_mega.engines import engine_shards
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import layer_spec
+from ragen_mega.model_shape import trainer_vocab_size
 from ragen_mega.types import TokenBatch
 
 SUPPORTED = ("qwen2", "qwen3")
@@ -73,16 +73,6 @@ def rope_parameters(hf: PretrainedConfig) -> dict[str, Any]:
 def head_dim(hf: PretrainedConfig) -> int:
     """Channels of one attention head; older configurations leave it to be derived."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-
-
-def padded_vocab_size(hf: PretrainedConfig, tensor_model_parallel_size: int) -> int:
-    """Vocabulary rows over all ranks: as SGLang pads them, so that its shards are these; one rank needs no padding.
-
-    Qwen's own sizes are multiples of 128 and stay as they are.
-    """
-    if tensor_model_parallel_size == 1:
-        return hf.vocab_size
-    return engine_shards.padded_vocab_size(hf, tensor_model_parallel_size)
 
 
 def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> TransformerConfig:
@@ -138,7 +128,7 @@ class QwenModel(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=layer_spec(config),
-            vocab_size=padded_vocab_size(hf, config.tensor_model_parallel_size),
+            vocab_size=trainer_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=groups.pp.rank() == 0,
             post_process=groups.pp.rank() == groups.pp.size() - 1,

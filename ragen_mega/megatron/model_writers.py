@@ -25,9 +25,9 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.integrity import describe_file, manifest_sha256
 from ragen_mega.megatron.checkpoint import BACKEND, VERSION as BACKEND_VERSION
 from ragen_mega.megatron.layout import StoredSlot, shard, stored_slots
-from ragen_mega.megatron.model import padded_vocab_size
 from ragen_mega.megatron.model_readers import FORMAT, MANIFEST, ROLE, VERSION
 from ragen_mega.megatron.shard_files import DTYPES, HEADER, file_name
+from ragen_mega.model_shape import trainer_vocab_size
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BYTES_AT_ONCE = 2**22
@@ -184,7 +184,7 @@ class MegatronWriter:
         """Shape under the key, without the dimension of the layers."""
         shape = stored.shape(self._hf)
         if stored.slot.layout == "vocab":
-            return (padded_vocab_size(self._hf, self._parallel.tensor_model_parallel_size), *shape[1:])
+            return (trainer_vocab_size(self._hf.vocab_size, self._parallel.tensor_model_parallel_size), *shape[1:])
         return shape
 
     def _cuts(self, stored: StoredSlot) -> Iterator[Cut]:

@@ -22,6 +22,7 @@ from ragen_mega.engines import engine_shards
 from ragen_mega.megatron.layout import Slot, unshard
 from ragen_mega.megatron.model import head_dim
 from ragen_mega.megatron.reshard_plan import Bucket, ReshardPlan
+from ragen_mega.model_shape import engine_vocab_size
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ def as_engine_shard(slot: Slot, piece: Tensor, hf: PretrainedConfig, tp: int) ->
         parts = grouped.split((grouped.shape[1] - 2 * dim, dim, dim), dim=1)
         return torch.cat([part.reshape(-1, *trailing) for part in parts])
     if slot.layout == "vocab":  # one process has no rows to fill ranks with
-        return engine_shards.fill_rows(piece, engine_shards.padded_vocab_size(hf, tp) // tp)
+        return engine_shards.fill_rows(piece, engine_vocab_size(hf.vocab_size, tp) // tp)
     return piece
 
 

@@ -5,8 +5,9 @@ import torch
 from transformers import Qwen2Config, Qwen3Config
 
 from ragen_mega.config import ParallelConfig
-from ragen_mega.megatron.model import check_model, padded_vocab_size
+from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.layout import Slot, shard, unshard
+from ragen_mega.model_shape import trainer_vocab_size
 
 CONFIGS = {
     "qwen2": Qwen2Config(
@@ -66,9 +67,10 @@ def test_vocabulary_is_padded_with_zero_rows_as_the_engine_pads_it() -> None:
     hf = CONFIGS["qwen3"]  # 93 rows over 4 ranks, filled up to a multiple of 64
     (weight,) = tensors("qwen3", "vocab")
     third, last = (shard(Slot("p", ("e",), "vocab"), [weight], hf, rank, 4) for rank in (2, 3))
-    assert padded_vocab_size(hf, 4) == 128 and third.shape == last.shape == (32, 32)
+    assert trainer_vocab_size(hf.vocab_size, 4) == 128 and third.shape == last.shape == (32, 32)
     assert torch.equal(third[:29], weight[64:]) and not third[29:].any() and not last.any()
-    assert padded_vocab_size(hf, 1) == 93 and torch.equal(shard(Slot("p", ("e",), "vocab"), [weight], hf, 0, 1), weight)
+    alone = shard(Slot("p", ("e",), "vocab"), [weight], hf, 0, 1)
+    assert trainer_vocab_size(hf.vocab_size, 1) == 93 and torch.equal(alone, weight)
 
 
 @pytest.mark.parametrize(
