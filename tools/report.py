@@ -2,8 +2,8 @@
 
     python tools/report.py runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
 
-Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run counts its prompts; mean and standard
-deviation are over runs, and given where these differ by their seed only.
+Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run allows for samples of one prompt being
+alike; mean and standard deviation are over runs, and given where these differ by their seed only.
 """
 
 from __future__ import annotations
