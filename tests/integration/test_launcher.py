@@ -100,7 +100,14 @@ class TestRecipes:
 class TestLaunch:
     @pytest.mark.parametrize("num_ranks", [1, 2])
     def test_cores_are_shared_among_ranks_unless_said_otherwise(self, tmp_path, num_ranks):
-        script = program(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['WORLD_SIZE'])")
+        script = program(
+            tmp_path,
+            """
+            import os
+            line = f"{os.environ['OMP_NUM_THREADS']} {os.environ['WORLD_SIZE']}\\n"
+            os.write(1, line.encode())  # at once, so that lines of two ranks do not mix under PYTHONUNBUFFERED either
+            """,
+        )
         expected = f"{max(1, len(os.sched_getaffinity(0)) // num_ranks)} {num_ranks}"
         process = execute(*LAUNCH, "--nproc-per-node", num_ranks, script)
         assert process.stdout.splitlines() == [expected] * num_ranks
