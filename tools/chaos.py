@@ -104,7 +104,7 @@ def vanish(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[
 def kill_servers(run: Victim, launcher: subprocess.Popen[bytes], generator: random.Random) -> int:
     """Kill a process of the run's server every few steps until the run ends. Returns how often."""
     count = 0
-    while wait_for(run, launcher, generator.choice(("rollout", "update")), len(run.rows()) + generator.randint(2, 5)):
+    while wait_for(run, launcher, generator.choice(("rollout", "update")), len(run.rows()) + generator.randint(1, 2)):
         time.sleep(generator.expovariate(1 / 0.3))
         if servers := run.servers():
             generator.choice(servers).kill()
@@ -118,7 +118,7 @@ def kill_rank(
     """Kill a rank in phase `target`, `num_logged` steps into the run. Returns the phase; `end` if the run ended first."""
     if not wait_for(run, launcher, target, num_logged):
         return "end"
-    time.sleep(generator.expovariate(1 / {"setup": 4.0, "checkpoint": 0.005}.get(target, 0.05)))
+    time.sleep(generator.expovariate(1 / {"setup": 4.0, "rollout": 0.005, "checkpoint": 0.005}.get(target, 0.05)))
     while not (ranks := run.ranks(launcher.pid)) and launcher.poll() is None:
         time.sleep(0.01)  # in setup the launcher may still be alone
     if not ranks:
