@@ -105,7 +105,7 @@ class TestLaunch:
             """
             import os
             line = f"{os.environ['OMP_NUM_THREADS']} {os.environ['WORLD_SIZE']}\\n"
-            os.write(1, line.encode())  # at once, so that lines of two ranks do not mix under PYTHONUNBUFFERED either
+            os.write(1, line.encode())  # at once: ranks run unbuffered, and their lines would mix
             """,
         )
         expected = f"{max(1, len(os.sched_getaffinity(0)) // num_ranks)} {num_ranks}"
@@ -141,7 +141,7 @@ class TestLaunch:
             tmp_path,
             """
             import os, sys, time
-            print(os.getpid(), flush=True)
+            os.write(1, f"{os.getpid()}\\n".encode())  # at once: ranks run unbuffered, and their lines would mix
             time.sleep(60)
             """,
         )
