@@ -36,6 +36,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run import Run
 from ragen_mega.tasks import TaskSampler, evaluation_boards
 
+
 def build(config: StarPOConfig) -> Run:
     """Everything a run needs, warm start included. Raises ValueError before any training if something cannot work."""
     groups = initialize(config.parallel, config.train.seed)
@@ -116,7 +117,7 @@ def build(config: StarPOConfig) -> Run:
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
     """Who samples for this rank. An SGLang server is started when it is first needed."""
     rollout = config.rollout
-    num_sessions = -(-rollout.num_groups * rollout.group_size // distributed.world_size())
+    num_sessions = rollout.sessions_per_engine(distributed.world_size())
     if rollout.rollout_engine == "embedded":
         return EmbeddedEngine(hf, max_context=rollout.max_context_length, max_sessions=num_sessions)
     is_on_gpu = torch.cuda.is_available()
@@ -125,7 +126,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         directory=config.run_directory / "sglang" / f"rank_{distributed.rank():05d}",
         max_context=rollout.max_context_length,
         max_running_requests=num_sessions,
-        kv_cache_tokens=rollout.kv_cache_tokens or (num_sessions + 1) * rollout.max_context_length,
+        kv_cache_tokens=rollout.kv_cache_size(num_sessions),
         device="cuda" if is_on_gpu else "cpu",
         dtype="bfloat16" if config.parallel.bf16 else "float32",
         random_seed=config.train.seed + distributed.rank(),

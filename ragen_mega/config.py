@@ -214,6 +214,14 @@ class RolloutConfig:
     kv_cache_tokens: int | None = None
     """Tokens in SGLang's key-value cache (default: every trajectory of this rank at full length)."""
 
+    def sessions_per_engine(self, num_engines: int) -> int:
+        """Trajectories that one of `num_engines` engines plays at a time, at most."""
+        return -(-self.num_groups * self.group_size // num_engines)
+
+    def kv_cache_size(self, sessions: int) -> int:
+        """Tokens of an engine's key-value cache: as set, else room for `sessions` whole trajectories and one more."""
+        return self.kv_cache_tokens or (sessions + 1) * self.max_context_length
+
     def __post_init__(self) -> None:
         for name in ("sglang_python", "kv_cache_tokens"):
             if self.rollout_engine == "embedded" and getattr(self, name) is not None:

@@ -56,7 +56,6 @@ class Setting:
         """Of a run on `num_ranks` GPUs. Raises ValueError if the layout does not fit them."""
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
-        sessions = -(-rollout.num_groups * rollout.group_size * engine_tp // num_ranks)
         return cls(
             parallel=config.parallel,
             num_ranks=num_ranks,
@@ -64,7 +63,7 @@ class Setting:
             has_critic=config.advantage.uses_critic,
             has_reference=config.needs_reference,
             engine=rollout.rollout_engine,
-            kv_cache_tokens=rollout.kv_cache_tokens or (sessions + 1) * rollout.max_context_length,
+            kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(max(1, num_ranks // engine_tp))),
             engine_tp=engine_tp,
         )
 
