@@ -198,8 +198,8 @@ def on_ranks(work: Callable[[], None], num_ranks: int) -> None:
         distributed.barrier()
 
     processes = fork_ranks(rank, num_ranks)
-    while any(process.is_alive() for process in processes):
-        wait([process.sentinel for process in processes if process.is_alive()])
+    while alive := [process.sentinel for process in processes if process.is_alive()]:
+        wait(alive)  # never of an empty list, which would wait for ever
         if any(process.exitcode for process in processes):  # the others would wait for it
             for process in processes:
                 process.kill()
