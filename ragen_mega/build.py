@@ -16,7 +16,9 @@ from ragen_mega.cold_start import BASE, find_warm_start, is_complete, small_mode
 from ragen_mega.config import StarPOConfig
 from ragen_mega.console import Console
 from ragen_mega.engines.embedded import EmbeddedEngine
+from ragen_mega.engines.engine_shards import head_rows
 from ragen_mega.engines.sglang import SGLangEngine
+from ragen_mega.engines.sglang_follower import SGLangFollower
 from ragen_mega.engines.sglang_server import ServerSettings
 from ragen_mega.environments.solvers import Baselines
 from ragen_mega.evaluation import reference_players
@@ -31,7 +33,7 @@ from ragen_mega.memory_plan import Setting, check_fits
 from ragen_mega.metrics import CONFIG_FILE, RunLogger
 from ragen_mega.model_shape import ModelShape
 from ragen_mega.phases import ACTOR, CRITIC, PhaseMachine
-from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run import Run
 from ragen_mega.tasks import TaskSampler, evaluation_boards
@@ -48,6 +50,8 @@ def build(config: StarPOConfig) -> Run:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    num_engines(config)
+    head_rows(hf, 0, config.rollout.rollout_tensor_parallel_size)
     if torch.cuda.is_available():
         setting = Setting.from_config(config, distributed.world_size())
         check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])
@@ -115,12 +119,17 @@ def build(config: StarPOConfig) -> Run:
 
 
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
-    """Who samples for this rank. An SGLang server is started when it is first needed."""
+    """Who samples for this rank. An SGLang server is started when it is first needed. Collective."""
     rollout = config.rollout
-    num_sessions = rollout.sessions_per_engine(distributed.world_size())
+    num_sessions = rollout.sessions_per_engine(num_engines(config))
     if rollout.rollout_engine == "embedded":
         return EmbeddedEngine(hf, max_context=rollout.max_context_length, max_sessions=num_sessions)
     is_on_gpu = torch.cuda.is_available()
+    dtype = "bfloat16" if config.parallel.bf16 else "float32"
+    tp = rollout.rollout_tensor_parallel_size
+    group = distributed.consecutive_group(tp)
+    if group is not None and distributed.rank() % tp:
+        return SGLangFollower(hf, EngineShard(distributed.rank() % tp, tp), getattr(torch, dtype), group=group)
     settings = ServerSettings(
         python=Path(rollout.sglang_python or sys.executable),
         directory=config.run_directory / "sglang" / f"rank_{distributed.rank():05d}",
@@ -128,11 +137,18 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         max_running_requests=num_sessions,
         kv_cache_tokens=rollout.kv_cache_size(num_sessions),
         device="cuda" if is_on_gpu else "cpu",
-        dtype="bfloat16" if config.parallel.bf16 else "float32",
+        dtype=dtype,
+        tensor_parallel_size=tp,
         random_seed=config.train.seed + distributed.rank(),
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
-    return SGLangEngine(hf, settings)
+    return SGLangEngine(hf, settings, group=group)
+
+
+def num_engines(config: StarPOConfig) -> int:
+    """Rollout engines of this job. Raises ValueError unless every one has its ranks on one node."""
+    world_size = distributed.world_size()
+    return config.rollout.num_engines(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def claim(config: StarPOConfig) -> tuple[TextIO | None, Checkpoint | None]:

@@ -213,6 +213,19 @@ class RolloutConfig:
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the trainer's (default: it is)."""
     kv_cache_tokens: int | None = None
     """Tokens in SGLang's key-value cache (default: every trajectory of this rank at full length)."""
+    rollout_tensor_parallel_size: int = 1
+    """Consecutive ranks that share one SGLang server, each with a part of its layers. As large as
+    --tensor-model-parallel-size, and weights pass to the servers without any traffic between tensor-parallel ranks."""
+
+    def num_engines(self, world_size: int, ranks_per_node: int) -> int:
+        """Engines of a job. Raises ValueError unless every one has its ranks on one node."""
+        size = self.rollout_tensor_parallel_size
+        if ranks_per_node % size or world_size % size:
+            raise ValueError(
+                f"rollout_tensor_parallel_size ({size}) must divide the ranks of a node ({ranks_per_node}) and of the job "
+                f"({world_size}); set --rollout-tensor-parallel-size 1 or another divisor, or start other ranks"
+            )
+        return world_size // size
 
     def sessions_per_engine(self, num_engines: int) -> int:
         """Trajectories that one of `num_engines` engines plays at a time, at most."""
@@ -226,7 +239,14 @@ class RolloutConfig:
         for name in ("sglang_python", "kv_cache_tokens"):
             if self.rollout_engine == "embedded" and getattr(self, name) is not None:
                 raise ValueError(f"{name} does nothing with rollout_engine embedded; drop it or set --rollout-engine sglang")
-        for name in ("num_groups", "group_size", "max_response_length", "max_context_length"):
+        if self.rollout_engine == "embedded" and self.rollout_tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout_tensor_parallel_size {self.rollout_tensor_parallel_size} is for SGLang's servers, and the embedded "
+                "engine decodes on one rank; set it to 1 or add --rollout-engine sglang"
+            )
+        for name in (
+            "num_groups", "group_size", "max_response_length", "max_context_length", "rollout_tensor_parallel_size"
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}; set {_flag(name)}")
         if self.temperature <= 0:

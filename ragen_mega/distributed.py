@@ -101,6 +101,14 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def consecutive_group(size: int) -> dist.ProcessGroup | None:
+    """The group, over gloo, of the `size` consecutive ranks that this rank is one of; None for 1. Collective over all ranks."""
+    if size == 1:
+        return None
+    groups = [dist.new_group(range(start, start + size), backend="gloo") for start in range(0, world_size(), size)]
+    return groups[rank() // size]
+
+
 def balanced_split(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """Split items so that parts hold near-equal totals: longest first, each to the lightest part. Deterministic.
 

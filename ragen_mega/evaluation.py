@@ -15,7 +15,7 @@ from ragen_mega.config import EnvironmentConfig
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.solvers import Baselines, baselines, wilson_interval
 from ragen_mega.rollout.collector import Task, collect
-from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.tasks import episode_config, evaluation_tasks
 from ragen_mega.types import TrajectoryGroup
@@ -43,6 +43,11 @@ class EvaluationResult:
         return asdict(self)
 
 
+def count_engines(engine: RolloutEngine) -> int:
+    """Engines of this job, of which `engine` is one."""
+    return distributed.world_size() // (engine.shard or EngineShard()).size
+
+
 def collect_on_all_ranks(
     engine: RolloutEngine,
     renderer: ChatRenderer,
@@ -51,11 +56,12 @@ def collect_on_all_ranks(
     advance: Callable[[], None] | None = None,
     **sampling: Any,
 ) -> list[TrajectoryGroup]:
-    """Play all tasks, each rank a part against its engine, and give every rank all groups, in order."""
-    rank, world = distributed.rank(), distributed.world_size()
+    """Play all tasks, each engine a part, on the rank that runs it, and give every rank all groups, in order."""
+    place = engine.shard or EngineShard()
+    index, num_engines = distributed.rank() // place.size, count_engines(engine)
     # Contiguous parts, so that most groups stay whole and their common prompt is computed once.
     tasks = [task for group in groups for task in group]
-    part = tasks[len(tasks) * rank // world : len(tasks) * (rank + 1) // world]
+    part = tasks[len(tasks) * index // num_engines : len(tasks) * (index + 1) // num_engines] if place.rank == 0 else []
     mine = collect(engine, renderer, part, advance=advance, **sampling)
     merged: dict[int, TrajectoryGroup] = {}
     for partial in distributed.gather_objects(mine):

@@ -52,10 +52,11 @@ class Setting:
     """Ranks that share an engine."""
 
     @classmethod
-    def from_config(cls, config: StarPOConfig, num_ranks: int, engine_tp: int = 1) -> Setting:
+    def from_config(cls, config: StarPOConfig, num_ranks: int) -> Setting:
         """Of a run on `num_ranks` GPUs. Raises ValueError if the layout does not fit them."""
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
+        num_engines = rollout.num_engines(num_ranks, num_ranks)
         return cls(
             parallel=config.parallel,
             num_ranks=num_ranks,
@@ -63,8 +64,8 @@ class Setting:
             has_critic=config.advantage.uses_critic,
             has_reference=config.needs_reference,
             engine=rollout.rollout_engine,
-            kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(max(1, num_ranks // engine_tp))),
-            engine_tp=engine_tp,
+            kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
+            engine_tp=rollout.rollout_tensor_parallel_size,
         )
 
     @property

@@ -18,7 +18,7 @@ from ragen_mega import __version__, distributed
 from ragen_mega.checkpointing import CHECKPOINTS, on_main
 from ragen_mega.config import StarPOConfig
 from ragen_mega.console import Console
-from ragen_mega.evaluation import collect_on_all_ranks
+from ragen_mega.evaluation import collect_on_all_ranks, count_engines
 from ragen_mega.interruption import Interrupted, StopSignal
 from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
@@ -104,7 +104,7 @@ def sample(
     rollout = config.rollout
     num_tasks = sum(len(group) for group in groups)
     failure: RolloutFailed | FloatingPointError | None = None
-    with console.phase("rollout", num_tasks // distributed.world_size()) as progress:
+    with console.phase("rollout", num_tasks // count_engines(engine)) as progress:
 
         def advance() -> None:
             progress.advance()

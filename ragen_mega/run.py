@@ -19,7 +19,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.console import Console
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.solvers import Baselines
-from ragen_mega.evaluation import EvaluationResult, evaluate
+from ragen_mega.evaluation import EvaluationResult, count_engines, evaluate
 from ragen_mega.faults import FAULTS, UpdateGuard
 from ragen_mega.huggingface import save_huggingface
 from ragen_mega.interruption import Interrupted, StopSignal
@@ -180,10 +180,10 @@ class Run:
     def evaluate(self, step: int, metrics: Metrics | None = None, samples: int = 1) -> dict[str, EvaluationResult]:
         """Evaluate every trained environment on its held-out boards under the current weights."""
         config, rollout = self.config.evaluation, self.config.rollout
-        num_episodes = config.eval_prompts * samples // distributed.world_size()
+        num_episodes = config.eval_prompts * samples // count_engines(self.engine)
         results = {}
         with self.phases.handover(), self.engine.awake():
-            self.engine.load_weights(self.phases.until_sent(self.policy.export_weights()))
+            self.engine.load_weights(self.phases.until_sent(self.policy.export_weights(self.engine.shard)))
             for name in self.config.environment.shares:
                 with self.console.phase(f"evaluate {name}", num_episodes) as progress:
                     results[name] = evaluate(

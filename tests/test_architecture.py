@@ -51,6 +51,7 @@ BROAD_EXCEPT = {
     "ragen_mega/rollout/time_limit.py::_guarded": (
         "an environment is anyone's code, and one broken trajectory must not end the rollout"
     ),
+    "ragen_mega/engines/weight_loader.py::load": "an exception would end the server; the report says what it was",
 }
 """`path::function` -> why it may catch every exception."""
 

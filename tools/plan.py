@@ -151,7 +151,6 @@ def settings_of(argv: Sequence[str]) -> tuple[argparse.Namespace, StarPOConfig]:
     parser.add_argument("--recipe", help="a recipe of examples/recipes, whose flags come before the others")
     parser.add_argument("--num-gpus", type=int, help="GPUs of the job (default: of the recipe, else 8)")
     parser.add_argument("--gpu-memory-gb", type=float, default=80.0, help="GiB of one GPU")
-    parser.add_argument("--rollout-tensor-parallel-size", type=int, help="GPUs that share an engine (of the recipe, or 1)")
     parser.add_argument("--search", action="store_true", help="list the layouts of these GPUs that fit")
     parser.add_argument("--json", type=Path, help="write the plan here")
     arguments, flags = parser.parse_known_args(argv)
@@ -160,21 +159,15 @@ def settings_of(argv: Sequence[str]) -> tuple[argparse.Namespace, StarPOConfig]:
         if not path.exists():
             raise ValueError(f"{path} is no recipe; name one of {', '.join(sorted(p.stem for p in RECIPES.glob('*.flags')))}")
         flags = [*read_flags(path), *flags]
-        num_gpus, engine_tp = planned_for(path)
-        arguments.num_gpus = arguments.num_gpus or num_gpus
-        arguments.rollout_tensor_parallel_size = arguments.rollout_tensor_parallel_size or engine_tp
+        arguments.num_gpus = arguments.num_gpus or planned_gpus(path)
     arguments.num_gpus = arguments.num_gpus or 8
-    arguments.rollout_tensor_parallel_size = arguments.rollout_tensor_parallel_size or 1
     return arguments, parse(flags)
 
 
-def planned_for(recipe: Path) -> tuple[int | None, int | None]:
-    """(GPUs, GPUs that share an engine) of the line `# Plan: 8 GPUs ..., rollout TP 2 ...` of a recipe."""
-    for line in recipe.read_text().splitlines():
-        if line.startswith("# Plan: "):
-            words = re.sub(r"[,;.]", " ", line).split()
-            return int(words[words.index("GPUs") - 1]), int(words[words.index("TP", words.index("rollout")) + 1])
-    return None, None
+def planned_gpus(recipe: Path) -> int | None:
+    """GPUs of the line `# Plan: 8 GPUs ...` of a recipe."""
+    found = re.search(r"^# Plan: (\d+) GPUs", recipe.read_text(), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -184,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.search:
             config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=1, sequence_parallel=False,
                                                       pipeline_model_parallel_size=1))
-        setting = Setting.from_config(config, arguments.num_gpus, arguments.rollout_tensor_parallel_size)
+        setting = Setting.from_config(config, arguments.num_gpus)
         if arguments.search:
             found = list(search(shape, setting, arguments.gpu_memory_gb))
             show_search(found)

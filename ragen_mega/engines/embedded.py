@@ -47,6 +47,7 @@ class EmbeddedEngine:
                 f"max_context must be at least 2 and max_sessions at least 1, not {max_context} and {max_sessions}"
             )
         self.weight_version = 0
+        self.shard = None
         self._shape = DecoderShape.from_config(model_config)
         self._max_context = max_context
         self._max_sessions = max_sessions

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.engines import sampling as sampler
 from ragen_mega.engines.http_json import ConnectionLost, JSONClient, RequestRefused
-from ragen_mega.engines.sglang_server import ServerFailed, ServerSettings, SGLangServer
-from ragen_mega.engines.sglang_weights import WeightSender, WeightStore
+from ragen_mega.engines.sglang_server import WEIGHT_LOADER, ServerFailed, ServerSettings, SGLangServer
+from ragen_mega.engines.sglang_weights import BUCKET_BYTES, WeightSender, WeightStore
+from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.types import Completion, SamplingParams
 
 _MAX_RESTARTS = 3
@@ -46,18 +48,28 @@ class EngineCounts:
 
 
 class SGLangEngine:
-    """Runs one server. It starts when the engine first awakes and stays, asleep, between rollouts."""
+    """Runs one server. It starts when the engine first awakes and stays, asleep, between rollouts.
+
+    Where several ranks share the server, this is the first of `group`, which they form; the others have an `SGLangFollower`.
+    """
 
     def __init__(
-        self, model_config: PretrainedConfig, settings: ServerSettings, *, bucket_bytes: int = 512 * 2**20
+        self,
+        model_config: PretrainedConfig,
+        settings: ServerSettings,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.weight_version = 0
+        self.shard = EngineShard(0, settings.tensor_parallel_size)
         self.counts = EngineCounts()
         self.skipped: dict[str, str] = {}
         """Requests that this server does not support -> why, e.g. memory release on a CPU."""
         self._settings = settings
         self._vocab = model_config.vocab_size
-        self._store = WeightStore(model_config, bucket_bytes=bucket_bytes, dtype=getattr(torch, settings.dtype))
+        dtype = getattr(torch, settings.dtype)
+        self._store = WeightStore(model_config, self.shard, dtype, group=group, bucket_bytes=bucket_bytes)
         self.server = SGLangServer(settings, model_config, weights=self._store.directory)
         self._is_awake = self._has_weights = False
         self._released: tuple[str, ...] = ()  # parts of the device's memory that the server has given back
@@ -68,7 +80,7 @@ class SGLangEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Weights and key-value cache are on the device only inside; `load_weights` comes first."""
+        """The server has memory of the device only inside; `load_weights` comes first."""
         if self._is_awake:
             raise RuntimeError("the engine is awake already; leave the first `with engine.awake()` before the next")
         self._has_weights = False
@@ -87,36 +99,30 @@ class SGLangEngine:
             self._sleep()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Send a full set of weights to the server, in buckets of bounded size.
+        """Send a full set of weights to the server, in buckets of bounded size, and check by checksums that it holds them.
 
-        The stream is consumed to its end also when the server fails, because other ranks may take part in it. Raises
-        ValueError unless exactly the expected names and shapes arrive, and RuntimeError if the server refuses them.
+        The stream has ended before the server is asked, because other ranks may take part in it. Raises ValueError unless
+        exactly the expected names and shapes arrive, and RuntimeError if the server refuses them.
         """
         if not self._is_awake:
             raise RuntimeError("the engine is asleep; call load_weights inside `with engine.awake()`")
         if self._active:
             raise RuntimeError(f"{len(self._active)} sessions still generate under the old weights; await them first")
         self._has_weights = False
-        version = self.weight_version + 1
-        buckets = self._store.receive(weights)
+        self._store.receive(weights)
+        self.weight_version += 1
         try:
-            self._sender().send(buckets, version)
-            self.weight_version = version
+            self._send()
             self._resume("kv_cache", "cuda_graph")  # only now, when the trainer needs no more room for the transfer
-        except RuntimeError as error:
-            for _ in buckets:
-                continue
-            if not isinstance(error, ConnectionLost):
-                raise
-            self.weight_version = version
+        except ConnectionLost as error:
             self._restart(str(error))
         self._has_weights = True
 
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
         """Sample what follows `tokens`. A context without room gives finish_reason "length", with no token if full.
 
-        Log-probabilities are after temperature and before top_p. Where the server is not `deterministic`, samples depend on
-        the batch that they were drawn in and not on `sampling.seed`.
+        Log-probabilities are after temperature, before top_p. Samples of a server that is not `deterministic` depend on the
+        batch that they were drawn in and not on `sampling.seed`.
         """
         self._check(tokens, sampling, session)
         room = self._settings.max_context - len(tokens)
@@ -179,17 +185,9 @@ class SGLangEngine:
 
     async def _is_alive(self, client: JSONClient) -> bool:
         """Whether the server still generates; asked once for all requests that wait."""
-
-        def ask() -> bool:
-            try:
-                client.call("GET", "/health_generate", timeout=self._settings.hang_timeout + 5)
-            except (ConnectionLost, RequestRefused):
-                return False
-            return True
-
         loop = asyncio.get_running_loop()
         if self._probe is None or self._probe.done() or self._probe.get_loop() is not loop:
-            self._probe = loop.create_task(asyncio.to_thread(ask))
+            self._probe = loop.create_task(asyncio.to_thread(self.server.is_healthy, client))
         is_alive = await asyncio.shield(self._probe)
         if is_alive:
             self._last_answer = time.monotonic()
@@ -219,10 +217,11 @@ class SGLangEngine:
         stopped = tokens[-1:] and tokens[-1] in sampling.stop_token_ids
         return Completion(tokens, logprobs, "stop" if stopped else "length")
 
-    def _sender(self) -> WeightSender:
+    def _send(self) -> None:
         if self.server.client is None:
             raise ConnectionLost("the server does not run")
-        return WeightSender(self.server.client, timeout=_REQUEST_TIMEOUT)
+        sender = WeightSender(self.server.client, WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
+        sender.send(self._store.buckets(), self.weight_version)
 
     def _restart(self, why: str) -> None:
         """A new server with the current weights. Blocks: until it is there nobody can go on."""
@@ -233,7 +232,7 @@ class SGLangEngine:
             self.counts.restarts += 1
             try:
                 self._start()
-                self._sender().send(self._store.buckets, self.weight_version)
+                self._send()
                 return
             except (ConnectionLost, ServerFailed) as error:
                 why = str(error).partition("\n")[0]

@@ -18,13 +18,16 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from ragen_mega.engines import supervisor
+from ragen_mega.engines import supervisor, weight_checks, weight_loader
 from ragen_mega.engines.http_json import HOST, ConnectionLost, JSONClient, RequestRefused
 from ragen_mega.huggingface import ARCHITECTURES
 from ragen_mega.rollout.engine import EngineError
 
 _SPARE_CONTEXT = 8
 """SGLang refuses requests within some tokens of its context length."""
+_PACKAGE = "ragen_in_server"
+"""Name under which the server imports the copies of this package's files that it is given."""
+WEIGHT_LOADER = f"{_PACKAGE}.{weight_loader.load.__module__.rpartition('.')[2]}.{weight_loader.load.__name__}"
 _LOG_TAIL_LINES = 30
 _POLL_SECONDS = 0.2
 _INHERITED = (
@@ -111,6 +114,7 @@ class ServerSettings:
             "grammar-backend": "none",
             "random-seed": self.random_seed,
             "log-level": "warning",
+            "custom-weight-loader": WEIGHT_LOADER,
             **device_options,
             **self.options,
         }
@@ -138,6 +142,10 @@ class ServerSettings:
         }
         if self.device == "cpu":
             kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.num_threads)}
+            if self.tensor_parallel_size > 1:  # else SGLang asks for one NUMA node for each of its ranks
+                cores = sorted(os.sched_getaffinity(0))
+                bound = [str(cores[rank % len(cores)]) for rank in range(self.tensor_parallel_size)]
+                kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
         return kept
 
 
@@ -156,6 +164,7 @@ class SGLangServer:
         settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.directory.chmod(0o700)
         _write_model_config(self._model, model_config, settings.max_context + _SPARE_CONTEXT)
+        _copy_modules(settings.directory / _PACKAGE)
 
     @property
     def is_running(self) -> bool:
@@ -212,6 +221,14 @@ class SGLangServer:
             self._process.wait()
         self._process, self.client = None, None
 
+    def is_healthy(self, client: JSONClient) -> bool:
+        """Whether the server of `client` generates a token."""
+        try:
+            client.call("GET", "/health_generate", timeout=self.settings.hang_timeout + 5)
+        except (ConnectionLost, RequestRefused):
+            return False
+        return True
+
     def failure(self, what: str) -> ServerFailed:
         """An error that says what happened and what the server's log ends with."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
@@ -225,11 +242,9 @@ class SGLangServer:
                 status = self._process.returncode
                 self.stop()
                 raise self.failure(f"the SGLang server ended with status {status} while it started")
-            try:
-                self.client.call("GET", "/health_generate", timeout=self.settings.hang_timeout + 5)
+            if self.is_healthy(self.client):
                 return
-            except (ConnectionLost, RequestRefused):
-                time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         self.stop()
         raise self.failure(
             f"the SGLang server was not healthy within {self.settings.start_timeout:g} s; raise the limit or see the log"
@@ -247,6 +262,15 @@ def _write_model_config(directory: Path, config: PretrainedConfig, context: int)
     values["architectures"] = values.get("architectures") or [ARCHITECTURES[config.model_type]]
     directory.mkdir(mode=0o700, exist_ok=True)
     _write_private(directory / "config.json", json.dumps(values, indent=1, default=str))
+
+
+def _copy_modules(directory: Path) -> None:
+    """What the server imports of this package: from its working directory, because its environment need not have it."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    (directory / "__init__.py").touch(mode=0o600)
+    for module in (weight_loader, weight_checks):
+        source = Path(module.__file__)
+        _write_private(directory / source.name, source.read_text())
 
 
 def _write_private(path: Path, text: str) -> Path:

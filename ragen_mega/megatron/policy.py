@@ -16,7 +16,7 @@ from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_weights, load_weights, reshard_plan
+from ragen_mega.megatron.weights import export_shards, export_weights, load_weights, reshard_plan
 from ragen_mega.starpo.loss import aggregation_weights
 from ragen_mega.types import TokenBatch
 
@@ -72,11 +72,13 @@ class MegatronPolicy:
         self.trainer.memory.require("parameters")
         return list(self.module.parameters())
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor); every rank must consume it."""
+    def export_weights(self, part: EngineShard | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every rank must consume it."""
         self.trainer.memory.require("parameters")
         self._traffic = Traffic()
-        return export_weights(self.module, self.groups, traffic=self._traffic)
+        if part is None:
+            return export_weights(self.module, self.groups, traffic=self._traffic)
+        return export_shards(self.module, self.groups, part, traffic=self._traffic)
 
     def sync_metrics(self) -> dict[str, float]:
         """What the last export moved, how fast, and which share that is of what plain collectives reach here."""

@@ -16,11 +16,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from ragen_mega import distributed
+from ragen_mega.engines.engine_shards import cut_stream
 from ragen_mega.megatron.layout import VALUE_HEAD, Slot, find_slot, shard
 from ragen_mega.megatron.model import QwenModel, ValueHead
 from ragen_mega.megatron.model_readers import HuggingFaceReader, MegatronReader
 from ragen_mega.megatron.reshard_plan import ReshardPlan
 from ragen_mega.megatron.resharding import Traffic, aligned, gather
+from ragen_mega.rollout.engine import EngineShard
 
 
 def slots(model: QwenModel) -> list[Slot]:
@@ -123,10 +125,16 @@ def export_weights(
 
 
 def export_shards(
-    model: QwenModel, groups: ProcessGroupCollection, rollout_tp: int, traffic: Traffic | None = None
+    model: QwenModel, groups: ProcessGroupCollection, part: EngineShard, traffic: Traffic | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream (SGLang parameter, shard of the engine rank that is this tensor-parallel rank), without moving any over TP.
+    """Stream (SGLang's name, shard of rank `part.rank` of `part.size`), by the path that moves the least.
 
-    A collective over pipeline stages. Raises ValueError unless `rollout_tp` is the trainer's tensor-parallel size.
+    A collective over pipeline stages, and over tensor-parallel ranks unless every rank is to have the engine's shard of its
+    own number; then nothing moves over them. Raises ValueError where the model cannot be cut so.
     """
-    yield from aligned(reshard_plan(model, groups), dict(model.named_parameters()), rollout_tp, traffic)
+    plan, parameters = reshard_plan(model, groups), dict(model.named_parameters())
+    if part.size == groups.tp.size():
+        assert part.rank == groups.tp.rank(), "engines and tensor-parallel groups are the same consecutive ranks"
+        yield from aligned(plan, parameters, part.size, traffic)
+    else:
+        yield from cut_stream(gather(plan, parameters, traffic), model.hf, *part)

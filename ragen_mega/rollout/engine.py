@@ -1,13 +1,13 @@
 """The protocol of a rollout engine: token ids in, sampled token ids and their log-probabilities out.
 
-The weight stream is the whole coupling of trainer and engine: `engine.load_weights(policy.export_weights())`.
+The weight stream is the whole coupling of trainer and engine: `engine.load_weights(policy.export_weights(engine.shard))`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,21 +18,32 @@ class EngineError(RuntimeError):
     """The engine cannot go on; what it held of unfinished trajectories is lost."""
 
 
+class EngineShard(NamedTuple):
+    """Which part of an engine's weights a process has: rank `rank` of the `size` consecutive processes that share it."""
+
+    rank: int = 0
+    size: int = 1
+
+
 class RolloutEngine(Protocol):
     """Samples completions for many trajectories at once, each at its own pace."""
 
     weight_version: int
     """How many weight streams have been loaded; 0 before the first."""
 
+    shard: EngineShard | None
+    """What `load_weights` takes here: this rank's shards under the names of SGLang; None: full tensors, for an engine of this
+    process alone. Of the processes that share an engine the first one samples, for all."""
+
     def awake(self) -> AbstractContextManager[None]:
         """Weights and KV cache are on the device only inside."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights: Hugging Face names, full tensors.
+        """Take new weights, as `shard` says. All processes that share the engine call it together.
 
-        Raises ValueError unless exactly the expected names and shapes arrive (`lm_head.weight` of a tied model is
-        optional).
+        Raises ValueError unless exactly the expected names and shapes arrive (of full tensors, `lm_head.weight` of a tied
+        model is optional).
         """
         ...
 

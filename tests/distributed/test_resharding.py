@@ -21,8 +21,9 @@ from ragen_mega.engines.weight_checks import check_checksums, checksums
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
 from ragen_mega.megatron.reshard_plan import ReshardPlan, check_same_on_all_ranks
-from ragen_mega.megatron.resharding import Traffic, gather
+from ragen_mega.megatron.resharding import Traffic, aligned, gather
 from ragen_mega.megatron.weights import export_shards, export_weights, load_weights, reshard_plan, slots
+from ragen_mega.rollout.engine import EngineShard
 from tests.integration.forked_ranks import fork_ranks
 
 SIZES = (1, 2, 4)
@@ -128,7 +129,7 @@ def assert_same(ours: dict[str, Tensor], truth: dict[str, Tensor], what: str) ->
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None:
     """On every rank: both paths, every rollout size, every engine rank."""
-    tp, pp, tp_rank = groups.tp.size(), groups.pp.size(), groups.tp.rank()
+    tp, pp = groups.tp.size(), groups.pp.size()
     weights = checkpoint(hf)
     model = build_policy_model(hf, transformer_config(hf, parallel), groups)
     load_weights(model, weights.get)
@@ -155,17 +156,17 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None
             shards = dict(cut_stream(iter(full), hf, rank, size))
             assert_same(shards, truth, f"gather, rollout rank {rank} of {size}")
             sums.append(checksums(shards.items()))
-        traffic = Traffic()
+        traffic, part = Traffic(), EngineShard(distributed.rank() % size, size)
         with counted() as counts:
-            if size != tp:
-                with pytest.raises(ValueError, match="the aligned path needs rollout_tensor_parallel_size"):
-                    next(export_shards(model, groups, size, traffic))
-                assert not counts
-                continue
-            ours = dict(export_shards(model, groups, size, traffic))
-        truth = engine_truth(weights, hf, tp_rank, size)
-        assert_same(ours, truth, f"aligned, rank {tp_rank} of {size}")
-        check_checksums(sums[tp_rank], checksums(ours.items()))
+            ours = dict(export_shards(model, groups, part, traffic))
+        truth = engine_truth(weights, hf, *part)
+        assert_same(ours, truth, f"rank {part.rank} of {size}")
+        check_checksums(sums[part.rank], checksums(ours.items()))
+        if size != tp:
+            with pytest.raises(ValueError, match="the aligned path needs rollout_tensor_parallel_size"):
+                next(aligned(plan, dict(model.named_parameters()), size))
+            assert counts["calls", groups.tp] == (len(plan.buckets) if tp > 1 else 0)
+            continue
         # Nothing but broadcasts over pipeline stages, together as long as one shard of the model.
         assert {key: value for key, value in counts.items() if key[0] != "calls"} == (
             {("broadcast", groups.pp): plan.shard_bytes} if pp > 1 else {}

@@ -20,13 +20,15 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.engines import supervisor
+from ragen_mega.engines.engine_shards import cut_stream
 from ragen_mega.engines.http_json import RequestRefused
 from ragen_mega.engines.sglang import SGLangEngine
-from ragen_mega.engines.sglang_server import ServerFailed, ServerSettings, SGLangServer
+from ragen_mega.engines.sglang_server import WEIGHT_LOADER, ServerFailed, ServerSettings, SGLangServer
 from ragen_mega.engines.sglang_weights import WeightSender
 from ragen_mega.environments.base import make
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.types import Completion, SamplingParams
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -62,6 +64,10 @@ def build_model(seed: int) -> PreTrainedModel:
             if "bias" in name or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
+
+
+def shards(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    return cut_stream(model.state_dict().items(), CONFIG, *EngineShard())
 
 
 def settings(directory: Path, **changes: object) -> ServerSettings:
@@ -119,7 +125,7 @@ def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLan
     for version, temperature in ((1, 1.0), (2, 0.7), (3, 1.3)):
         model = build_model(version)
         with engine.awake():
-            engine.load_weights(model.state_dict().items())
+            engine.load_weights(shards(model))
             assert engine.weight_version == version
             before = engine.counts.cached_tokens, engine.counts.prompt_tokens
             conversations = converse_all(engine, temperature=temperature)
@@ -153,7 +159,7 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
         )
 
     with engine.awake():
-        engine.load_weights(model.state_dict().items())
+        engine.load_weights(shards(model))
         greedy, nucleus, full = asyncio.run(ask())
         last_is_stop = SamplingParams(2, temperature=0.0, stop_token_ids=(greedy.tokens[1],))
         stopped = asyncio.run(engine.generate(prompt, last_is_stop, session=0))
@@ -167,8 +173,8 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
     assert stopped.tokens == greedy.tokens[:2] and stopped.finish_reason == "stop"
 
 
-def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine) -> None:
-    weights = dict(build_model(5).state_dict())
+def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_path: Path) -> None:
+    weights = dict(shards(build_model(5)))
 
     def load(changed: dict[str, torch.Tensor]) -> None:
         engine.load_weights(changed.items())
@@ -178,14 +184,15 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine) -> Non
     with engine.awake():
         with pytest.raises(RuntimeError, match="no weights"):
             asyncio.run(engine.generate([1], SamplingParams(1), session=0))
-        with pytest.raises(ValueError, match="did not arrive, e.g. 'model.norm.weight'"):
+        with pytest.raises(ValueError, match="missing: model.norm.weight"):
             load({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"})
-        with pytest.raises(ValueError, match="unexpected weight 'wte'"):
+        with pytest.raises(ValueError, match="unknown: wte"):
             load(weights | {"wte": torch.zeros(1)})
-        with pytest.raises(ValueError, match="full shape"):
+        with pytest.raises(ValueError, match="must arrive once, with shape"):
             load(weights | {"model.norm.weight": torch.zeros(32)})
-        with pytest.raises(RequestRefused, match="update_weights_from_disk"):
-            WeightSender(engine.server.client, timeout=60).send([Path("/no/such/folder")], 9)
+        sender = WeightSender(engine.server.client, WEIGHT_LOADER, timeout=60)
+        with pytest.raises(RequestRefused, match="rank 0 of the SGLang server did not take .*FileNotFoundError"):
+            sender.send([[tmp_path / "no.safetensors"]], 9)
         load(weights)
         with pytest.raises(ValueError, match="token ids must lie"):
             asyncio.run(engine.generate([VOCAB], SamplingParams(1), session=0))
@@ -254,7 +261,7 @@ def test_a_rollout_survives_sigkill_of_the_server(engine: SGLangEngine, renderer
             os.kill(scheduler, signal.SIGKILL)
 
     with engine.awake():
-        engine.load_weights(model.state_dict().items())
+        engine.load_weights(shards(model))
         version, old = engine.weight_version, [engine.server.pid, *supervisor.descendants(engine.server.pid)]
         groups = collect(engine, renderer, tasks, max_tokens=20, max_context=MAX_CONTEXT, seed=1, advance=kill_once)
         assert engine.counts.restarts == restarts + 1 and engine.counts.reissued > 0
@@ -308,7 +315,7 @@ sys.path[:0] = {path!r}
 import test_sglang_engine as test
 engine = test.SGLangEngine(test.CONFIG, test.settings(Path(sys.argv[1])))
 with engine.awake():
-    engine.load_weights(test.build_model(1).state_dict().items())
+    engine.load_weights(test.shards(test.build_model(1)))
     print(engine._store.directory, flush=True)
     time.sleep(3600)
 """
@@ -320,7 +327,7 @@ def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
     pids: list[int] = []
     try:
         weights = Path(trainer.stdout.readline().strip())
-        assert (weights / "00000" / "model.safetensors").exists()
+        assert (weights / "0" / "00000.safetensors").exists()
         pids = supervisor.descendants(trainer.pid)
         assert len(pids) >= 4
         trainer.kill()
@@ -370,7 +377,7 @@ def test_a_hanging_server_is_replaced(tmp_path: Path) -> None:
 
     try:
         with engine.awake():
-            engine.load_weights(model.state_dict().items())
+            engine.load_weights(shards(model))
             conversations = asyncio.run(play())
             assert engine.counts.restarts == 1
         for turns in conversations:

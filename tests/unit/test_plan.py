@@ -23,11 +23,11 @@ def test_recipe(name: str) -> None:
     """It parses, its layout divides model and GPUs, every phase fits, and its comments state the plan's numbers."""
     arguments, config = tool.settings_of(["--recipe", name])
     shape = tool.find_shape(None, config.model.load)
-    setting = Setting.from_config(config, arguments.num_gpus, arguments.rollout_tensor_parallel_size)
+    setting = Setting.from_config(config, arguments.num_gpus)
     report = tool.examine(shape, setting, 80.0)
     text = (tool.RECIPES / f"{name}.flags").read_text()
     cut = f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP {report['data_parallel']}"
-    engine_tp = arguments.rollout_tensor_parallel_size
+    engine_tp = config.rollout.rollout_tensor_parallel_size
     assert report["fits"] and shape.num_heads % engine_tp == 0 and arguments.num_gpus % engine_tp == 0
     assert f"GPUs of 80 GiB, {cut}, rollout TP {engine_tp}; predicted, not yet run on a GPU." in text
     assert f"# Memory: {tool.summary(report)}." in text
