@@ -42,8 +42,13 @@ setup(
         "matplotlib>=3.9",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100"],
-        "triton": ["triton==3.6.0"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its own, so it is not pinned.
+            "triton>=3.6,<3.8; platform_system == 'Linux'",
+        ],
         # One set for Hopper GPUs, CUDA 13 and Python 3.12. Two of them are built against torch: install torch first, then
         # pip install --no-build-isolation -e '.[h100]'. NVIDIA's apex is not on PyPI (its name there is another project) and
         # not needed: Transformer Engine brings the fused optimizer.

@@ -16,7 +16,7 @@ from ragen_mega.cold_start import BASE, find_warm_start, is_complete, small_mode
 from ragen_mega.config import StarPOConfig
 from ragen_mega.console import Console
 from ragen_mega.engines.embedded import EmbeddedEngine
-from ragen_mega.engines.engine_shards import head_rows
+from ragen_mega.engines.engine_shards import check_cpu_cut, head_rows
 from ragen_mega.engines.sglang import SGLangEngine
 from ragen_mega.engines.sglang_follower import SGLangFollower
 from ragen_mega.engines.sglang_server import ServerSettings
@@ -52,6 +52,8 @@ def build(config: StarPOConfig) -> Run:
     check_model(hf, config.parallel)
     num_engines(config)
     head_rows(hf, 0, config.rollout.rollout_tensor_parallel_size)
+    if config.rollout.rollout_engine == "sglang" and not torch.cuda.is_available():
+        check_cpu_cut(hf, config.rollout.rollout_tensor_parallel_size)
     if torch.cuda.is_available():
         setting = Setting.from_config(config, distributed.world_size())
         check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])

@@ -24,6 +24,7 @@ _LAYER_TABLE: dict[str, tuple[tuple[str, ...], str]] = {
     "mlp.down_proj.weight": (("mlp.down_proj.weight",), "row"),
 }
 _TABLE = {"model.embed_tokens.weight": "vocab", "lm_head.weight": "vocab"}
+_CPU_PADDING = 32
 _BY_SOURCE = {source: name for name, (sources, _) in _LAYER_TABLE.items() for source in sources}
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 
@@ -57,6 +58,16 @@ def head_rows(hf: PretrainedConfig, rank: int, size: int) -> tuple[slice, slice]
     copies = max(1, size // groups)  # consecutive ranks that hold the same key-value head
     q_rows, kv_rows = heads // size * dim, max(1, groups // size) * dim
     return slice(rank * q_rows, (rank + 1) * q_rows), slice(rank // copies * kv_rows, (rank // copies + 1) * kv_rows)
+
+
+def check_cpu_cut(hf: PretrainedConfig, size: int) -> None:
+    """Raise ValueError where SGLang on a CPU would lay the model out otherwise than on a GPU (configs/update_config.py)."""
+    if hf.num_key_value_heads % size or hf.intermediate_size % (_CPU_PADDING * size):
+        raise ValueError(
+            f"SGLang on a CPU adds key-value heads ({hf.num_key_value_heads}) up to a multiple of rollout_tensor_parallel_size "
+            f"({size}) and rows of the feed-forward layer ({hf.intermediate_size}) up to one of {_CPU_PADDING} times it, for "
+            "which there are no weights; choose a model that needs neither or --rollout-engine embedded"
+        )
 
 
 def _qkv(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:

@@ -114,6 +114,7 @@ class ServerSettings:
             "grammar-backend": "none",
             "random-seed": self.random_seed,
             "log-level": "warning",
+            "sleep-on-idle": True,  # asleep, its scheduler would spin on a core that the trainer needs
             "custom-weight-loader": WEIGHT_LOADER,
             **device_options,
             **self.options,

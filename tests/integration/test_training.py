@@ -19,14 +19,14 @@ FLAGS = """
 """.split()
 
 
-def launch(directory: Path, num_ranks: int, *flags: str) -> Path:
+def launch(directory: Path, num_ranks: int, *flags: str, timeout: float = 280) -> Path:
     """Train under torchrun; returns the run directory."""
     command = [
         sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", str(num_ranks),
         str(ROOT / "examples" / "pretrain_starpo.sh"), "--recipe", "none", *FLAGS,
         "--output", str(directory), "--name", "run", *flags,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return directory / "run"
 

@@ -1,0 +1,100 @@
+"""Training with the real SGLang server on a CPU: several ranks that share it, under every cut of trainer and server.
+
+Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from forked_ranks import fork_ranks
+from test_sglang_engine import (
+    CONFIG, PYTHON, build_model, check_logprobs, command_of, converse, converse_all, pytestmark, settings,
+)
+from test_training import launch, read_metrics
+from transformers import PreTrainedModel
+
+from ragen_mega import distributed
+from ragen_mega.engines import supervisor
+from ragen_mega.engines.engine_shards import cut_stream
+from ragen_mega.engines.sglang import SGLangEngine
+from ragen_mega.engines.sglang_follower import SGLangFollower
+from ragen_mega.rollout.engine import EngineShard
+from ragen_mega.types import Completion
+
+__all__ = ["pytestmark"]
+SMALL_BUCKETS = 32 * 1024
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2",
+        pytest.param("--pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param("--rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param("--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_server_follows_the_trainer(flags: str, tmp_path: Path) -> None:
+    run = launch(tmp_path, 2, "--rollout-engine", "sglang", "--sglang-python", PYTHON, *flags.split(), timeout=900)
+    rows = read_metrics(run)
+    assert len(rows) == 3
+    is_gathered = flags == "--tensor-model-parallel-size 2"
+    for row in rows:
+        assert row["mismatch/logprob_max_abs_diff"] < 1e-4
+        assert (row["time/sync_gbytes_tensor"] > 0) == is_gathered
+        assert row["rollout/success"] is not None and row["actor/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.forks
+def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
+    """Log-probabilities over three weight versions; then a rank of the server is killed, and the next server is fed alike."""
+    size = 2
+
+    def rank() -> None:
+        distributed.start()
+        group, index = distributed.consecutive_group(size), distributed.rank()
+        if index == 0:
+            server = settings(tmp_path, tensor_parallel_size=size)
+            engine = SGLangEngine(CONFIG, server, group=group, bucket_bytes=SMALL_BUCKETS)
+        else:
+            shard = EngineShard(index, size)
+            engine = SGLangFollower(CONFIG, shard, torch.float32, group=group, bucket_bytes=SMALL_BUCKETS)
+        try:
+            for version in range(1, 4):
+                model = build_model(version)
+                with engine.awake():
+                    engine.load_weights(cut_stream(model.state_dict().items(), CONFIG, *engine.shard))
+                    assert engine.weight_version == version
+                    if index == 0:
+                        check(model, converse_all(engine))
+                        if version == 3:
+                            check(model, asyncio.run(with_a_kill(engine)))
+                            assert engine.counts.restarts == 1
+                    distributed.barrier()
+        finally:
+            engine.shutdown()
+
+    def check(model: PreTrainedModel, conversations: list[list[tuple[list[int], Completion]]]) -> None:
+        for turns in conversations:
+            for prompt, answer in turns:
+                check_logprobs(model, prompt, answer, 1.0)
+
+    async def with_a_kill(engine: SGLangEngine) -> list[list[tuple[list[int], Completion]]]:
+        conversations = asyncio.gather(*(converse(engine, session, temperature=1.0) for session in range(3)))
+        await asyncio.sleep(0.05)
+        schedulers = [pid for pid in supervisor.descendants(engine.server.pid) if "scheduler" in command_of(pid)]
+        assert len(schedulers) == size
+        os.kill(schedulers[-1], signal.SIGKILL)
+        return await conversations
+
+    processes = fork_ranks(rank, size)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * size
