@@ -41,6 +41,11 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 ROOT = Path(__file__).parents[2]
+IS_CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if IS_CUDA else ("cpu", torch.float32)
+TOLERANCE = 0.1 if IS_CUDA else 1e-4
+"""Of log-probabilities. The expected ones are computed in float32 from the weights as the server holds them."""
+START_TIMEOUT = 150.0 if IS_CUDA else 1200.0
 VOCAB = 400
 MAX_CONTEXT = 400
 CONFIG = Qwen2Config(
@@ -57,12 +62,14 @@ CONFIG = Qwen2Config(
 
 
 def build_model(seed: int) -> PreTrainedModel:
+    """In float32, with weights that the server's type holds exactly."""
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(CONFIG).eval()
     with torch.no_grad():  # biases start at 0 and norms at 1, which would hide a mistake
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            parameter.copy_(parameter.to(DTYPE))
     return model
 
 
@@ -77,7 +84,9 @@ def settings(directory: Path, **changes: object) -> ServerSettings:
         "max_context": MAX_CONTEXT,
         "max_running_requests": 16,
         "kv_cache_tokens": 8192,
-        "start_timeout": 1200.0,
+        "device": DEVICE,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "start_timeout": START_TIMEOUT,
         "hang_timeout": 120.0,
     }
     return ServerSettings(**(values | changes))
@@ -98,7 +107,7 @@ def check_logprobs(model: PreTrainedModel, prompt: list[int], answer: Completion
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1] / temperature
     expected = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=TOLERANCE, rtol=0.0)
 
 
 async def converse(engine: SGLangEngine, session: int, *, temperature: float) -> list[tuple[list[int], Completion]]:
@@ -165,12 +174,44 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
         stopped = asyncio.run(engine.generate(prompt, last_is_stop, session=0))
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + greedy.tokens])).logits[0, len(prompt) - 1 : -1]
-    assert greedy.tokens == logits.argmax(-1).tolist() and greedy.finish_reason == "length"
+    chosen = logits.gather(-1, torch.tensor(greedy.tokens)[:, None])[:, 0]  # in bfloat16 a tie may fall the other way
+    assert bool((chosen >= logits.amax(-1) - (2 * TOLERANCE if IS_CUDA else 0.0)).all()) and greedy.finish_reason == "length"
     assert len(greedy.tokens) == 10
     check_logprobs(model, prompt, greedy, 1.0)
     check_logprobs(model, prompt[:20], nucleus, 1.0)  # of the whole distribution, as the trainer has it
     assert full == Completion([], [], "length")
-    assert stopped.tokens == greedy.tokens[:2] and stopped.finish_reason == "stop"
+    if not IS_CUDA:  # a prompt that is cached takes other kernels, and bfloat16 may then choose otherwise
+        assert stopped.tokens == greedy.tokens[:2]
+        assert stopped.finish_reason == "stop"
+    assert len(stopped.tokens) <= 2
+
+
+@pytest.mark.gpu
+def test_a_sleeping_server_gives_its_memory_back(tmp_path: Path) -> None:
+    """Of the whole device, so that memory of the server's processes counts: asleep it lacks far less than awake."""
+    cache_tokens = 2**21
+    cache_bytes = 2 * cache_tokens * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * 16 * 2  # heads of 16, two bytes
+    engine = SGLangEngine(CONFIG, settings(tmp_path, kv_cache_tokens=cache_tokens))
+    model = build_model(8)
+
+    def free() -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    try:
+        asleep = []
+        for _ in range(3):
+            with engine.awake():
+                engine.load_weights(shards(model))
+                for turns in converse_all(engine):
+                    for prompt, answer in turns:
+                        check_logprobs(model, prompt, answer, 1.0)
+                awake = free()
+            asleep.append(free())
+            assert asleep[-1] - awake > 0.9 * cache_bytes
+        assert max(asleep) - min(asleep) < 0.1 * cache_bytes  # and nothing is lost from one sleep to the next
+        assert engine.server.num_starts == 1 and not engine.skipped
+    finally:
+        engine.shutdown()
 
 
 def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_path: Path) -> None:
