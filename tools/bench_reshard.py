@@ -248,7 +248,7 @@ def main() -> None:
         parallel = parallel_config(arguments)
         num_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
-            raise ValueError(f"TP x PP must be at most the {torch.cuda.device_count()} CUDA devices, not {num_ranks}; lower one")
+            raise ValueError(f"TP x PP ({num_ranks}) must be at most the {torch.cuda.device_count()} CUDA devices; lower one")
         budget = round(arguments.memory_gb * 1e9) if arguments.memory_gb else default_memory(num_ranks)
         hf = fitting_config(name, parallel, dtype.itemsize, arguments.bucket_mb * 2**20, budget, arguments.num_layers)
         head_rows(hf, 0, arguments.rollout_tensor_parallel_size)

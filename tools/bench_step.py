@@ -3,16 +3,16 @@
     python tools/bench_step.py --json step.json                          # Qwen2.5-0.5B, on a GPU with SGLang's rollouts
     python tools/bench_step.py --keep 0.25 --json step.json -- --rollout-engine sglang --sglang-python PYTHON --offload turns
 
-The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic, 32 trajectories per optimizer
-step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a run of its own through tools/launch.py on one rank: StarPO-S
-keeps the quarter of the groups with the widest spread of returns (0.25), 1 trains on all. What stands behind -- goes to the
-training program.
+The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic, 32 trajectories per
+optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a run of its own through tools/launch.py on one
+rank: StarPO-S keeps the quarter of the groups with the widest spread of returns (0.25), 1 trains on all. What stands behind --
+goes to the training program.
 
 Weights are random, so nothing has to be downloaded, and the workload is fixed: the model cannot sample a stop token, so every
-turn has exactly --response-length tokens, and it never solves a room, so every trajectory has all its turns. The default of 68 is
-the longest that arXiv:2504.20073 shows in training: 338 tokens a trajectory at the beginning, 104 at the end (Fig. 11, Sokoban
-with thoughts), so the original's mean seconds per step were spent on fewer tokens than ours. All returns are equal: the groups
-that are kept are the first, which costs what keeping others would.
+turn has exactly --response-length tokens, and it never solves a room, so every trajectory has all its turns. The default of 68
+is the longest that arXiv:2504.20073 shows in training: 338 tokens a trajectory at the beginning, 104 at the end (Fig. 11,
+Sokoban with thoughts), so the original's mean seconds per step were spent on fewer tokens than ours. All returns are equal: the
+groups that are kept are the first, which costs what keeping others would.
 
 `seconds` is the wall clock from one row of metrics.jsonl to the next, median over the steps behind the first (which starts the
 server and compiles kernels). The phases are the program's own timers, `other` is what they leave: summaries, logging, waiting.
@@ -76,7 +76,7 @@ def run_name(keep: float) -> str:
 
 
 def train(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> tuple[list[dict[str, Any]], list[float]]:
-    """One run; returns its rows of metrics and the wall-clock seconds between them, one less. Raises RuntimeError if it fails."""
+    """One run; returns its rows of metrics and the wall-clock seconds between them. Raises RuntimeError if it fails."""
     run, log = arguments.output / run_name(keep), arguments.output / f"{run_name(keep)}.log"
     metrics = run / METRICS_FILE
     metrics.unlink(missing_ok=True)

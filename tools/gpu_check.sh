@@ -168,7 +168,7 @@ from ragen_mega.metrics import read_metrics
 for row in (rows := read_metrics(sys.argv[1])):
     mean, largest = (row[f"mismatch/logprob_{kind}_abs_diff"] for kind in ("mean", "max"))
     print(f"step {row['step']}: log-probabilities of engine and trainer differ by {mean:.4f} in the mean, {largest:.4f} at most")
-    assert mean < 0.1, "engine and trainer compute different log-probabilities"
+    assert mean < 0.05, "engine and trainer compute different log-probabilities"
 assert len(rows) == 3
 PYTHON
 }

@@ -1,4 +1,4 @@
-"""A checkpoint of a real model's shape with random weights that speaks, but never stops: the workload of tools/bench_step.py."""
+"""A checkpoint of a real model's shape whose random weights never sample a stop token: the workload of tools/bench_step.py."""
 
 from __future__ import annotations
 
@@ -44,10 +44,12 @@ def write_checkpoint(hf: PretrainedConfig, environment: str, directory: Path, *,
     episodes = episode_maker(EnvironmentConfig(environments=environment), environment)
     tokenizer = train_tokenizer(scripted_texts(episodes, range(NUM_EPISODES), skill=0.0), num_merges=NUM_MERGES)
     if hf.vocab_size < len(tokenizer):
-        raise ValueError(f"vocab_size ({hf.vocab_size}) must be at least the tokenizer's {len(tokenizer)}; choose another --model")
+        raise ValueError(
+            f"vocab_size ({hf.vocab_size}) must be at least the tokenizer's {len(tokenizer)}; choose another --model"
+        )
     hf.eos_token_id, hf.pad_token_id, hf.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
-    hf.dtype = str(dtype).removeprefix("torch.")
     weights = random_weights(hf, seed)
+    hf.dtype = str(dtype).removeprefix("torch.")  # drawing them has set float32
     never_stop(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_converted_models import ARCHITECTURES, convert, write_start
-from test_sglang_engine import DEVICE, DTYPE, PYTHON, START_TIMEOUT, TOLERANCE, pytestmark
+from test_sglang_engine import DEVICE, DTYPE, PYTHON, START_TIMEOUT, check_close, pytestmark
 from transformers import AutoModelForCausalLM
 
 from ragen_mega.engines.sglang_server import ServerSettings, SGLangServer
@@ -46,4 +46,4 @@ def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> N
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert len(tokens) == 8
-    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0.0)
+    check_close(torch.tensor(logprobs), expected)

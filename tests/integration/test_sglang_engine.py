@@ -43,8 +43,10 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 IS_CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if IS_CUDA else ("cpu", torch.float32)
-TOLERANCE = 0.1 if IS_CUDA else 1e-4
-"""Of log-probabilities. The expected ones are computed in float32 from the weights as the server holds them."""
+TOLERANCE, MEAN_TOLERANCE = (1.0, 0.15) if IS_CUDA else (1e-4, 1e-4)
+"""Of one log-probability and of the mean of a completion's. The expected ones are computed in float32 from the weights as the
+server holds them. In bfloat16 these models, whose weights are large, are that far off in transformers too: over 6400 sampled
+tokens at temperature 0.7 by 0.54 at most and 0.045 in the mean. Under other weights the mean would be above 1."""
 START_TIMEOUT = 150.0 if IS_CUDA else 1200.0
 VOCAB = 400
 MAX_CONTEXT = 400
@@ -107,7 +109,12 @@ def check_logprobs(model: PreTrainedModel, prompt: list[int], answer: Completion
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1] / temperature
     expected = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=TOLERANCE, rtol=0.0)
+    check_close(torch.tensor(answer.logprobs), expected)
+
+
+def check_close(logprobs: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logprobs, expected, atol=TOLERANCE, rtol=0.0)
+    assert float((logprobs - expected).abs().sum()) <= MEAN_TOLERANCE * len(expected)
 
 
 async def converse(engine: SGLangEngine, session: int, *, temperature: float) -> list[tuple[list[int], Completion]]:
@@ -175,7 +182,7 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + greedy.tokens])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(-1, torch.tensor(greedy.tokens)[:, None])[:, 0]  # in bfloat16 a tie may fall the other way
-    assert bool((chosen >= logits.amax(-1) - (2 * TOLERANCE if IS_CUDA else 0.0)).all()) and greedy.finish_reason == "length"
+    assert bool((chosen >= logits.amax(-1) - (TOLERANCE if IS_CUDA else 0.0)).all()) and greedy.finish_reason == "length"
     assert len(greedy.tokens) == 10
     check_logprobs(model, prompt, greedy, 1.0)
     check_logprobs(model, prompt[:20], nucleus, 1.0)  # of the whole distribution, as the trainer has it
