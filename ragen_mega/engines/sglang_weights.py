@@ -109,7 +109,7 @@ class WeightTransfer(ABC):
                     f"{len(self._expected)} weights once, this one with {wanted}; "
                     "check that the weights belong to the model config"
                 )
-            size = -(-expected.nbytes // _ALIGNMENT) * _ALIGNMENT
+            size = _aligned(expected.nbytes)
             if names and num_bytes + size > self._bucket_bytes:
                 yield False
                 num_bytes, names = 0, set()
@@ -177,7 +177,8 @@ class IpcTransfer(WeightTransfer):
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
         """A bucket is written again when all ranks have come back for the next, so the server must have copied it then."""
         self._clear()
-        buffer = _shared_buffer(max(self._bucket_bytes, *(tensor.nbytes for tensor in self._expected.values())))
+        sizes = [_aligned(tensor.nbytes) for tensor in self._expected.values()]
+        buffer = _shared_buffer(max(*sizes, min(self._bucket_bytes, sum(sizes))))
         views: dict[str, Tensor] = {}
         offsets: dict[str, int] = {}
 
@@ -214,6 +215,10 @@ class IpcTransfer(WeightTransfer):
 
 
 TRANSFERS = {"file": FileTransfer, "ipc": IpcTransfer}
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _agree_on_directory(group: dist.ProcessGroup | None) -> Path:
