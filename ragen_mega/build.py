@@ -17,17 +17,18 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.console import Console
 from ragen_mega.engines.embedded import EmbeddedEngine
 from ragen_mega.engines.engine_shards import check_cpu_cut, head_rows
+from ragen_mega.engines.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang import SGLangEngine
 from ragen_mega.engines.sglang_follower import SGLangFollower
 from ragen_mega.engines.sglang_server import ServerSettings
 from ragen_mega.environments.solvers import Baselines
 from ragen_mega.evaluation import reference_players
 from ragen_mega.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.megatron import precision
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.precision import describe
 from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.memory_plan import Setting, check_fits
 from ragen_mega.metrics import CONFIG_FILE, RunLogger
@@ -50,10 +51,7 @@ def build(config: StarPOConfig) -> Run:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
-    num_engines(config)
-    head_rows(hf, 0, config.rollout.rollout_tensor_parallel_size)
-    if config.rollout.rollout_engine == "sglang" and not torch.cuda.is_available():
-        check_cpu_cut(hf, config.rollout.rollout_tensor_parallel_size)
+    check_engine(config, hf)
     if torch.cuda.is_available():
         setting = Setting.from_config(config, distributed.world_size())
         check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])
@@ -95,7 +93,7 @@ def build(config: StarPOConfig) -> Run:
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
     )
-    console.say(f"model: {describe(policy.module.config)}")
+    console.say(f"model: {precision.describe(policy.module.config)}")
     phases = PhaseMachine(config.parallel.offload)
     phases.add(ACTOR, policy.trainer.memory)
     engine = build_engine(config, hf)
@@ -130,8 +128,10 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
     dtype = "bfloat16" if config.parallel.bf16 else "float32"
     tp = rollout.rollout_tensor_parallel_size
     group = distributed.consecutive_group(tp)
+    transfer = rollout.weight_transfer if rollout.weight_transfer != "auto" else "ipc" if is_on_gpu else "file"
     if group is not None and distributed.rank() % tp:
-        return SGLangFollower(hf, EngineShard(distributed.rank() % tp, tp), getattr(torch, dtype), group=group)
+        part = EngineShard(distributed.rank() % tp, tp)
+        return SGLangFollower(hf, part, getattr(torch, dtype), group=group, transfer=transfer, fp8=rollout.rollout_fp8)
     settings = ServerSettings(
         python=Path(rollout.sglang_python or sys.executable),
         directory=config.run_directory / "sglang" / f"rank_{distributed.rank():05d}",
@@ -141,10 +141,30 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         device="cuda" if is_on_gpu else "cpu",
         dtype=dtype,
         tensor_parallel_size=tp,
+        fp8=rollout.rollout_fp8,
+        deterministic=rollout.rollout_deterministic,
         random_seed=config.train.seed + distributed.rank(),
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
-    return SGLangEngine(hf, settings, group=group)
+    return SGLangEngine(hf, settings, group=group, transfer=transfer)
+
+
+def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError where the engine could not serve this model on this machine."""
+    tp = config.rollout.rollout_tensor_parallel_size
+    num_engines(config)
+    head_rows(hf, 0, tp)
+    capability = precision.Machine.here().capability
+    if config.rollout.rollout_engine == "sglang" and capability is None:
+        check_cpu_cut(hf, tp)
+    if config.rollout.rollout_fp8:
+        if capability is None or capability < (8, 9):
+            here = "none" if capability is None else "one of {}.{}".format(*capability)
+            raise ValueError(
+                f"rollout_fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), and here is {here}; "
+                "drop --rollout-fp8"
+            )
+        check_blocks(hf, tp)
 
 
 def num_engines(config: StarPOConfig) -> int:

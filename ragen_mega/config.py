@@ -217,6 +217,16 @@ class RolloutConfig:
     """Consecutive ranks that share one SGLang server, each with a part of its layers. As large as
     --tensor-model-parallel-size, and weights pass to the servers without any traffic between tensor-parallel ranks."""
 
+    rollout_fp8: bool = False
+    """SGLang computes the linear layers in FP8, with a scale per block of 128 x 128 weights. Its samples then differ from the
+    trainer's policy: correct for it with --importance-cap."""
+    rollout_deterministic: bool = False
+    """SGLang's samples depend on their seeds alone, not on the batch that they are drawn in; slower, and on GPUs only."""
+    weight_transfer: Literal["auto", "file", "ipc"] = "auto"
+    """How weights reach SGLang's servers: `ipc` copies on the device and keeps no copy, so that a server that dies in a rollout
+    ends the run, which can resume; `file` goes through files in host memory, from which a dead server is replaced at once.
+    `auto` is `ipc` on GPUs and `file` on a CPU."""
+
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
         """Engines of a job. Raises ValueError unless every one has its ranks on one node."""
         size = self.rollout_tensor_parallel_size
@@ -236,8 +246,12 @@ class RolloutConfig:
         return self.kv_cache_tokens or (sessions + 1) * self.max_context_length
 
     def __post_init__(self) -> None:
-        for name in ("sglang_python", "kv_cache_tokens"):
-            if self.rollout_engine == "embedded" and getattr(self, name) is not None:
+        defaults = {
+            "sglang_python": None, "kv_cache_tokens": None, "weight_transfer": "auto", "rollout_fp8": False,
+            "rollout_deterministic": False,
+        }
+        for name, default in defaults.items():
+            if self.rollout_engine == "embedded" and getattr(self, name) != default:
                 raise ValueError(f"{name} does nothing with rollout_engine embedded; drop it or set --rollout-engine sglang")
         if self.rollout_engine == "embedded" and self.rollout_tensor_parallel_size > 1:
             raise ValueError(

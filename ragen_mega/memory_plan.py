@@ -29,8 +29,7 @@ ENGINE_WORKSPACE = 3 * GIB
 FRAGMENTATION = 0.05
 """Assumed share of activations that the allocator loses."""
 LOGITS_CHUNK = 600 * 2**20  # of the whole vocabulary, in the fused loss: ragen_kernels.triton_linear.CHUNK_BYTES
-SYNC_BUCKET = 512 * 2**20
-"""Weights on their way to the engine (`SGLangEngine`)."""
+SYNC_BUCKET = 512 * 2**20  # weights on their way to the engine: ragen_mega.engines.sglang_weights.BUCKET_BYTES
 ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
 """Elements to which megatron-core's distributed optimizer pads starts of parameters and ends of buckets."""
 
@@ -50,6 +49,10 @@ class Setting:
     """Of one engine."""
     engine_tp: int = 1
     """Ranks that share an engine."""
+    engine_fp8: bool = False
+    """Its linear weights in FP8."""
+    weights_on_host: bool = False
+    """A copy of the engine's weights in host memory."""
 
     @classmethod
     def from_config(cls, config: StarPOConfig, num_ranks: int) -> Setting:
@@ -66,6 +69,8 @@ class Setting:
             engine=rollout.rollout_engine,
             kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
             engine_tp=rollout.rollout_tensor_parallel_size,
+            engine_fp8=rollout.rollout_fp8,
+            weights_on_host=rollout.rollout_engine == "sglang" and rollout.weight_transfer == "file",
         )
 
     @property
@@ -216,9 +221,8 @@ def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
     """(weights, key-value cache) of the engine on a GPU of its group; none of the embedded engine, which uses the CPU."""
     if setting.engine == "embedded":
         return 0, 0
-    kv_heads = max(1, shape.num_kv_heads // setting.engine_tp)  # above that they are replicated
-    kv = setting.kv_cache_tokens * shape.num_layers * 2 * kv_heads * shape.head_dim * setting.itemsize
-    return shape.num_parameters * setting.itemsize // setting.engine_tp, kv
+    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+    return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(setting.itemsize, setting.engine_tp)
 
 
 def stage_phases(shape: ModelShape, setting: Setting, stage: int) -> Iterator[tuple[str, dict[str, int]]]:
@@ -239,8 +243,7 @@ def stage_phases(shape: ModelShape, setting: Setting, stage: int) -> Iterator[tu
                           f"{other} optimizer": state.optimizer}
         passing = workspace(shape, setting, stage, is_critic=name == "critic")
         if setting.parallel.fp8 != "none":  # Transformer Engine keeps each linear weight in FP8, as it is and transposed
-            matrices = [size for size in shape.layer_sizes(sizes[0]) if size > 3 * shape.hidden_size]
-            terms["FP8 weights"] = 2 * layers * sum(matrices)
+            terms["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(sizes[0]))
         terms |= {"activations": saved, "workspace": passing, "fragmentation": int(FRAGMENTATION * (saved + passing))}
         yield f"train {name}", terms
     stays = {f"{name} state": sum(state) for name, state in trains.items()} if offload == "none" else {}
@@ -259,23 +262,22 @@ def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Bytes of host memory per rank: what is offloaded, the reference policy, and the weights that the engine reads."""
-    first = state_of(shape, setting, 0, is_critic=False)
-    total = first.parameters if setting.has_reference else 0
+    """Bytes of host memory per rank: what is offloaded, the reference policy, and the engine's weights if a copy is kept."""
+    states = [state_of(shape, setting, 0, is_critic=is_critic) for is_critic in (False, *([True] * setting.has_critic))]
+    total = states[0].parameters if setting.has_reference else 0
     if setting.parallel.offload != "none":
-        states = [first, *([state_of(shape, setting, 0, is_critic=True)] if setting.has_critic else [])]
         total += sum(state.parameters + state.optimizer for state in states)
-    return total + (shape.num_parameters * setting.itemsize if setting.engine == "sglang" else 0)
+    return total + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
 
 
 def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> None:
     """Raise ValueError, with what would help, unless every phase fits into `device_bytes`."""
     for phase, terms in plan(shape, setting).items():
         if (total := sum(terms.values())) > device_bytes:
-            largest = sorted(terms.items(), key=lambda term: -term[1])[:4]
+            largest = [f"{name} {size / GIB:.1f}" for name, size in sorted(terms.items(), key=lambda term: -term[1])[:4]]
             raise ValueError(
                 f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase {phase} "
-                f"({', '.join(f'{name} {size / GIB:.1f}' for name, size in largest)}); {'; '.join(remedies(setting, phase))}"
+                f"({', '.join(largest)}); {'; '.join(remedies(setting, phase))}"
             )
 
 

@@ -71,6 +71,22 @@ class ModelShape:
         attention += [qkv] if self.model_type == "qwen2" else [dim, dim]  # biases, or norms of queries and keys
         return [*attention, hidden, 2 * ffn * hidden, hidden * ffn]
 
+    def linear_sizes(self, tp: int = 1) -> list[int]:
+        """Elements of those that are matrices of a product."""
+        return [size for size in self.layer_sizes(tp) if size > 3 * self.hidden_size]
+
+    def engine_weights(self, itemsize: int, tp: int, *, fp8: bool = False) -> int:
+        """Bytes of the policy's weights on a rank of an engine; with `fp8` the layers' matrices have one byte an element."""
+        total = self.num_parameters * itemsize
+        if fp8:  # the scale of 128 x 128 of them is nothing
+            total -= self.num_layers * sum(self.linear_sizes()) * (itemsize - 1)
+        return total // tp
+
+    def kv_cache_bytes(self, itemsize: int, tp: int) -> int:
+        """Bytes of a token in the key-value cache of a rank of an engine."""
+        heads = max(1, self.num_kv_heads // tp)  # above that they are replicated
+        return self.num_layers * 2 * heads * self.head_dim * itemsize
+
     @property
     def num_parameters(self) -> int:
         """Of the whole policy."""

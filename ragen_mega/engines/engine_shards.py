@@ -35,6 +35,12 @@ def engine_name(source: str) -> str:
     return layer[1] + _BY_SOURCE.get(layer[2], layer[2]) if layer else source
 
 
+def is_linear(name: str) -> bool:
+    """Whether SGLang's parameter `name` is the weight of a matrix product in a layer."""
+    layer = _LAYER.fullmatch(name)
+    return layer is not None and layer[2] in _LAYER_TABLE and name.endswith(".weight")
+
+
 def sources(name: str) -> tuple[str, ...]:
     """Hugging Face tensors of SGLang's parameter `name`, in the order in which they stand in it."""
     layer = _LAYER.fullmatch(name)

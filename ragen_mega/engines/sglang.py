@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from ragen_mega.engines import sampling as sampler
 from ragen_mega.engines.http_json import ConnectionLost, JSONClient, RequestRefused
 from ragen_mega.engines.sglang_server import WEIGHT_LOADER, ServerFailed, ServerSettings, SGLangServer
-from ragen_mega.engines.sglang_weights import BUCKET_BYTES, WeightSender, WeightStore
+from ragen_mega.engines.sglang_weights import BUCKET_BYTES, TRANSFERS, Message, WeightSender
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.types import Completion, SamplingParams
 
@@ -59,6 +59,7 @@ class SGLangEngine:
         settings: ServerSettings,
         *,
         group: dist.ProcessGroup | None = None,
+        transfer: Literal["file", "ipc"] = "file",
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.weight_version = 0
@@ -69,8 +70,10 @@ class SGLangEngine:
         self._settings = settings
         self._vocab = model_config.vocab_size
         dtype = getattr(torch, settings.dtype)
-        self._store = WeightStore(model_config, self.shard, dtype, group=group, bucket_bytes=bucket_bytes)
-        self.server = SGLangServer(settings, model_config, weights=self._store.directory)
+        self._transfer = TRANSFERS[transfer](
+            model_config, self.shard, dtype, fp8=settings.fp8, group=group, bucket_bytes=bucket_bytes
+        )
+        self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
         self._is_awake = self._has_weights = False
         self._released: tuple[str, ...] = ()  # parts of the device's memory that the server has given back
         self._active: set[int] = set()  # sessions that wait for a completion
@@ -90,7 +93,7 @@ class SGLangEngine:
             try:
                 self._resume("weights")
             except ConnectionLost as error:
-                self._restart(str(error))
+                self._restart(str(error), [])
         self._is_awake = True
         try:
             yield
@@ -101,21 +104,23 @@ class SGLangEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send a full set of weights to the server, in buckets of bounded size, and check by checksums that it holds them.
 
-        The stream has ended before the server is asked, because other ranks may take part in it. Raises ValueError unless
-        exactly the expected names and shapes arrive, and RuntimeError if the server refuses them.
+        The stream is consumed to its end also when the server is lost, because other ranks take part in it. Raises
+        ValueError unless exactly the expected names and shapes arrive, and EngineError if the server refuses them.
         """
         if not self._is_awake:
             raise RuntimeError("the engine is asleep; call load_weights inside `with engine.awake()`")
         if self._active:
             raise RuntimeError(f"{len(self._active)} sessions still generate under the old weights; await them first")
         self._has_weights = False
-        self._store.receive(weights)
         self.weight_version += 1
+        buckets = self._transfer.receive(weights)
         try:
-            self._send()
+            self._send(buckets)
             self._resume("kv_cache", "cuda_graph")  # only now, when the trainer needs no more room for the transfer
         except ConnectionLost as error:
-            self._restart(str(error))
+            for _ in buckets:
+                continue
+            self._restart(str(error), self._transfer.again())
         self._has_weights = True
 
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
@@ -141,7 +146,7 @@ class SGLangEngine:
                 except ConnectionLost as error:
                     self.counts.reissued += 1
                     if client is self.server.client:  # the first to notice; the others find a new server
-                        self._restart(str(error))
+                        self._restart(str(error), self._transfer.again())
         finally:
             self._active.discard(session)
         return self._completion(answer, len(tokens), sampling)
@@ -153,7 +158,7 @@ class SGLangEngine:
         """Stop the server and give back the memory of the weights."""
         self._is_awake = self._has_weights = False
         self.server.stop()
-        self._store.close()
+        self._transfer.close()
 
     def _check(self, tokens: list[int], sampling: SamplingParams, session: int) -> None:
         if not self._has_weights:
@@ -217,14 +222,14 @@ class SGLangEngine:
         stopped = tokens[-1:] and tokens[-1] in sampling.stop_token_ids
         return Completion(tokens, logprobs, "stop" if stopped else "length")
 
-    def _send(self) -> None:
+    def _send(self, buckets: Iterable[list[Message]]) -> None:
         if self.server.client is None:
             raise ConnectionLost("the server does not run")
         sender = WeightSender(self.server.client, WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
-        sender.send(self._store.buckets(), self.weight_version)
+        sender.send(buckets, self.weight_version)
 
-    def _restart(self, why: str) -> None:
-        """A new server with the current weights. Blocks: until it is there nobody can go on."""
+    def _restart(self, why: str, weights: list[list[Message]]) -> None:
+        """A new server with these weights. Blocks: until it is there nobody can go on."""
         while True:
             self._restarts_in_a_row += 1
             if self._restarts_in_a_row > _MAX_RESTARTS:
@@ -232,7 +237,7 @@ class SGLangEngine:
             self.counts.restarts += 1
             try:
                 self._start()
-                self._send()
+                self._send(weights)
                 return
             except (ConnectionLost, ServerFailed) as error:
                 why = str(error).partition("\n")[0]

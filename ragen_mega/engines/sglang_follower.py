@@ -1,16 +1,17 @@
-"""The engine of a rank that shares the SGLang server of another: it writes its part of the weights, and samples nothing."""
+"""The engine of a rank that shares the SGLang server of another: it hands its part of the weights over, and samples nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.engines.sglang_weights import BUCKET_BYTES, WeightStore
+from ragen_mega.engines.sglang_weights import BUCKET_BYTES, TRANSFERS
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.types import Completion, SamplingParams
 
@@ -25,19 +26,24 @@ class SGLangFollower:
         dtype: torch.dtype,
         *,
         group: dist.ProcessGroup,
+        transfer: Literal["file", "ipc"] = "file",
+        fp8: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.weight_version = 0
         self.shard = shard
-        self._store = WeightStore(model_config, shard, dtype, group=group, bucket_bytes=bucket_bytes)
+        self._transfer = TRANSFERS[transfer](
+            model_config, shard, dtype, fp8=fp8, group=group, bucket_bytes=bucket_bytes
+        )
 
     def awake(self) -> AbstractContextManager[None]:
         """Nothing to do: the first rank wakes the server."""
         return nullcontext()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write this rank's shards. Raises ValueError unless exactly the expected names and shapes arrive."""
-        self._store.receive(weights)
+        """Hand this rank's shards over. Raises ValueError unless exactly the expected names and shapes arrive."""
+        for _ in self._transfer.receive(weights):
+            continue
         self.weight_version += 1
 
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:

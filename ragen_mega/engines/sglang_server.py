@@ -19,6 +19,7 @@ from typing import Any, Literal
 from transformers import PretrainedConfig
 
 from ragen_mega.engines import supervisor, weight_checks, weight_loader
+from ragen_mega.engines.fp8_blocks import QUANTIZATION_CONFIG
 from ragen_mega.engines.http_json import HOST, ConnectionLost, JSONClient, RequestRefused
 from ragen_mega.huggingface import ARCHITECTURES
 from ragen_mega.rollout.engine import EngineError
@@ -57,6 +58,8 @@ class ServerSettings:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     tensor_parallel_size: int = 1
+    fp8: bool = False
+    """Linear layers compute in blocks of FP8, for which SGLang needs a GPU."""
     deterministic: bool = False
     """Samples depend on their seed alone; SGLang has this for its GPU attention backends only."""
     random_seed: int = 0
@@ -82,10 +85,9 @@ class ServerSettings:
                 f"kv_cache_tokens ({self.kv_cache_tokens}) must hold one trajectory of max_context ({self.max_context}) and "
                 f"{_SPARE_CONTEXT} more; raise it"
             )
-        if self.deterministic and self.device == "cpu":
-            raise ValueError(
-                "SGLang's deterministic sampling needs one of its GPU attention backends; leave it off on a CPU"
-            )
+        for name, is_on in (("rollout_deterministic", self.deterministic), ("rollout_fp8", self.fp8)):
+            if is_on and self.device == "cpu":
+                raise ValueError(f"{name} needs kernels that SGLang has for GPUs only; leave it off on a CPU")
 
     def arguments(self, model: Path, port: int) -> list[str]:
         """The server's command line. Weights are random until the first update."""
@@ -164,7 +166,7 @@ class SGLangServer:
         self._model = settings.directory / "model"
         settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.directory.chmod(0o700)
-        _write_model_config(self._model, model_config, settings.max_context + _SPARE_CONTEXT)
+        _write_model_config(self._model, model_config, settings.max_context + _SPARE_CONTEXT, fp8=settings.fp8)
         _copy_modules(settings.directory / _PACKAGE)
 
     @property
@@ -252,13 +254,15 @@ class SGLangServer:
         )
 
 
-def _write_model_config(directory: Path, config: PretrainedConfig, context: int) -> None:
+def _write_model_config(directory: Path, config: PretrainedConfig, context: int, *, fp8: bool) -> None:
     """A model directory without weights.
 
     Without end tokens, because a completion ends where its request says, and without generation_config.json, whose top-k
     SGLang would take as the default.
     """
     values = config.to_dict() | {"eos_token_id": None, "bos_token_id": None}
+    if fp8:
+        values["quantization_config"] = QUANTIZATION_CONFIG
     values["max_position_embeddings"] = max(values["max_position_embeddings"], context)  # the size of a table
     values["architectures"] = values.get("architectures") or [ARCHITECTURES[config.model_type]]
     directory.mkdir(mode=0o700, exist_ok=True)

@@ -34,7 +34,8 @@ SMALL_BUCKETS = 32 * 1024
 @pytest.mark.parametrize(
     "flags",
     [
-        "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2",
+        "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2 --weight-transfer ipc",
+        pytest.param("--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("--pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("--rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("--tensor-model-parallel-size 2", marks=pytest.mark.slow),

@@ -45,6 +45,10 @@ def test_last_flag_wins_and_json_round_trips() -> None:
         ("--temperature 0", "must be positive"),
         ("--num-steps 0", "at least 1"),
         ("--sglang-python x/python", "does nothing with rollout_engine embedded"),
+        ("--rollout-fp8", "rollout_fp8 does nothing with rollout_engine embedded"),
+        ("--weight-transfer ipc", "weight_transfer does nothing with rollout_engine embedded"),
+        ("--rollout-tensor-parallel-size 2", "is for SGLang's servers, and the embedded engine decodes on one rank"),
+        ("--rollout-tensor-parallel-size 0 --rollout-engine sglang", "must be at least 1"),
         ("--lr nan", "finite number"),
         ("--warm-start-temperature 0", "must be positive"),
         ("--warm-start-skill 1.5", "a probability"),
@@ -74,3 +78,11 @@ def test_world_size_must_fit() -> None:
     config.parallel.check_world(8)
     with pytest.raises(ValueError, match=r"must divide the world size \(6\)"):
         config.parallel.check_world(6)
+
+
+def test_engines_have_their_ranks_on_one_node() -> None:
+    rollout = parse(["--rollout-engine", "sglang", "--rollout-tensor-parallel-size", "4"]).rollout
+    assert rollout.num_engines(16, 8) == 4
+    for world_size, ranks_per_node in ((16, 2), (6, 6), (2, 2)):
+        with pytest.raises(ValueError, match=r"rollout_tensor_parallel_size \(4\) must divide the ranks of a node"):
+            rollout.num_engines(world_size, ranks_per_node)

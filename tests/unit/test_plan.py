@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.config import parse
-from ragen_mega.memory_plan import GIB, Setting, check_fits, plan, state_of
+from ragen_mega.memory_plan import GIB, Setting, check_fits, engine_bytes, host_bytes, plan, state_of
 from ragen_mega.recipes import read_flags
 from tools import plan as tool
 
@@ -109,3 +109,15 @@ def test_fp8_keeps_copies_of_the_linear_weights() -> None:
     )
     linear = shape.num_layers * (4096 * 4096 * 2 + 4096 * 2 * 8 * 128 + 3 * 4096 * 12288)
     assert sum(with_fp8.values()) - sum(without.values()) == with_fp8["FP8 weights"] == 2 * linear
+
+
+def test_an_engine_in_fp8_and_a_copy_of_its_weights_on_the_host() -> None:
+    shape = tool.find_shape("Qwen3-8B", None)
+    flags = ["--bf16", "--rollout-engine", "sglang", "--rollout-tensor-parallel-size", "2"]
+    plain, fp8, kept = (
+        Setting.from_config(parse([*flags, *more]), 2) for more in ((), ("--rollout-fp8",), ("--weight-transfer", "file"))
+    )
+    linear = shape.num_layers * (4096 * 4096 * 2 + 4096 * 2 * 8 * 128 + 3 * 4096 * 12288)
+    weights = engine_bytes(shape, plain)[0]
+    assert weights == shape.num_parameters and engine_bytes(shape, fp8)[0] == weights - linear // 2
+    assert host_bytes(shape, kept) - host_bytes(shape, plain) == weights

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import pickle
 import stat
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,9 +22,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.engines import weight_loader
 from ragen_mega.engines.engine_shards import cut_stream
+from ragen_mega.engines.fp8_blocks import quantize_stream
 from ragen_mega.engines.http_json import JSONClient, RequestRefused
-from ragen_mega.engines.sglang_weights import WeightSender, WeightStore
-from ragen_mega.rollout.engine import EngineShard
+from ragen_mega.engines.sglang_weights import FileTransfer, IpcTransfer, Message, WeightSender, WeightTransfer
+from ragen_mega.rollout.engine import EngineError, EngineShard
 
 CONFIG = Qwen2Config(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -29,16 +33,14 @@ CONFIG = Qwen2Config(
 )
 BUCKET = 16 * 1024
 LARGEST = 64 * 32 * 4
-
-
 WHOLE = EngineShard()
 
 
 @pytest.fixture
-def store() -> Iterator[WeightStore]:
-    store = WeightStore(CONFIG, WHOLE, torch.float32, bucket_bytes=BUCKET)
-    yield store
-    store.close()
+def transfer() -> Iterator[FileTransfer]:
+    transfer = FileTransfer(CONFIG, WHOLE, torch.float32, bucket_bytes=BUCKET)
+    yield transfer
+    transfer.close()
 
 
 @pytest.fixture(scope="module")
@@ -46,127 +48,178 @@ def weights() -> dict[str, torch.Tensor]:
     return dict(cut_stream(Qwen2ForCausalLM(CONFIG).state_dict().items(), CONFIG, *WHOLE))
 
 
-def read(buckets: list[list[Path]], rank: int = 0) -> dict[str, torch.Tensor]:
+def read(buckets: list[list[Message]], rank: int = 0) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for files in buckets:
-        tensors = load_file(files[rank])
+    for messages in buckets:
+        tensors = load_file(messages[rank].file)
         assert not tensors.keys() & found.keys()
         found |= tensors
     return found
 
 
-def test_buckets_hold_the_stream_and_stay_small(store: WeightStore, weights: dict[str, torch.Tensor]) -> None:
+def test_buckets_hold_the_stream_and_stay_small(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
     shared = torch.empty(10_000)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights.items():  # all through one buffer, as a gather does it
             yield name, shared[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
-    store.receive(stream())
-    assert len(store.buckets()) > 2
-    found = read(store.buckets())
+    list(transfer.receive(stream()))
+    assert len(transfer.again()) > 2
+    found = read(transfer.again())
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in found)
-    for (file,) in store.buckets():
-        assert sum(tensor.nbytes for tensor in load_file(file).values()) <= max(BUCKET, LARGEST)
-    assert stat.S_IMODE(store.directory.stat().st_mode) == 0o700
+    for (message,) in transfer.again():
+        assert sum(tensor.nbytes for tensor in load_file(message.file).values()) <= max(BUCKET, LARGEST)
+    assert stat.S_IMODE(transfer.directory.stat().st_mode) == 0o700
 
 
-def test_a_bucket_is_written_before_the_next_tensor_is_asked_for(store: WeightStore, weights: dict[str, torch.Tensor]) -> None:
+def test_a_bucket_is_written_before_the_next_tensor_is_asked_for(
+    transfer: FileTransfer, weights: dict[str, torch.Tensor]
+) -> None:
     num_files = []
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for item in weights.items():
-            num_files.append(len(list(store.directory.glob("*/*"))))
+            num_files.append(len(list(transfer.directory.glob("*/*"))))
             yield item
 
-    store.receive(stream())
+    list(transfer.receive(stream()))
     assert num_files == sorted(num_files) and 0 < num_files[len(weights) // 2] < num_files[-1]
 
 
-def test_the_old_weights_go_when_new_ones_come(store: WeightStore, weights: dict[str, torch.Tensor]) -> None:
-    store.receive(weights.items())
+def test_the_old_weights_go_when_new_ones_come(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
+    list(transfer.receive(weights.items()))
     changed = {name: tensor + 1 for name, tensor in weights.items()}
-    store.receive(changed.items())
-    assert torch.equal(read(store.buckets())["model.norm.weight"], changed["model.norm.weight"])
+    list(transfer.receive(changed.items()))
+    assert torch.equal(read(transfer.again())["model.norm.weight"], changed["model.norm.weight"])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}, "missing: model.norm.weight"),
-        (lambda w: w | {"wte": torch.zeros(1)}, "unknown: wte"),
-        (lambda w: w | {"model.norm.weight": torch.zeros(16)}, r"shape \(32,\), and came with \(16,\)"),
+        (lambda w: w | {"wte": torch.zeros(1)}, "weight 'wte' came with shape"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(16)}, r"came with shape \[16\], .*, this one with \[32\]"),
     ],
 )
-def test_what_is_refused(store: WeightStore, weights: dict[str, torch.Tensor], change: object, message: str) -> None:
+def test_what_is_refused(transfer: FileTransfer, weights: dict[str, torch.Tensor], change: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        store.receive(change(weights).items())
-    assert store.buckets() == []
+        list(transfer.receive(change(weights).items()))
+    assert transfer.again() == []
 
 
-def test_a_name_twice_is_refused(store: WeightStore, weights: dict[str, torch.Tensor]) -> None:
+def test_a_name_twice_is_refused(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
     first = next(iter(weights.items()))
     with pytest.raises(ValueError, match="sent twice: model.embed_tokens.weight"):
-        store.receive([*weights.items(), first])
-    with pytest.raises(ValueError, match="must arrive once"):
-        store.receive([("model.norm.weight", weights["model.norm.weight"])] * 2)
+        list(transfer.receive([*weights.items(), first]))
+    with pytest.raises(ValueError, match="takes each of its 16 weights once"):
+        list(transfer.receive([("model.norm.weight", weights["model.norm.weight"])] * 2))
 
 
 def test_close_gives_the_memory_back(weights: dict[str, torch.Tensor]) -> None:
-    store = WeightStore(CONFIG, WHOLE, torch.float32, bucket_bytes=BUCKET)
-    store.receive(weights.items())
-    assert store.directory.exists()
-    store.close()
-    store.close()
-    assert not store.directory.exists()
+    transfer = FileTransfer(CONFIG, WHOLE, torch.float32, bucket_bytes=BUCKET)
+    list(transfer.receive(weights.items()))
+    assert transfer.directory.exists()
+    transfer.close()
+    transfer.close()
+    assert not transfer.directory.exists()
 
 
 class Holder(nn.Module):
     """A model with the parameters of SGLang's, by their names."""
 
-    def __init__(self, shapes: dict[str, torch.Size]) -> None:
+    def __init__(self, shapes: dict[str, torch.Size], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.held = {name: nn.Parameter(torch.full(shape, math.nan)) for name, shape in shapes.items()}
+        self.held = {name: nn.Parameter(torch.full(shape, math.nan, dtype=dtype)) for name, shape in shapes.items()}
 
     def named_parameters(self, *arguments: object, **options: object) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.held.items()
 
 
-def reports_of_loading(store: WeightStore, model: nn.Module) -> list[str | None]:
+def reports_of_loading(transfer: FileTransfer, model: nn.Module) -> list[str | None]:
     """What the loader says of each file."""
-    files = [file for (file,) in store.buckets()]
+    files = [file for ((file, _),) in transfer.again()]
     weight_loader.load(model, [(str(file), torch.empty(0)) for file in files])
     return [json.loads(weight_loader.report_of(file).read_text())["error"] for file in files]
 
 
-def test_the_loader_fills_every_parameter(store: WeightStore, weights: dict[str, torch.Tensor]) -> None:
-    store.receive(weights.items())
+def test_the_loader_fills_every_parameter(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
+    list(transfer.receive(weights.items()))
     model = Holder({name: tensor.shape for name, tensor in weights.items()})
-    assert set(reports_of_loading(store, model)) == {None}
+    assert set(reports_of_loading(transfer, model)) == {None}
     assert all(torch.equal(model.held[name], tensor) for name, tensor in weights.items())
 
 
-def test_the_loader_reports_what_it_cannot_take(store: WeightStore, weights: dict[str, torch.Tensor]) -> None:
+def test_the_loader_reports_what_it_cannot_take(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    store.receive(weights.items())
+    list(transfer.receive(weights.items()))
     for changed, message in (
         (shapes | {"model.norm.weight": torch.Size([16])}, "SGLang holds model.norm.weight as [16] torch.float32 and got [32]"),
         (shapes | {"model.extra": torch.Size([3])}, "missing: model.extra"),
         ({name: shape for name, shape in shapes.items() if name != "model.norm.weight"}, "has no model.norm.weight"),
     ):
-        errors = [error for error in reports_of_loading(store, Holder(changed)) if error]
+        errors = [error for error in reports_of_loading(transfer, Holder(changed)) if error]
         assert len(errors) == 1 and message in errors[0], errors
 
 
-def test_a_flipped_bit_is_noticed(store: WeightStore, weights: dict[str, torch.Tensor]) -> None:
-    store.receive(weights.items())
-    file = store.buckets()[-1][0]
+def test_a_flipped_bit_is_noticed(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
+    list(transfer.receive(weights.items()))
+    file = transfer.again()[-1][0].file
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     file.write_bytes(content)
-    errors = reports_of_loading(store, Holder({name: tensor.shape for name, tensor in weights.items()}))
+    errors = reports_of_loading(transfer, Holder({name: tensor.shape for name, tensor in weights.items()}))
     assert errors[:-1] == [None] * (len(errors) - 1) and "must hold the bits that were sent" in errors[-1]
+
+
+def test_a_shared_buffer_is_filled_again_for_every_bucket(weights: dict[str, torch.Tensor]) -> None:
+    """As the server sees it: handles of the buffer, which hold a bucket until the next one is asked for."""
+    transfer = IpcTransfer(CONFIG, WHOLE, torch.bfloat16, bucket_bytes=BUCKET)
+    model = Holder({name: tensor.shape for name, tensor in weights.items()}, torch.bfloat16)
+    num_buckets, addresses = 0, set()
+    for ((file, payload),) in transfer.receive(weights.items()):
+        named_tensors = pickle.loads(base64.b64decode(payload))
+        assert [name for name, _ in named_tensors] == [str(file)]
+        weight_loader.load(model, named_tensors)
+        assert json.loads(weight_loader.report_of(file).read_text()) == {"error": None}
+        num_buckets += 1
+        addresses.add(named_tensors[0][1].numel())
+    assert num_buckets > 2 and len(addresses) == 1
+    assert all(torch.equal(model.held[name], tensor.bfloat16()) for name, tensor in weights.items())
+    with pytest.raises(EngineError, match="--weight-transfer file"):
+        transfer.again()
+    transfer.close()
+
+
+def test_a_buffer_that_changes_too_early_is_noticed(weights: dict[str, torch.Tensor]) -> None:
+    transfer = IpcTransfer(CONFIG, WHOLE, torch.float32, bucket_bytes=BUCKET)
+    messages = transfer.receive(weights.items())
+    ((file, payload),) = next(messages)
+    late = pickle.loads(base64.b64decode(payload))
+    next(messages)
+    weight_loader.load(Holder({name: tensor.shape for name, tensor in weights.items()}), late)
+    assert "must hold the bits that were sent" in weight_loader.report_of(file).read_text()
+    transfer.close()
+
+
+@pytest.mark.parametrize("kind", [FileTransfer, IpcTransfer])
+def test_linear_weights_in_fp8(kind: type[WeightTransfer], weights: dict[str, torch.Tensor]) -> None:
+    transfer = kind(CONFIG, WHOLE, torch.bfloat16, fp8=True, bucket_bytes=BUCKET)
+    expected = {name: tensor if tensor.dtype.itemsize == 1 or "scale" in name else tensor.bfloat16()
+                for name, tensor in quantize_stream(weights.items())}
+    model = Holder({})
+    model.held = {
+        name: nn.Parameter(torch.zeros_like(tensor), requires_grad=False) for name, tensor in expected.items()
+    }
+    for ((file, payload),) in transfer.receive(weights.items()):
+        weight_loader.load(model, pickle.loads(base64.b64decode(payload)))
+        assert json.loads(weight_loader.report_of(file).read_text()) == {"error": None}
+    transfer.close()
+    dtypes = Counter(str(tensor.dtype) for tensor in expected.values())
+    assert dtypes == {"torch.float8_e4m3fn": 8, "torch.float32": 8, "torch.bfloat16": len(weights) - 8}
+    for name, tensor in expected.items():
+        assert torch.equal(model.held[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_no_file_no_exception(tmp_path: Path) -> None:
@@ -178,8 +231,8 @@ def test_no_file_no_exception(tmp_path: Path) -> None:
 class Generation:
     """The rules of one generation of SGLang's HTTP API, which the real servers state: sessions, and refusals."""
 
-    def __init__(self, buckets: list[list[Path]], *, has_sessions: bool) -> None:
-        self.reports = iter([weight_loader.report_of(file) for (file,) in buckets])
+    def __init__(self, buckets: list[list[Message]], *, has_sessions: bool) -> None:
+        self.reports = iter([weight_loader.report_of(file) for ((file, _),) in buckets])
         self.report: str | None = "taken"
         self.paths = ["/update_weights_from_tensor", "/update_weight_version"]
         self.paths += ["/begin_weight_update", "/end_weight_update"] if has_sessions else []
@@ -239,16 +292,16 @@ def serve() -> Iterator[Any]:
 
 
 @pytest.fixture
-def buckets(store: WeightStore, weights: dict[str, torch.Tensor]) -> list[list[Path]]:
+def buckets(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> list[list[Message]]:
     """Two, with the report of an earlier loading, which does not count."""
-    store.receive(weights.items())
-    for (file,) in store.buckets():
+    list(transfer.receive(weights.items()))
+    for ((file, _),) in transfer.again():
         weight_loader.report_of(file).write_text('{"error": null}')
-    return store.buckets()[:2]
+    return transfer.again()[:2]
 
 
 @pytest.mark.parametrize("has_sessions", [False, True])
-def test_both_generations_of_the_api(serve: Any, buckets: list[list[Path]], has_sessions: bool) -> None:
+def test_both_generations_of_the_api(serve: Any, buckets: list[list[Message]], has_sessions: bool) -> None:
     generation = Generation(buckets, has_sessions=has_sessions)
     sender = WeightSender(serve(generation), "package.load", timeout=10)
     sender.send(buckets, 3)
@@ -259,7 +312,7 @@ def test_both_generations_of_the_api(serve: Any, buckets: list[list[Path]], has_
 
 
 @pytest.mark.parametrize("status", [200, 400])
-def test_an_answer_that_says_no_is_an_error_whatever_its_status(serve: Any, buckets: list[list[Path]], status: int) -> None:
+def test_an_answer_that_says_no_is_an_error_whatever_its_status(serve: Any, buckets: list[list[Message]], status: int) -> None:
     generation = Generation(buckets, has_sessions=False)
     generation.refuse_with = status
     sender = WeightSender(serve(generation), "package.load", timeout=10)
@@ -269,9 +322,11 @@ def test_an_answer_that_says_no_is_an_error_whatever_its_status(serve: Any, buck
 
 
 @pytest.mark.parametrize(
-    ("report", "message"), [(None, "did not read its weights"), ("no room", "rank 0 of the SGLang server did not take .*no room")]
+    ("report", "message"), [(None, "did not read its weights"), ("no room", "rank 0 of the SGLang server did not .*no room")]
 )
-def test_a_server_that_says_yes_is_not_believed(serve: Any, buckets: list[list[Path]], report: str | None, message: str) -> None:
+def test_a_server_that_says_yes_is_not_believed(
+    serve: Any, buckets: list[list[Message]], report: str | None, message: str
+) -> None:
     generation = Generation(buckets, has_sessions=False)
     generation.report = report
     with pytest.raises(RequestRefused, match=message):
