@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 all=(versions kernels te sglang step reshard fp8 bench train sgl_train parity engines)
 declare -A share=( # seconds
     [versions]=40 [kernels]=110 [te]=60 [sglang]=150 [step]=180 [reshard]=50
-    [fp8]=60 [bench]=60 [train]=60 [sgl_train]=80 [parity]=50 [engines]=40
+    [fp8]=60 [bench]=60 [train]=60 [sgl_train]=120 [parity]=50 [engines]=40
 )
 output=gpu_check minutes=9 archives= parts=()
 while [ $# -gt 0 ]; do
@@ -155,21 +155,32 @@ train() { # the whole loop on the GPU in float32 and bfloat16, from the small mo
     "${launch[@]}" "${flags[@]}" --name float32 && "${launch[@]}" "${flags[@]}" --name bf16 --bf16
 }
 
-sgl_train() { # the loop with SGLang's rollouts, whose log-probabilities must be the trainer's
+sgl_train() { # the loop with SGLang's rollouts, whose log-probabilities must be the trainer's, by either way of the weights
     require_gpu && require sglang sgl_kernel || return 1
-    "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit --num-steps 3 \
-        --eval-prompts 64 --output "$output/runs" --overwrite --name sglang --bf16 \
-        --rollout-engine sglang --sglang-python "$(sglang_python)" || return 1
-    "$python" - "$output/runs/sglang/metrics.jsonl" <<'PYTHON'
+    local transfer servers failed=0
+    servers="$(sglang_python)"
+    for transfer in ipc file; do
+        "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit --num-steps 3 \
+            --eval-prompts 64 --output "$output/runs" --overwrite --name "sglang_$transfer" --bf16 \
+            --rollout-engine sglang --sglang-python "$servers" --weight-transfer "$transfer" &&
+            mismatch "$output/runs/sglang_$transfer/metrics.jsonl" || failed=1
+    done
+    return "$failed"
+}
+
+mismatch() { # fails unless engine and trainer agree in all three steps
+    "$python" - "$1" <<'PYTHON'
 import sys
 
 from ragen_mega.metrics import read_metrics
 
 for row in (rows := read_metrics(sys.argv[1])):
     mean, largest = (row[f"mismatch/logprob_{kind}_abs_diff"] for kind in ("mean", "max"))
-    print(f"step {row['step']}: log-probabilities of engine and trainer differ by {mean:.4f} in the mean, {largest:.4f} at most")
-    assert mean < 0.05, "engine and trainer compute different log-probabilities"
-assert len(rows) == 3
+    print(f"{sys.argv[1]} step {row['step']}: log-probabilities differ by {mean:.4f} in the mean, {largest:.4f} at most")
+    if mean > 0.05:
+        raise SystemExit("engine and trainer compute different log-probabilities")
+if len(rows) != 3:
+    raise SystemExit(f"three steps were asked for, and {len(rows)} are logged")
 PYTHON
 }
 
@@ -197,7 +208,7 @@ PYTHON
 
 { echo "# GPU check"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"; echo
   echo "| part | result | seconds | last line |"; echo "|---|---|---|---|"; } >"$report"
-export -f require require_gpu sglang_python "${all[@]}"
+export -f require require_gpu sglang_python mismatch "${all[@]}"
 export python output SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}"
 mkfifo "$output/.open" && exec 9<>"$output/.open" && rm "$output/.open" # a pipe that never ends: see supervisor.py
 rows="$output/.rows.tsv" failed=0 started="$(date +%s)"

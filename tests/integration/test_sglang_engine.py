@@ -194,11 +194,12 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
 
 
 @pytest.mark.gpu
-def test_a_sleeping_server_gives_its_memory_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transfer", ["file", "ipc"])
+def test_a_sleeping_server_gives_its_memory_back(transfer: str, tmp_path: Path) -> None:
     """Of the whole device, so that memory of the server's processes counts: asleep it lacks far less than awake."""
     cache_tokens = 2**21
     cache_bytes = 2 * cache_tokens * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * 16 * 2  # heads of 16, two bytes
-    engine = SGLangEngine(CONFIG, settings(tmp_path, kv_cache_tokens=cache_tokens))
+    engine = SGLangEngine(CONFIG, settings(tmp_path, kv_cache_tokens=cache_tokens), transfer=transfer)
     model = build_model(8)
 
     def free() -> int:
