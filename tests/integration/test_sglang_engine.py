@@ -6,7 +6,9 @@ Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGL
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -24,7 +26,7 @@ from ragen_mega.engines.engine_shards import cut_stream
 from ragen_mega.engines.http_json import RequestRefused
 from ragen_mega.engines.sglang import SGLangEngine
 from ragen_mega.engines.sglang_server import WEIGHT_LOADER, ServerFailed, ServerSettings, SGLangServer
-from ragen_mega.engines.sglang_weights import WeightSender
+from ragen_mega.engines.sglang_weights import Message, WeightSender
 from ragen_mega.environments.base import make
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.rollout.collector import collect, tasks_for_group
@@ -241,7 +243,9 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_pa
             load(weights | {"model.norm.weight": torch.zeros(32)})
         sender = WeightSender(engine.server.client, WEIGHT_LOADER, timeout=60)
         with pytest.raises(RequestRefused, match="rank 0 of the SGLang server did not take .*FileNotFoundError"):
-            sender.send([[tmp_path / "no.safetensors"]], 9)
+            missing = tmp_path / "no.safetensors"
+            body = base64.b64encode(pickle.dumps([(str(missing), torch.empty(0))])).decode()
+            sender.send([[Message(missing, body)]], 9)
         load(weights)
         with pytest.raises(ValueError, match="token ids must lie"):
             asyncio.run(engine.generate([VOCAB], SamplingParams(1), session=0))
