@@ -40,8 +40,9 @@ class Throughput:
         trained = seconds.get("advantages", 0.0) + seconds.get("update", 0.0)
         self.totals.add("total", train_seconds=Sum(trained), trained_tokens=Sum(self.trained_tokens))
         if sampled_tokens is not None:
-            self.totals.add("total", rollout_tokens=Sum(sampled_tokens), rollout_seconds=Sum(seconds["rollout"]))
-            metrics.add("rollout", tokens_per_second=sampled_tokens / seconds["rollout"])
+            rollout = seconds["rollout"] + seconds.get("sync", 0.0)  # no token can be sampled without its weights
+            self.totals.add("total", rollout_tokens=Sum(sampled_tokens), rollout_seconds=Sum(rollout))
+            metrics.add("rollout", tokens_per_second=sampled_tokens / rollout)
         if self.trained_tokens:
             metrics.add("update", tokens_per_second=self.trained_tokens / trained)
         metrics.add("time", seconds, step=sum(seconds.values()))

@@ -29,7 +29,8 @@ def train(run: Run) -> None:
 
         # Rollout: from each of P initial states sample N trajectories of at most K turns; then they are on the disk.
         with run.phase("rollout"), run.handover(), engine.awake():
-            engine.load_weights(run.phases.until_sent(policy.export_weights(engine.shard)))
+            with run.phase("sync"):
+                engine.load_weights(run.phases.until_sent(policy.export_weights(engine.shard)))
             metrics.add("time", policy.sync_metrics())
             groups = run.collect(step)
         metrics.add("rollout", run.summarize(groups))

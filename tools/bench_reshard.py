@@ -199,10 +199,11 @@ def launch(argv: list[str], num_ranks: int) -> dict[str, Any]:
         return json.loads(result.read_text())
 
 
-def default_memory() -> int:
-    """Bytes: a part of what is free, and over gloo no more than takes minutes."""
-    free = round(0.6 * psutil.virtual_memory().available)
-    return free if torch.cuda.is_available() else min(free, 4 * 10**9)
+def default_memory(num_ranks: int) -> int:
+    """Bytes of all ranks: a part of what is free on their devices, or in memory and then no more than takes minutes."""
+    if torch.cuda.is_available():
+        return round(0.6 * sum(torch.cuda.mem_get_info(index)[0] for index in range(num_ranks)))
+    return min(round(0.6 * psutil.virtual_memory().available), 4 * 10**9)
 
 
 def parse() -> argparse.Namespace:
@@ -245,11 +246,13 @@ def main() -> None:
         return
     try:
         parallel = parallel_config(arguments)
-        budget = round(arguments.memory_gb * 1e9) if arguments.memory_gb else default_memory()
+        num_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
+            raise ValueError(f"TP x PP ({num_ranks}) must be at most the {torch.cuda.device_count()} CUDA devices; lower one")
+        budget = round(arguments.memory_gb * 1e9) if arguments.memory_gb else default_memory(num_ranks)
         hf = fitting_config(name, parallel, dtype.itemsize, arguments.bucket_mb * 2**20, budget, arguments.num_layers)
         head_rows(hf, 0, arguments.rollout_tensor_parallel_size)
         size = ["--num-layers", str(hf.num_hidden_layers), "--vocab-size", str(hf.vocab_size)]
-        num_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         result = launch([*sys.argv[1:], *size], num_ranks)
     except (ValueError, RuntimeError) as error:
         fail(str(error).removeprefix("error: "), exit_code=2 if isinstance(error, ValueError) else 1)
@@ -260,7 +263,7 @@ def main() -> None:
         "model_gbytes": model_elements(hf)[0] * dtype.itemsize / 1e9,
         "tp": arguments.tensor_model_parallel_size, "pp": arguments.pipeline_model_parallel_size,
         "rollout_tp": arguments.rollout_tensor_parallel_size, "backend": "nccl" if torch.cuda.is_available() else "gloo",
-        "torch": torch.__version__, **result,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__, **result,
     }  # fmt: skip
     print(table(report))
     if arguments.json:

@@ -1,21 +1,29 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, each part on its own, with one report:
 #     bash tools/gpu_check.sh [--output DIR] [--minutes N] [--archives DIR] [PART ...]
-# Parts, in this order: versions kernels bench te fp8 train parity engines. Without names all run; a part that fails, lacks
-# a package or runs out of its share of the time (N minutes for all, default 9) does not stop the others. DIR (default
-# gpu_check) receives report.md, report.json and <part>.log. The exit code is the number of parts that failed.
+# Parts, in this order: versions kernels te sglang step reshard fp8 bench train sgl_train parity engines
+#     sglang: a real server against transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and
+#     where they go; reshard: a weight sync of 7B against the device's copies; sgl_train: training with SGLang's rollouts.
+# Without names all run. A part that fails, lacks a package or runs out of time does not stop the others: of N minutes for
+# all (default 9) each has a share of its own, and more where those behind it leave it. DIR (default gpu_check) receives
+# report.md, report.json and <part>.log. The exit code is the number of parts that failed.
 # On a machine without a package index give the packages it lacks in --archives: *.tar.xz are unpacked and *.whl installed
 # into a temporary directory that is searched first. Or unpack them yourself and name that directory in SITE.
+# SGLANG_FLAGS are added to the servers' command lines, e.g. SGLANG_FLAGS=--disable-cuda-graph.
 set -u
 cd "$(dirname "$0")/.."
-all=(versions kernels bench te fp8 train parity engines)
+all=(versions kernels te sglang step reshard fp8 bench train sgl_train parity engines)
+declare -A share=( # seconds
+    [versions]=40 [kernels]=110 [te]=60 [sglang]=150 [step]=180 [reshard]=50
+    [fp8]=60 [bench]=60 [train]=60 [sgl_train]=120 [parity]=50 [engines]=40
+)
 output=gpu_check minutes=9 archives= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --output) output="$2"; shift 2 ;;
         --minutes) minutes="$2"; shift 2 ;;
         --archives) archives="$2"; shift 2 ;;
-        -h | --help) sed -n '2,8s/^# \?//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,13s/^# \?//p' "$0"; exit 0 ;;
         *)
             if [[ " ${all[*]} " != *" $1 "* ]]; then echo "error: unknown part or flag $1; see --help" >&2; exit 2; fi
             parts+=("$1"); shift ;;
@@ -26,7 +34,9 @@ if [ -n "$archives" ] && [ ! -d "$archives" ]; then
     echo "error: --archives $archives is no directory; name the one with the *.tar.xz and *.whl files" >&2; exit 2
 fi
 python="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
+case "$python" in */*) python="$(cd "$(dirname "$python")" && pwd)/$(basename "$python")" ;; *) python="$(command -v "$python")" ;; esac
 mkdir -p "$output"
+output="$(cd "$output" && pwd)"
 if [ -n "$archives" ]; then # what cannot be unpacked is told and then missing from the parts that need it
     SITE="$(mktemp -d)"
     trap 'rm -rf "$SITE"' EXIT
@@ -38,12 +48,12 @@ if [ -n "$archives" ]; then # what cannot be unpacked is told and then missing f
             echo "cannot install $file" >&2
     done
 fi
+[ -z "${SITE:-}" ] || SITE="$(cd "$SITE" && pwd)"
 export PYTHONPATH="${SITE:+$SITE:}$PWD:$PWD/kernels" PYTHONUNBUFFERED=1 SGLANG_IS_FLASHINFER_AVAILABLE=0
 if [ -z "${CUDA_HOME:-}" ] && nvcc="$(command -v nvcc)"; then # for what is compiled at first use
     CUDA_HOME="$(dirname "$(dirname "$(readlink -f "$nvcc")")")"
     export CUDA_HOME
 fi
-mkdir -p "$output"
 report="$output/report.md"
 
 versions() {
@@ -80,6 +90,52 @@ require() { # one line instead of a traceback, and no tests that pass because th
     done
 }
 
+require_gpu() {
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && return
+    echo "no CUDA device: this part would measure something else"
+    return 1
+}
+
+sglang_python() { # prints the Python of the servers; their environment is their own, so it brings its packages along
+    local home="$output/.sglang" flags="${SGLANG_FLAGS:-}"
+    mkdir -p "$home/lib"
+    if ! "$python" -c "import soundfile" 2>/dev/null; then
+        echo '"""Stand-in: the HTTP server imports it, for requests with audio alone."""' >"$home/lib/soundfile.py"
+        echo "soundfile is missing; the servers get a stand-in" >&2
+    fi
+    if ! "$python" - <<'PYTHON'
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.exit(not any(path for folder in find_spec("sgl_kernel").submodule_search_locations for path in Path(folder).rglob("flash_ops*")))
+PYTHON
+    then
+        flags="--attention-backend triton $flags"
+        echo "sgl_kernel has no flash_ops, which SGLang takes by default; the servers get --attention-backend triton" >&2
+    fi
+    printf '#!/usr/bin/env bash\nPYTHONPATH=%q exec %q "$@" %s\n' "${SITE:+$SITE:}$home/lib" "$python" "$flags" >"$home/python"
+    chmod +x "$home/python"
+    echo "$home/python"
+}
+
+sglang() { # a real server against transformers: numbers, sleep, death, and models that went through Megatron's format
+    require_gpu && require sglang sgl_kernel || return 1
+    RAGEN_SGLANG_PYTHON="$(sglang_python)" "$python" -m pytest -m "slow or not slow" -v -p no:cacheprovider \
+        tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
+}
+
+step() { # seconds per StarPO-S step of a 0.5B model, and where they go
+    require_gpu && require sglang sgl_kernel || return 1
+    "$python" tools/bench_step.py --json "$output/step.json" --output "$output/step" --rollout-engine sglang \
+        -- --sglang-python "$(sglang_python)"
+}
+
+reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
+    require_gpu &&
+        "$python" tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 --json "$output/reshard.json"
+}
+
 te() { # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints of both
     require transformer_engine.pytorch &&
         "$python" -m pytest tests/integration/test_transformer_engine.py -m gpu -q -rs -p no:cacheprovider
@@ -97,6 +153,35 @@ train() { # the whole loop on the GPU in float32 and bfloat16, from the small mo
     local flags=(--recipe bandit --num-steps 3 --eval-prompts 64 --output "$output/runs" --overwrite)
     local launch=("$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh)
     "${launch[@]}" "${flags[@]}" --name float32 && "${launch[@]}" "${flags[@]}" --name bf16 --bf16
+}
+
+sgl_train() { # the loop with SGLang's rollouts, whose log-probabilities must be the trainer's, by either way of the weights
+    require_gpu && require sglang sgl_kernel || return 1
+    local transfer servers failed=0
+    servers="$(sglang_python)"
+    for transfer in ipc file; do
+        "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit --num-steps 3 \
+            --eval-prompts 64 --output "$output/runs" --overwrite --name "sglang_$transfer" --bf16 \
+            --rollout-engine sglang --sglang-python "$servers" --weight-transfer "$transfer" &&
+            mismatch "$output/runs/sglang_$transfer/metrics.jsonl" || failed=1
+    done
+    return "$failed"
+}
+
+mismatch() { # fails unless engine and trainer agree in all three steps
+    "$python" - "$1" <<'PYTHON'
+import sys
+
+from ragen_mega.metrics import read_metrics
+
+for row in (rows := read_metrics(sys.argv[1])):
+    mean, largest = (row[f"mismatch/logprob_{kind}_abs_diff"] for kind in ("mean", "max"))
+    print(f"{sys.argv[1]} step {row['step']}: log-probabilities differ by {mean:.4f} in the mean, {largest:.4f} at most")
+    if mean > 0.05:
+        raise SystemExit("engine and trainer compute different log-probabilities")
+if len(rows) != 3:
+    raise SystemExit(f"three steps were asked for, and {len(rows)} are logged")
+PYTHON
 }
 
 parity() { "$python" tools/parity.py --json "$output/parity.json"; }
@@ -123,17 +208,22 @@ PYTHON
 
 { echo "# GPU check"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"; echo
   echo "| part | result | seconds | last line |"; echo "|---|---|---|---|"; } >"$report"
-export -f require "${all[@]}"
-export python output
+export -f require require_gpu sglang_python mismatch "${all[@]}"
+export python output SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}"
+mkfifo "$output/.open" && exec 9<>"$output/.open" && rm "$output/.open" # a pipe that never ends: see supervisor.py
 rows="$output/.rows.tsv" failed=0 started="$(date +%s)"
 : >"$rows"
-deadline=$((SECONDS + minutes * 60))
+deadline=$((SECONDS + minutes * 60)) behind=0
+for part in "${parts[@]}"; do behind=$((behind + share[$part])); done
 for part in "${parts[@]}"; do
     start=$SECONDS left=$((deadline - SECONDS)) code=0
+    behind=$((behind - share[$part]))
+    limit=$((left - behind > share[$part] ? left - behind : share[$part]))
     if [ "$left" -lt 10 ]; then
         code=skipped
-    else
-        timeout --kill-after=10 "$left" bash -c "$part" >"$output/$part.log" 2>&1 || code=$?
+    else # nothing that a part started, ranks and servers with sessions of their own, outlives it
+        timeout --kill-after=10 "$((limit < left ? limit : left))" \
+            "$python" -I ragen_mega/engines/supervisor.py "$output/.none" bash -c "$part" <&9 >"$output/$part.log" 2>&1 || code=$?
     fi
     case "$code" in 0) result=passed ;; 124 | 137) result="out of time" ;; skipped) result="no time left" ;; *) result="failed ($code)" ;; esac
     [ "$code" = 0 ] || failed=$((failed + 1))

@@ -3,24 +3,18 @@
 Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from test_converted_models import ARCHITECTURES, convert, write_start
+from test_sglang_engine import DEVICE, DTYPE, PYTHON, START_TIMEOUT, check_close, pytestmark
 from transformers import AutoModelForCausalLM
 
 from ragen_mega.engines.sglang_server import ServerSettings, SGLangServer
 from ragen_mega.huggingface import load_config, load_tokenizer
 
-PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON")
-pytestmark = [
-    pytest.mark.skipif(
-        not PYTHON, reason="RAGEN_SGLANG_PYTHON names no Python with SGLang; build one: bash tools/setup_sglang_cpu.sh"
-    ),
-    pytest.mark.timeout(1500),
-]
+__all__ = ["pytestmark"]
 TEXT = "<|im_start|>user\nWhich arm?<|im_end|>\n"
 
 
@@ -32,7 +26,8 @@ def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> N
     options = {"model-path": export, "load-format": "auto", "skip-tokenizer-init": False}
     settings = ServerSettings(
         python=Path(PYTHON), directory=tmp_path / "server", max_context=100, max_running_requests=2, kv_cache_tokens=1024,
-        start_timeout=1200.0, hang_timeout=120.0, options=options,
+        device=DEVICE, dtype=str(DTYPE).removeprefix("torch."), start_timeout=START_TIMEOUT, hang_timeout=120.0,
+        options=options,
     )
     server = SGLangServer(settings, load_config(str(export)), weights=tmp_path / "none")
     client = server.start()
@@ -46,9 +41,9 @@ def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> N
     prompt = load_tokenizer(str(start)).encode(TEXT)
     assert answer["meta_info"]["prompt_tokens"] == len(prompt)
     logprobs, tokens = zip(*(entry[:2] for entry in answer["meta_info"]["output_token_logprobs"]))
-    model = AutoModelForCausalLM.from_pretrained(start).eval()
+    model = AutoModelForCausalLM.from_pretrained(start).to(DTYPE).float().eval()  # rounded as the server's weights are
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert len(tokens) == 8
-    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0.0)
+    check_close(torch.tensor(logprobs), expected)

@@ -6,7 +6,9 @@ Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGL
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -24,7 +26,7 @@ from ragen_mega.engines.engine_shards import cut_stream
 from ragen_mega.engines.http_json import RequestRefused
 from ragen_mega.engines.sglang import SGLangEngine
 from ragen_mega.engines.sglang_server import WEIGHT_LOADER, ServerFailed, ServerSettings, SGLangServer
-from ragen_mega.engines.sglang_weights import WeightSender
+from ragen_mega.engines.sglang_weights import Message, WeightSender
 from ragen_mega.environments.base import make
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.rollout.collector import collect, tasks_for_group
@@ -41,6 +43,13 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 ROOT = Path(__file__).parents[2]
+IS_CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if IS_CUDA else ("cpu", torch.float32)
+TOLERANCE, MEAN_TOLERANCE = (1.0, 0.15) if IS_CUDA else (1e-4, 1e-4)
+"""Of one log-probability and of the mean of a completion's. The expected ones are computed in float32 from the weights as the
+server holds them. In bfloat16 these models, whose weights are large, are that far off in transformers too: over 6400 sampled
+tokens at temperature 0.7 by 0.54 at most and 0.045 in the mean. Under other weights the mean would be above 1."""
+START_TIMEOUT = 150.0 if IS_CUDA else 1200.0
 VOCAB = 400
 MAX_CONTEXT = 400
 CONFIG = Qwen2Config(
@@ -57,12 +66,14 @@ CONFIG = Qwen2Config(
 
 
 def build_model(seed: int) -> PreTrainedModel:
+    """In float32, with weights that the server's type holds exactly."""
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(CONFIG).eval()
     with torch.no_grad():  # biases start at 0 and norms at 1, which would hide a mistake
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            parameter.copy_(parameter.to(DTYPE))
     return model
 
 
@@ -77,7 +88,9 @@ def settings(directory: Path, **changes: object) -> ServerSettings:
         "max_context": MAX_CONTEXT,
         "max_running_requests": 16,
         "kv_cache_tokens": 8192,
-        "start_timeout": 1200.0,
+        "device": DEVICE,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "start_timeout": START_TIMEOUT,
         "hang_timeout": 120.0,
     }
     return ServerSettings(**(values | changes))
@@ -98,7 +111,12 @@ def check_logprobs(model: PreTrainedModel, prompt: list[int], answer: Completion
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1] / temperature
     expected = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0.0)
+    check_close(torch.tensor(answer.logprobs), expected)
+
+
+def check_close(logprobs: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logprobs, expected, atol=TOLERANCE, rtol=0.0)
+    assert float((logprobs - expected).abs().sum()) <= MEAN_TOLERANCE * len(expected)
 
 
 async def converse(engine: SGLangEngine, session: int, *, temperature: float) -> list[tuple[list[int], Completion]]:
@@ -165,12 +183,45 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
         stopped = asyncio.run(engine.generate(prompt, last_is_stop, session=0))
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + greedy.tokens])).logits[0, len(prompt) - 1 : -1]
-    assert greedy.tokens == logits.argmax(-1).tolist() and greedy.finish_reason == "length"
+    chosen = logits.gather(-1, torch.tensor(greedy.tokens)[:, None])[:, 0]  # in bfloat16 a tie may fall the other way
+    assert bool((chosen >= logits.amax(-1) - (TOLERANCE if IS_CUDA else 0.0)).all()) and greedy.finish_reason == "length"
     assert len(greedy.tokens) == 10
     check_logprobs(model, prompt, greedy, 1.0)
     check_logprobs(model, prompt[:20], nucleus, 1.0)  # of the whole distribution, as the trainer has it
     assert full == Completion([], [], "length")
-    assert stopped.tokens == greedy.tokens[:2] and stopped.finish_reason == "stop"
+    if not IS_CUDA:  # a prompt that is cached takes other kernels, and bfloat16 may then choose otherwise
+        assert stopped.tokens == greedy.tokens[:2]
+        assert stopped.finish_reason == "stop"
+    assert len(stopped.tokens) <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transfer", ["file", "ipc"])
+def test_a_sleeping_server_gives_its_memory_back(transfer: str, tmp_path: Path) -> None:
+    """Of the whole device, so that memory of the server's processes counts: asleep it lacks far less than awake."""
+    cache_tokens = 2**21
+    cache_bytes = 2 * cache_tokens * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * 16 * 2  # heads of 16, two bytes
+    engine = SGLangEngine(CONFIG, settings(tmp_path, kv_cache_tokens=cache_tokens), transfer=transfer)
+    model = build_model(8)
+
+    def free() -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    try:
+        asleep = []
+        for _ in range(3):
+            with engine.awake():
+                engine.load_weights(shards(model))
+                for turns in converse_all(engine):
+                    for prompt, answer in turns:
+                        check_logprobs(model, prompt, answer, 1.0)
+                awake = free()
+            asleep.append(free())
+            assert asleep[-1] - awake > 0.9 * cache_bytes
+        assert max(asleep) - min(asleep) < 0.1 * cache_bytes  # and nothing is lost from one sleep to the next
+        assert engine.server.num_starts == 1 and not engine.skipped
+    finally:
+        engine.shutdown()
 
 
 def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_path: Path) -> None:
@@ -192,7 +243,9 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_pa
             load(weights | {"model.norm.weight": torch.zeros(32)})
         sender = WeightSender(engine.server.client, WEIGHT_LOADER, timeout=60)
         with pytest.raises(RequestRefused, match="rank 0 of the SGLang server did not take .*FileNotFoundError"):
-            sender.send([[tmp_path / "no.safetensors"]], 9)
+            missing = tmp_path / "no.safetensors"
+            body = base64.b64encode(pickle.dumps([(str(missing), torch.empty(0))])).decode()
+            sender.send([[Message(missing, body)]], 9)
         load(weights)
         with pytest.raises(ValueError, match="token ids must lie"):
             asyncio.run(engine.generate([VOCAB], SamplingParams(1), session=0))

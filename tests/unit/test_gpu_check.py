@@ -56,6 +56,51 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     assert (output / "report.md").read_text().count("| failed") == len(failed)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_parts_that_measure_a_gpu_say_that_there_is_none(tmp_path: Path) -> None:
+    parts = ["sglang", "step", "reshard", "sgl_train"]
+    done = run("--output", str(tmp_path), "--minutes", "4", *parts)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert done.returncode == len(parts) and [part["part"] for part in report["parts"]] == parts
+    for part in report["parts"]:
+        assert part["result"] == "failed (1)" and part["last_line"].startswith("no CUDA device"), part
+
+
+STUCK = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(os.environ["OUT"], "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+
+
+def test_a_part_that_hangs_leaves_the_others_their_time_and_no_process(tmp_path: Path) -> None:
+    """A Python that hangs in the first part and, as ranks and servers are, has a child in a session of its own."""
+    python, started = tmp_path / "python", tmp_path / "pids"
+    (tmp_path / "stuck.py").write_text(STUCK)
+    python.write_text(
+        "#!/usr/bin/env bash\n"
+        f'if [ "$2" = tools/bench_reshard.py ] || [ "$1" = tools/bench_reshard.py ]; then\n'
+        f'    OUT={started} exec {sys.executable} {tmp_path / "stuck.py"}\nfi\n'
+        f'if [[ "$2" = *is_available* ]]; then exit 0; fi\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    script = (ROOT / "tools" / "gpu_check.sh").read_text().replace("[reshard]=50", "[reshard]=8")
+    tools = tmp_path / "repository" / "tools"
+    tools.mkdir(parents=True)
+    for name in ("ragen_mega", "kernels"):
+        (tools.parent / name).symlink_to(ROOT / name)
+    (tools / "gpu_check.sh").write_text(script.replace("[versions]=40", "[versions]=45"))
+    command = ["bash", str(tools / "gpu_check.sh"), "--output", str(tmp_path / "out"), "--minutes", "1", "reshard", "versions"]
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHON": str(python)}
+    subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    parts = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
+    assert [part["result"] for part in parts][0] == "out of time" and parts[0]["seconds"] < 30
+    assert parts[1]["result"] != "no time left" and "torch" in (tmp_path / "out" / "versions.log").read_text()
+    for pid in started.read_text().split():
+        assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
 def has_pip() -> bool:
     return subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
 
@@ -70,4 +115,4 @@ def test_bad_flags_are_one_line(flags: tuple[str, ...], message: str) -> None:
 
 
 def test_help_lists_the_parts() -> None:
-    assert "versions kernels bench te fp8 train parity engines" in run("--help").stdout
+    assert "versions kernels te sglang step reshard fp8 bench train sgl_train parity engines" in run("--help").stdout

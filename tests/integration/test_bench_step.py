@@ -1,0 +1,118 @@
+"""The step benchmark, run for real on a tiny shape: its workload is exactly what it says, and its phases are the whole step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ragen_mega.metrics import read_metrics
+from ragen_mega.rollout.store import RolloutStore
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {
+    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 1024, "tie_word_embeddings": True,
+}  # fmt: skip
+TURNS, RESPONSE = 5, 8
+
+
+def write_shape(directory: Path, **changes: object) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(SHAPE | changes))
+    return directory
+
+
+def bench(*flags: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "bench_step.py"), *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+
+
+def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
+    shape = write_shape(tmp_path / "tiny")
+    done = bench(
+        "--model", shape, "--num-groups", "4", "--group-size", "2", "--response-length", RESPONSE, "--keep", "0.25",
+        "--rollout-engine", "embedded", "--json", tmp_path / "out.json", "--output", tmp_path / "runs",
+        "--", "--max-context-length", "1000",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((tmp_path / "out.json").read_text())
+    (run,) = report["runs"]
+    directory = tmp_path / "runs" / "keep_25"
+    rows = read_metrics(directory / "metrics.jsonl")
+    store = RolloutStore(directory / "rollouts")
+    for step, row in enumerate(rows):
+        groups = store.read(step).groups
+        assert [len(group.trajectories) for group in groups] == [2] * 4
+        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+            assert [turn.end - turn.start for turn in trajectory.turns] == [RESPONSE] * TURNS
+        trained = row["update/tokens_per_second"] * (row["time/advantages"] + row["time/update"])
+        assert round(trained) == sum(len(trajectory.tokens) - 1 for trajectory in groups[0].trajectories)
+    assert len(rows) == 3 and len(run["all_seconds"]) == 2
+    assert run["sampled_tokens_per_trajectory"] == TURNS * RESPONSE
+    assert (run["num_trajectories"], run["trained_trajectories"]) == (8, 2)
+
+    # Wall clock outside the program against its own timers.
+    phases = {name: phase["seconds"] for name, phase in run["phases"].items()}
+    assert {"rollout", "sync", "advantages", "update", "rollout_files", "handover", "other"} <= phases.keys()
+    assert sum(phases.values()) == pytest.approx(run["seconds"])
+    assert -0.1 < phases["other"] < 0.1 + 0.2 * run["seconds"]
+    assert all(seconds >= 0 for name, seconds in phases.items() if name != "other")
+    assert run["target_seconds"] is None and "8.0 sampled" not in done.stdout and "40.0 sampled tokens" in done.stdout
+    assert not (directory / "checkpoints").exists() and not (tmp_path / "runs" / "checkpoint").exists()
+
+
+@pytest.mark.usefixtures("tools")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_random_model_never_stops(tmp_path: Path, is_tied: bool) -> None:
+    """In transformers: stop tokens are impossible after any word, and the other words stay about equally likely."""
+    random_checkpoint = import_module("random_checkpoint")
+    hf = random_checkpoint.model_config(str(write_shape(tmp_path / "shape", tie_word_embeddings=is_tied)))
+    count = random_checkpoint.write_checkpoint(hf, "sokoban", tmp_path / "model", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert model.num_parameters() == count
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    stop = tokenizer.eos_token_id
+    words = [index for index in range(hf.vocab_size) if index != stop]
+    prompt = tokenizer.encode("<|im_start|>user\nUp<|im_end|>\n<|im_start|>assistant\n<think>")
+    batch = torch.tensor([[*prompt, word] for word in words])
+    with torch.inference_mode():
+        logprobs = model(batch).logits[:, -1].log_softmax(-1)
+    assert float(logprobs[:, stop].max()) < -50
+    assert float(logprobs[:, words].min()) > -20
+    assert tokenizer.decode([words[-1], *tokenizer.encode("Up"), len(tokenizer)]) == "Up"
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+@pytest.mark.usefixtures("tools")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model Qwen9", "--model must name a directory with a config.json or one of Qwen2.5-0.5B"),
+        ("--steps 1", "--steps must be at least 2"),
+        ("--keep 0.5 0", "--keep must hold shares above 0"),
+    ],
+)
+def test_what_cannot_be_timed_is_one_line(
+    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags.split(), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        import_module("bench_step").main()
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_a_run_that_fails_shows_its_log(tmp_path: Path) -> None:
+    done = bench("--model", write_shape(tmp_path / "tiny"), "--output", tmp_path / "runs", "--", "--lr", "0")
+    assert done.returncode == 1 and "ended with status 2" in done.stderr and "set --lr" in done.stderr
