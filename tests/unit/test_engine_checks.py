@@ -12,7 +12,7 @@ from ragen_mega.config import parse
     [
         ("--rollout-tensor-parallel-size 2", 128, r"must divide the ranks of a node \(1\) and of the job \(1\)"),
         ("", 48, r"SGLang on a CPU adds .* rows of the feed-forward layer \(48\) up to one of 32 times it"),
-        ("--rollout-fp8", 128, "rollout_fp8 needs a GPU of compute capability 8.9 or newer .* here is none; drop --rollout-fp8"),
+        ("--rollout-fp8", 128, "rollout_fp8 needs a GPU .* here is none; drop --rollout-fp8"),
     ],
 )
 def test_one_line_before_training(flags: str, ffn_size: int, message: str) -> None:
