@@ -7,8 +7,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import importlib.util
+
 import pytest
 import torch
+
+if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+    import tests.kernels.interpreter_shim  # noqa: F401 before transformers imports triton, which then decides for good
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
