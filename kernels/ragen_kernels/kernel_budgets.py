@@ -75,11 +75,14 @@ class KernelConfig:
     types: dict[str, str] = field(default_factory=dict)
     aligned: frozenset[str] = ALIGNED
 
+    def compile(self, max_registers: int | None = None) -> Any:
+        """Triton's compiled kernel for sm_90, with all stages in `asm`."""
+        signature = {name: self.types.get(name, argument_type(name)) for name in self.kernel.arg_names}
+        return compile_kernel(self.kernel, signature, self.constants, self.num_warps, self.aligned, max_registers)
+
     def report(self, max_registers: int | None = None) -> KernelReport:
         """Compile for sm_90 and count."""
-        signature = {name: self.types.get(name, argument_type(name)) for name in self.kernel.arg_names}
-        compiled = compile_kernel(self.kernel, signature, self.constants, self.num_warps, self.aligned, max_registers)
-        return analyse(compiled, self.constants["BLOCK"] / (32 * self.num_warps))
+        return analyse(self.compile(max_registers), self.constants["BLOCK"] / (32 * self.num_warps))
 
 
 PLAIN = {"DUAL_CLIP": False, "KL": 0, "IMPORTANCE": False, "REF": None, "ROLLOUT": None}

@@ -58,12 +58,13 @@ def compile_kernel(
     aligned: frozenset[str],
     max_registers: int | None = None,
 ) -> Any:
-    """Compile for sm_90. `aligned`: integer arguments divisible by 16, as the launcher would find out; pointers are."""
+    """Compile for sm_90 as a launch would whose integers `aligned`, and whose pointers, are divisible by 16."""
     names = kernel.arg_names
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if name not in constants and (signature[name].startswith("*") or name in aligned)
+        if not kernel.params[index].do_not_specialize_on_alignment
     }
     source = ASTSource(
         fn=kernel,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_world_size
 
+from ragen_kernels.arguments import PER_TOKEN
 from ragen_kernels.device import num_persistent_programs
 from ragen_kernels.objective import PolicyObjective, PolicyStats
 from ragen_kernels.triton_rows import (
@@ -52,7 +53,7 @@ def zero_row(DX, num_columns, BLOCK: tl.constexpr):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PER_TOKEN)
 def policy_row_kernel(
     X, DX, LABELS, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT, OUT,
     num_rows, stride, dx_stride, num_valid, num_columns, num_entries, scale,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ragen_kernels import reference_returns
+from ragen_kernels.arguments import PER_TOKEN
 from ragen_kernels.reference_returns import AdvantageEstimate, check_gae_arguments, check_groups, check_value_clip
 
 SCAN_BLOCK = 2048
@@ -32,7 +33,7 @@ def first_lane(x, lane):
     return tl.sum(tl.where(lane == 0, x, 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_TOKEN)
 def gae_kernel(
     REWARDS,
     VALUES,
@@ -107,7 +108,7 @@ def gae_kernel(
     tl.store(MOMENTS + trajectory * 3 + 2, squares)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def whiten_kernel(ADVANTAGES, MASK, MOMENTS, OUT, size, epsilon, BLOCK: tl.constexpr):
     """(A - mean) / sqrt(var + epsilon) of BLOCK tokens, from three sums in memory."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +125,7 @@ def whiten_kernel(ADVANTAGES, MASK, MOMENTS, OUT, size, epsilon, BLOCK: tl.const
     tl.store(OUT + token, tl.where(sampled, (advantage - mean) * factor, 0.0).to(tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def group_normalize_kernel(SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """One program per trajectory, which looks for its group's members among all: no sorting, no atomics.
 
@@ -152,7 +153,7 @@ def group_normalize_kernel(SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.co
     tl.store(OUT + own, centred.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def value_loss_kernel(
     VALUES, OLD, RETURNS, WEIGHTS, LOSSES, CLIPPED, D_VALUES, size, clip, CLIP: tl.constexpr, BLOCK: tl.constexpr
 ):
