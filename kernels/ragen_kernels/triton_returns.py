@@ -50,7 +50,8 @@ def gae_kernel(
     BI_LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per trajectory. The carries are those of the block to the right, at its first token."""
+    """One program per trajectory. The carries are those of the block to the right: advantages at its first token, values
+    behind it, since the lane on the left has read the first token's itself."""
     trajectory = tl.program_id(0)
     begin = tl.load(OFFSETS + trajectory).to(tl.int64)
     length = (tl.load(OFFSETS + trajectory + 1) - begin).to(tl.int32)
@@ -88,7 +89,7 @@ def gae_kernel(
             )
             turn_advantage = b + a * turn_carry
             turn_carry = first_lane(turn_advantage, lane)
-            turn_value_carry = first_lane(tl.where(is_end, v, next_turn_value), lane)
+            turn_value_carry = first_lane(next_turn_value, lane)
             delta = tl.where(is_end, turn_advantage, delta)
             decay = tl.where(is_end, 0.0, decay)
         a, b = tl.associative_scan(
@@ -96,7 +97,7 @@ def gae_kernel(
         )
         advantage = b + a * advantage_carry
         advantage_carry = first_lane(advantage, lane)
-        value_carry = first_lane(tl.where(sampled, v, next_value), lane)
+        value_carry = first_lane(next_value, lane)
         advantage = tl.where(sampled, advantage, 0.0)
         tl.store(ADVANTAGES + t, advantage, mask=inside)
         tl.store(RETURNS + t, advantage + v, mask=inside)

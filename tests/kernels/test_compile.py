@@ -24,15 +24,27 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict:
-    out = tmp_path_factory.mktemp("compile") / "report.json"
-    process = run_python("tools/bench_kernels.py", "--compile-only", "--json", str(out))
+    out = tmp_path_factory.mktemp("compile")
+    files = "--json", str(out / "report.json"), "--markdown", str(out / "report.md")
+    process = run_python("tools/bench_kernels.py", "--compile-only", *files)
     assert process.returncode == 0, process.stdout + process.stderr
-    return json.loads(out.read_text())
+    return json.loads((out / "report.json").read_text()) | {"markdown": (out / "report.md").read_text()}
 
 
 def test_every_kernel_is_within_its_budget(report):
     over = {row["name"]: row["violations"] for row in report["kernels"] if row["violations"]}
     assert not over
+
+
+def test_the_published_table_is_the_present_one(report):
+    """Names whatever the versions; every number where triton is the one that the table was written with."""
+    folder = ROOT / "docs" / "benchmarks"
+    published = json.loads((folder / "kernels_sm90_static.json").read_text())
+    assert [row["name"] for row in published["kernels"]] == [row["name"] for row in report["kernels"]]
+    if published["environment"]["triton"] == report["environment"]["triton"]:
+        assert published["kernels"] == report["kernels"]
+        page = (folder / "kernels_sm90_static.md").read_text()
+        assert page.partition("| kernel")[2] == report["markdown"].partition("| kernel")[2]
 
 
 def kernels_of_the_package() -> set[str]:
