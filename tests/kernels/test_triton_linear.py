@@ -136,6 +136,16 @@ def test_linear_logprobs(triton_linear, kernel_device):
     torch.testing.assert_close(entropy.cpu().double(), torch.where(keep, truth.entropy, 0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("vocab", [97, 151936, 151937, 151944])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_any_vocabulary_are_aligned(triton_linear, vocab, dtype):
+    """Triton learns of a stride only whether 16 divides it, elements not bytes; else it loads element by element."""
+    from ragen_kernels.triton_policy import has_aligned_rows
+
+    rows = triton_linear.empty_rows(torch.empty(0), 3, vocab, dtype)
+    assert rows.shape == (3, vocab) and has_aligned_rows(rows) and not has_aligned_rows(rows[:, 1:])
+
+
 def test_default_chunks_are_whole_tiles_of_equal_size(triton_linear):
     from ragen_kernels.vocab import vocab_shard
 
