@@ -3,6 +3,7 @@
 
 python tools/bench_kernels.py --json docs/benchmarks/kernels.json --plot docs/benchmarks/kernels.svg
 python tools/bench_kernels.py --compile-only        # no GPU: registers and instructions of every kernel on sm_90
+    --json docs/benchmarks/kernels_sm90_static.json --markdown docs/benchmarks/kernels_sm90_static.md
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every number, with hardware and versions")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the table (svg, png or pdf)")
     parser.add_argument("--compile-only", action="store_true", help="static budgets on sm_90; needs triton, not a GPU")
+    parser.add_argument("--markdown", type=Path, metavar="OUT", help="with --compile-only: write its table")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", nargs="*", default=[], metavar="WORD", help="only cases whose name holds a word")
     parser.add_argument("--repetitions", type=int, default=30)
@@ -36,6 +39,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(
             f"--repetitions and --input-sets must be >= 1, got {arguments.repetitions} and {arguments.input_sets}"
         )
+    if arguments.markdown is not None and not arguments.compile_only:
+        parser.error("--markdown writes the table of --compile-only; for measurements use --json and --plot")
     return arguments
 
 
@@ -53,37 +58,25 @@ def environment(device: str) -> dict[str, Any]:
     return facts
 
 
-def compile_report() -> list[dict[str, Any]]:
-    """Static budgets of every kernel, printed as a table."""
+def compile_report(markdown: Path | None) -> dict[str, Any]:
+    """Static budgets of every kernel, printed as a table and written to `markdown`."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("--compile-only compiles kernels, TRITON_INTERPRET=1 interprets them: unset it")
     try:
-        from ragen_kernels.kernel_budgets import all_configs
+        from ragen_kernels import static_report
+        from ragen_kernels.static_analysis import ptxas_version
     except ModuleNotFoundError as error:
         raise SystemExit(f"--compile-only needs triton ({error}): pip install triton==3.6.0 'numpy<2.4'") from error
-    print(f"{'kernel':38s} {'regs':>5s} {'spill':>6s} {'smem':>7s} {'instr/elem':>11s} {'ex2/elem':>9s}")
+    versions = environment("cpu") | {"target": "sm_90", "ptxas": ptxas_version(), "date": date.today().isoformat()}
+    print(static_report.HEADER)
     rows = []
-    for config in all_configs():
-        report = config.report()
-        instructions = sum(loop.instructions for loop in report.streams)
-        exponentials = sum(loop.exponentials for loop in report.streams)
-        violations = config.budget.violations(report)
-        streaming = f"{instructions:11.2f} {exponentials:9.2f}" if report.streams else f"{'-':>11s} {'-':>9s}"
-        resources = f"{report.registers:5d} {report.spill_instructions:6d} {report.shared_bytes:7d}"
-        verdict = f"  OVER BUDGET: {'; '.join(violations)}" if violations else ""
-        print(f"{config.name:38s} {resources} {streaming}{verdict}")
-        rows.append(
-            {
-                "name": config.name,
-                "kernel": config.kernel.fn.__name__,
-                "num_warps": config.num_warps,
-                "instructions_per_element": instructions,
-                "exponentials_per_element": exponentials,
-                "violations": violations,
-                **asdict(report),
-            }
-        )
-    return rows
+    for row in static_report.static_rows():
+        print(static_report.text_line(row))
+        rows.append(row)
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(static_report.markdown(rows, versions))
+    return {"environment": versions, "kernels": rows}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -173,11 +166,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    report: dict[str, Any] = {"environment": environment("cpu" if arguments.compile_only else arguments.device)}
     if arguments.compile_only:
-        report["kernels"] = compile_report()
+        report = compile_report(arguments.markdown)
     else:
-        report |= measure(arguments)
+        report = {"environment": environment(arguments.device)} | measure(arguments)
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")

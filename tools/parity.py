@@ -3,7 +3,8 @@
     python tools/parity.py --json parity.json
 
 For tied Qwen2 and untied Qwen3 models with random weights it reports, per layout, the largest difference of
-log-probabilities, values, losses, gradients and of the parameters after two optimizer steps. Exit code 1 beyond tolerance.
+log-probabilities, values, losses, gradients and of the parameters after two optimizer steps, and that of the actor's
+gradient by the fused loss from the one through full logits (parity_unfused.py). Exit code 1 beyond tolerance.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ TOLERANCES = {
     "max_diff_loss": 1e-5,
     "max_rel_diff_gradients": 1e-4,
     "max_diff_parameters": 1e-4,
+    "max_rel_diff_unfused": 1e-4,
 }
 TRANSFORMERS_TOLERANCE = 1e-4
 ARCHITECTURES = ("qwen2", "qwen3")
 TEMPERATURE = 0.7
+CLIP_GRAD = 0.5
+LOSS = LossConfig(dual_clip=3.0, kl_kind="k3", kl_coef=0.05, entropy_coef=0.01, importance_cap=1.5)
 
 
 @dataclass(frozen=True)
@@ -154,15 +158,14 @@ def run_layout(layout: Layout, directory: Path) -> None:
 
     torch.set_num_threads(1)
     groups = initialize(layout.parallel)
-    train = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=layout.max_tokens, clip_grad=0.5)
-    loss = LossConfig(dual_clip=3.0, kl_kind="k3", kl_coef=0.05, entropy_coef=0.01, importance_cap=1.5)
+    train = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=layout.max_tokens, clip_grad=CLIP_GRAD)
     results: dict[str, dict] = {}
     for architecture in ARCHITECTURES:
         hf = AutoModelForCausalLM.from_pretrained(directory / architecture).config
         reader = CheckpointReader(directory / architecture)
         batch = TokenBatch(**torch.load(directory / f"{architecture}.batch.pt"))
-        policy = MegatronPolicy(hf, groups, layout.parallel, train, loss, temperature=TEMPERATURE)
-        critic = MegatronCritic(hf, groups, layout.parallel, train, loss)
+        policy = MegatronPolicy(hf, groups, layout.parallel, train, LOSS, temperature=TEMPERATURE)
+        critic = MegatronCritic(hf, groups, layout.parallel, train, LOSS)
         for model in (policy, critic):
             model.load_weights(reader)
         result = {"logprobs": policy.logprobs(batch), "losses": [], "gradients": {}, "grad_norms": []}
@@ -186,8 +189,8 @@ def run_layout(layout: Layout, directory: Path) -> None:
     distributed.stop()
 
 
-def compare(name: str, result: dict, baseline: dict) -> dict[str, float | str]:
-    """Largest differences of one layout from the single process, over both architectures."""
+def compare(name: str, result: dict, baseline: dict, unfused: dict) -> dict[str, float | str]:
+    """Largest differences of one layout from the single process and from `unfused`, over both architectures."""
     row: dict[str, float | str] = {"name": name} | dict.fromkeys(TOLERANCES, 0.0)
 
     def record(key: str, value: float) -> None:
@@ -201,14 +204,24 @@ def compare(name: str, result: dict, baseline: dict) -> dict[str, float | str]:
         for a, b in zip(ours["grad_norms"], theirs["grad_norms"]):
             record("max_rel_diff_gradients", abs(a - b) / b)
         for model, gradients in ours["gradients"].items():
-            for key, gradient in gradients.items():
-                expected = theirs["gradients"][model][key]
-                scale = max(float(expected.abs().max()), 1e-6)
-                record("max_rel_diff_gradients", float((gradient - expected).abs().max()) / scale)
+            record("max_rel_diff_gradients", relative_difference(gradients, theirs["gradients"][model]))
+        truth, norm = unfused[architecture]
+        record("max_rel_diff_unfused", abs(ours["grad_norms"][0] - norm) / norm)
+        if "policy" in ours["gradients"]:  # the distributed optimizer leaves only the norm
+            record("max_rel_diff_unfused", relative_difference(ours["gradients"]["policy"], truth))
         for model, parameters in ours["parameters"].items():
             for key, parameter in parameters.items():
                 record("max_diff_parameters", float((parameter - theirs["parameters"][model][key]).abs().max()))
     return row
+
+
+def relative_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest difference of any tensor's elements, relative to its largest element; the names must agree."""
+    if actual.keys() != expected.keys():
+        raise ValueError(f"gradients of other tensors than expected: {sorted(actual.keys() ^ expected.keys())}")
+    return max(
+        float((actual[name] - x).abs().max()) / max(float(x.abs().max()), 1e-6) for name, x in expected.items()
+    )
 
 
 def launch(layout: Layout, directory: Path) -> None:
@@ -225,21 +238,24 @@ def launch(layout: Layout, directory: Path) -> None:
 
 def measure(names: list[str]) -> dict:
     """Run the named layouts beside the single process and return the report."""
+    from parity_unfused import clipped, unfused_gradients  # here, since tests import this file as part of a package
+
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        expected = {}
+        expected, unfused = {}, {}
         for architecture in ARCHITECTURES:
             model = random_model(architecture)
             model.save_pretrained(directory / architecture)
             batch = make_batch(model)
             torch.save(dict(batch.tensors()), directory / f"{architecture}.batch.pt")
             expected[architecture] = transformers_logprobs(model, batch)
+            unfused[architecture] = clipped(unfused_gradients(model, batch, LOSS, TEMPERATURE), CLIP_GRAD)
         launch(LAYOUTS["single"], directory)
         baseline = torch.load(directory / "single.pt")
         rows = []
         for name in names:
             launch(LAYOUTS[name], directory)
-            rows.append(compare(name, torch.load(directory / f"{name}.pt"), baseline))
+            rows.append(compare(name, torch.load(directory / f"{name}.pt"), baseline, unfused))
             print("  ".join(f"{key} {value:.1e}" if isinstance(value, float) else f"{value:34s}"
                             for key, value in rows[-1].items()), flush=True)
         difference = max(float((baseline[a]["logprobs"] - expected[a]).abs().max()) for a in ARCHITECTURES)

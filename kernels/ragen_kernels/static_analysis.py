@@ -42,6 +42,9 @@ class KernelReport:
     shared_bytes: int
     wide_loads: int
     wide_stores: int
+    async_copies: int  # cp.async
+    tma_copies: int
+    wgmma: int
     loops: tuple[LoopCount, ...]
 
     @property
@@ -58,12 +61,13 @@ def compile_kernel(
     aligned: frozenset[str],
     max_registers: int | None = None,
 ) -> Any:
-    """Compile for sm_90. `aligned`: integer arguments divisible by 16, as the launcher would find out; pointers are."""
+    """Compile for sm_90 as a launch would whose integers `aligned`, and whose pointers, are divisible by 16."""
     names = kernel.arg_names
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if name not in constants and (signature[name].startswith("*") or name in aligned)
+        if not kernel.params[index].do_not_specialize_on_alignment
     }
     source = ASTSource(
         fn=kernel,
@@ -89,6 +93,9 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
         shared_bytes=compiled.metadata.shared,
         wide_loads=len(re.findall(r"\bLDG\.E[.A-Z0-9_]*\.128|LDGSTS\.E[.A-Z0-9_]*\.128", assembly)),
         wide_stores=len(re.findall(r"\bSTG\.E[.A-Z0-9_]*\.128", assembly)),
+        async_copies=len(re.findall(r"\bLDGSTS\b", assembly)),
+        tma_copies=len(re.findall(r"\bU(?:TMA|BLK)[A-Z]+", assembly)),
+        wgmma=len(re.findall(r"\bHGMMA\b", assembly)),
         loops=tuple(inner_loops(assembly, elements_per_thread)),
     )
 
@@ -96,6 +103,11 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
 def run_tool(name: str, *arguments: str) -> str:
     """Standard output of a CUDA binary utility that triton ships."""
     return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def ptxas_version() -> str:
+    """Version of the assembler that triton ships, such as 12.8.93."""
+    return re.search(r"V([\d.]+)", run_tool("ptxas", "--version")).group(1)
 
 
 def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:

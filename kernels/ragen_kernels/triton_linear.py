@@ -22,8 +22,8 @@ from ragen_kernels.vocab import VocabShard, check_rows, reduce_over_group, vocab
 CHUNK_BYTES = 600 << 20
 """bf16 logits of one chunk: 2048 rows of 151936. Fewer rows, and re-reading the LM head starts to show."""
 TILE_ROWS = 128
-ROW_ALIGNMENT_BYTES = 16
-"""Rows of logits start at a multiple of a vector load, also for an odd vocabulary."""
+ROW_ALIGNMENT = 16
+"""Rows of logits are a multiple of 16 elements apart, also for an odd vocabulary: what triton can know of a stride."""
 
 
 class LogitsBuffer:
@@ -44,8 +44,7 @@ class LogitsBuffer:
 
 def empty_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
     """[num_rows, num_columns] with every row aligned."""
-    step = ROW_ALIGNMENT_BYTES // dtype.itemsize
-    padded = -(-num_columns // step) * step
+    padded = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
     return like.new_empty((num_rows, padded), dtype=dtype)[:, :num_columns]
 
 

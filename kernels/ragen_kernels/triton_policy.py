@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_world_size
 
+from ragen_kernels.arguments import PER_TOKEN
 from ragen_kernels.device import num_persistent_programs
 from ragen_kernels.objective import PolicyObjective, PolicyStats
 from ragen_kernels.triton_rows import (
@@ -41,6 +42,9 @@ from ragen_kernels.vocab import RowStatistics, VocabShard, check_rows, reduce_ov
 # One program per multiprocessor has to keep enough bytes in flight alone: wider than the kernels of one row each.
 BLOCK = 16384
 NUM_WARPS = 16
+# Rows that start anywhere are loaded element by element into registers, of which the wide block does not have enough.
+ODD_BLOCK = 4096
+ODD_WARPS = 8
 
 
 @triton.jit
@@ -52,7 +56,7 @@ def zero_row(DX, num_columns, BLOCK: tl.constexpr):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PER_TOKEN)
 def policy_row_kernel(
     X, DX, LABELS, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT, OUT,
     num_rows, stride, dx_stride, num_valid, num_columns, num_entries, scale,
@@ -118,6 +122,7 @@ def launch_policy_rows(
     outputs = logits.new_empty((NUM_OUTPUTS, num_rows), dtype=torch.float32)
     if num_rows:
         target = logits if out is None else out
+        aligned = has_aligned_rows(logits) and has_aligned_rows(target)
         policy_row_kernel[(min(num_rows, num_persistent_programs(logits.device)),)](
             logits,
             target,
@@ -138,11 +143,16 @@ def launch_policy_rows(
             **objective_arguments(objective),
             ENTROPY_GRADIENT=objective.entropy_coef != 0,
             WRITE_GRADIENT=out is not None,
-            BLOCK=BLOCK,
+            BLOCK=BLOCK if aligned else min(BLOCK, ODD_BLOCK),
             GROUP=group_size(logits.dtype),
-            num_warps=NUM_WARPS,
+            num_warps=NUM_WARPS if aligned else ODD_WARPS,
         )
     return outputs
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether triton will know that every row [T, N] can be read by 16-byte loads."""
+    return x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 class _LogprobEntropy(torch.autograd.Function):

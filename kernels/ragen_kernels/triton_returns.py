@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ragen_kernels import reference_returns
+from ragen_kernels.arguments import PER_TOKEN
 from ragen_kernels.reference_returns import AdvantageEstimate, check_gae_arguments, check_groups, check_value_clip
 
 SCAN_BLOCK = 2048
@@ -32,7 +33,7 @@ def first_lane(x, lane):
     return tl.sum(tl.where(lane == 0, x, 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_TOKEN)
 def gae_kernel(
     REWARDS,
     VALUES,
@@ -49,7 +50,8 @@ def gae_kernel(
     BI_LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per trajectory. The carries are those of the block to the right, at its first token."""
+    """One program per trajectory. The carries are those of the block to the right: advantages at its first token, values
+    behind it, since the lane on the left has read the first token's itself."""
     trajectory = tl.program_id(0)
     begin = tl.load(OFFSETS + trajectory).to(tl.int64)
     length = (tl.load(OFFSETS + trajectory + 1) - begin).to(tl.int32)
@@ -87,7 +89,7 @@ def gae_kernel(
             )
             turn_advantage = b + a * turn_carry
             turn_carry = first_lane(turn_advantage, lane)
-            turn_value_carry = first_lane(tl.where(is_end, v, next_turn_value), lane)
+            turn_value_carry = first_lane(next_turn_value, lane)
             delta = tl.where(is_end, turn_advantage, delta)
             decay = tl.where(is_end, 0.0, decay)
         a, b = tl.associative_scan(
@@ -95,7 +97,7 @@ def gae_kernel(
         )
         advantage = b + a * advantage_carry
         advantage_carry = first_lane(advantage, lane)
-        value_carry = first_lane(tl.where(sampled, v, next_value), lane)
+        value_carry = first_lane(next_value, lane)
         advantage = tl.where(sampled, advantage, 0.0)
         tl.store(ADVANTAGES + t, advantage, mask=inside)
         tl.store(RETURNS + t, advantage + v, mask=inside)
@@ -107,7 +109,7 @@ def gae_kernel(
     tl.store(MOMENTS + trajectory * 3 + 2, squares)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def whiten_kernel(ADVANTAGES, MASK, MOMENTS, OUT, size, epsilon, BLOCK: tl.constexpr):
     """(A - mean) / sqrt(var + epsilon) of BLOCK tokens, from three sums in memory."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +126,7 @@ def whiten_kernel(ADVANTAGES, MASK, MOMENTS, OUT, size, epsilon, BLOCK: tl.const
     tl.store(OUT + token, tl.where(sampled, (advantage - mean) * factor, 0.0).to(tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def group_normalize_kernel(SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """One program per trajectory, which looks for its group's members among all: no sorting, no atomics.
 
@@ -152,7 +154,7 @@ def group_normalize_kernel(SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.co
     tl.store(OUT + own, centred.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def value_loss_kernel(
     VALUES, OLD, RETURNS, WEIGHTS, LOSSES, CLIPPED, D_VALUES, size, clip, CLIP: tl.constexpr, BLOCK: tl.constexpr
 ):

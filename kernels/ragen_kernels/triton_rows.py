@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ragen_kernels.arguments import PER_TOKEN
 from ragen_kernels.device import num_persistent_programs
 from ragen_kernels.vocab import RowStatistics, VocabShard
 
@@ -121,7 +122,7 @@ def write_gradient(
     tl.store(DX + column, d_label.to(DX.dtype.element_ty), mask=is_local)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_TOKEN)
 def statistics_kernel(
     X,
     LABELS,
@@ -146,7 +147,7 @@ def statistics_kernel(
     tl.store(TARGET + row, target * (scale * LN2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_TOKEN)
 def gradient_kernel(
     X,
     DX,

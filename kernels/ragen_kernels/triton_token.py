@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ragen_kernels.arguments import PER_TOKEN
 from ragen_kernels.objective import KL_KINDS, MAX_LOG_RATIO, PolicyObjective, PolicyStats
 
 BOUND = tl.constexpr(MAX_LOG_RATIO)
@@ -97,7 +98,7 @@ def store_outputs(OUT, size, token, mask, loss, logprob, entropy, ratio, low, hi
     tl.store(OUT + 9 * size + token, ref_kl, mask=mask)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def token_kernel(
     LOGPROBS,
     ENTROPY,

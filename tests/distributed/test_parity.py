@@ -30,9 +30,13 @@ def test_layouts_agree(tmp_path: Path) -> None:
     rows = json.loads(report.read_text())
     assert [row["name"] for row in rows["layouts"]] == layouts
     assert rows["transformers"]["max_diff_logprobs"] <= 1e-4
+    assert all(0 < row["max_rel_diff_unfused"] <= 1e-4 for row in rows["layouts"])  # float32 never equals float64
 
 
-@pytest.mark.parametrize("key", ["max_diff_logprobs", "max_diff_loss", "max_rel_diff_gradients", "max_diff_parameters"])
+@pytest.mark.parametrize(
+    "key",
+    ["max_diff_logprobs", "max_diff_loss", "max_rel_diff_gradients", "max_diff_parameters", "max_rel_diff_unfused"],
+)
 def test_a_difference_fails(key: str) -> None:
     tool = load_tool()
     row = {"name": "x"} | {name: tolerance / 2 for name, tolerance in tool.TOLERANCES.items()}

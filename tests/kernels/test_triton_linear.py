@@ -87,6 +87,36 @@ def test_without_an_active_row(triton_linear, kernel_device, num_tokens, mode):
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any() and stats.ratio.shape == (num_tokens,)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_without_weight_never_reach_a_gemm(triton_linear, kernel_device, mode):
+    """In a GEMM a NaN of theirs times a gradient of 0 would be NaN in d_weight."""
+    case = make_case(21, 60, 8, seed=5)
+    truth, inputs = unfused_truth(case, PolicyObjective()), case.to(kernel_device, torch.float32)
+    masked = inputs.weights == 0
+    assert masked.any() and not masked.all()
+    hidden = torch.where(masked[:, None], torch.nan, inputs.hidden).requires_grad_()
+    weight = inputs.weight.requires_grad_()
+    loss, _ = triton_linear.linear_policy_loss(
+        hidden, weight, inputs.labels, *inputs.constants, PolicyObjective(), temperature=case.temperature, mode=mode
+    )
+    loss.backward()
+    assert relative_error(loss, truth.loss) < 1e-5 and relative_error(weight.grad, truth.d_weight) < 1e-5
+    assert relative_error(hidden.grad, truth.d_hidden) < 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_handed_out_once_except_by_recompute(triton_linear, kernel_device, mode):
+    inputs = make_case(5, 60, 8, active=1.0).to(kernel_device, torch.float32)
+    leaves = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    loss, _ = triton_linear.linear_policy_loss(*leaves, inputs.labels, *inputs.constants, PolicyObjective(), mode=mode)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    if mode == "recompute":
+        assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
+    else:
+        with pytest.raises(RuntimeError, match="handed out"):
+            torch.autograd.grad(loss, leaves)
+
+
 def test_linear_logprobs(triton_linear, kernel_device):
     case = make_case(11, 301, 16, vocab_valid=300, seed=3)
     truth = unfused_truth(case, PolicyObjective())
@@ -104,6 +134,16 @@ def test_linear_logprobs(triton_linear, kernel_device):
     keep = active.cpu()
     torch.testing.assert_close(logprobs.cpu().double(), torch.where(keep, truth.logprobs, 0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.cpu().double(), torch.where(keep, truth.entropy, 0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [97, 151936, 151937, 151944])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_any_vocabulary_are_aligned(triton_linear, vocab, dtype):
+    """Triton learns of a stride only whether 16 divides it, elements not bytes; else it loads element by element."""
+    from ragen_kernels.triton_policy import has_aligned_rows
+
+    rows = triton_linear.empty_rows(torch.empty(0), 3, vocab, dtype)
+    assert rows.shape == (3, vocab) and has_aligned_rows(rows) and not has_aligned_rows(rows[:, 1:])
 
 
 def test_default_chunks_are_whole_tiles_of_equal_size(triton_linear):

@@ -83,6 +83,30 @@ def test_logprob_and_entropy_of_any_vocabulary(triton_policy, kernel_device, voc
     assert not grad[:, valid:].any()
 
 
+@pytest.mark.parametrize("width", [151936, 151936 // 2, 151936 // 4, 151936 // 8, 151937, 32768])
+def test_vocabularies_of_models_in_blocks_as_launched(kernel_device, width):
+    """Qwen2.5's padded vocabulary, its tensor-parallel shards, an odd and an even number of blocks."""
+    from ragen_kernels import triton_policy
+
+    valid = width - 271 if width == 151936 else width  # the entries that Qwen2.5's tokenizer has
+    case = from_logits(make_case(3, width, 4, vocab_valid=valid, active=1.0, seed=width), torch.bfloat16)
+    truth = unfused_truth(case, OBJECTIVES["everything"])
+    loss, stats, d_logits = run_policy_loss(
+        triton_policy, kernel_device, case, OBJECTIVES["everything"], torch.bfloat16
+    )
+    assert relative_error(d_logits, truth.d_logits) < ROUNDING[torch.bfloat16]
+    assert not d_logits[:, valid:].any()
+    assert_stats(stats, truth.stats, 1e-5)
+    logprobs, entropy = triton_policy.logprob_entropy(
+        case.logits.to(kernel_device, torch.bfloat16),
+        case.labels.to(kernel_device),
+        temperature=case.temperature,
+        vocab_valid=valid,
+    )
+    torch.testing.assert_close(logprobs.cpu().double(), truth.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.cpu().double(), truth.entropy, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_policy_loss_of_every_objective(triton_policy, kernel_device, name, dtype):
@@ -150,6 +174,25 @@ def test_ratio_exactly_at_the_clip_bound_keeps_its_gradient(kernel_device, advan
     loss.backward()
     assert logprobs.grad.tolist() == [-advantage, -advantage, 0.0]
     assert not stats.is_clipped_low[:2].any() and not stats.is_clipped_high[:2].any()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_beyond_the_clamp_the_reference_gives_no_gradient(kernel_device, kind):
+    from ragen_kernels.triton_token import policy_loss_from_logprobs
+
+    logprobs = torch.tensor([-1.0, -30.0, -1.0], device=kernel_device, requires_grad=True)
+    ref = torch.tensor([-30.0, -1.0, -2.0], device=kernel_device)  # the last is inside
+    nothing, ones = torch.zeros(3, device=kernel_device), torch.ones(3, device=kernel_device)
+    objective = PolicyObjective(kl_kind=kind, kl_coef=1.0)
+    loss, stats = policy_loss_from_logprobs(
+        logprobs, ones, logprobs.detach(), nothing, ones, objective, ref_logprobs=ref
+    )
+    loss.backward()
+    d = torch.tensor([20.0, -20.0, 1.0], dtype=torch.float64)
+    expected = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[kind]
+    torch.testing.assert_close(stats.ref_kl.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    slope = {"k1": 1.0, "k2": 1.0, "k3": 1 - torch.tensor(-1.0).exp()}[kind]
+    torch.testing.assert_close(logprobs.grad.cpu(), torch.tensor([0.0, 0.0, slope]))
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "everything"])

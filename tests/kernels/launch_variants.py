@@ -1,0 +1,57 @@
+"""Prints how many times each kernel would be compiled for sm_90 over batches of many lengths, as a JSON object.
+
+Every operation is called on CPU tensors; where a launch would compile and start a kernel, Triton's own cache key is noted.
+"""
+
+import json
+from collections import defaultdict
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+LENGTHS = (1, 2, 3, 4, 7, 16, 33, 128, 1000)
+VOCAB, WIDTH = 64, 16
+variants: dict[str, set[str]] = defaultdict(set)
+
+
+def note_launch(self, *args, grid, warmup, **kwargs):
+    bind = create_function_from_signature(self.signature, self.params, BACKEND)
+    _, specialization, options = bind(*args, **kwargs)
+    variants[self.fn.__name__].add(str((specialization, options)))
+
+
+def launch_all(num_tokens: int, start: int) -> None:
+    """All operations on the tokens from `start` of a longer batch."""
+    from ragen_kernels import PolicyObjective, triton_linear, triton_policy, triton_returns, triton_token
+
+    def numbers(count: int) -> torch.Tensor:
+        return torch.rand(count, start + num_tokens)[:, start:]
+
+    objective = PolicyObjective(0.1, 0.3, 1.5, "k3", 0.2, 0.03, 1.05)
+    labels = torch.randint(0, VOCAB, (start + num_tokens,))[start:]
+    terms = tuple(numbers(3))
+    others = dict(zip(("ref_logprobs", "rollout_logprobs"), numbers(2), strict=True))
+    logits = torch.randn(num_tokens, VOCAB, requires_grad=True)
+    triton_policy.policy_loss(logits * 1, labels, *terms, objective, **others)[0].backward()
+    torch.autograd.grad(triton_policy.logprob_entropy(logits, labels), logits, tuple(numbers(2)))
+    triton_token.policy_loss_from_logprobs(*numbers(2), *terms, objective, **others)
+    hidden, weight = (torch.randn(count, WIDTH, requires_grad=True) for count in (num_tokens, VOCAB))
+    for mode in ("save", "chunk", "recompute"):
+        triton_linear.linear_policy_loss(hidden, weight, labels, *terms, objective, **others, mode=mode)[0].backward()
+    triton_linear.linear_logprobs(hidden, weight, labels)
+    offsets, mask = torch.tensor([0, num_tokens], dtype=torch.int32), terms[0] > 0.5
+    triton_returns.gae(*numbers(2), mask, offsets, gamma=1.0, lam=0.9, turn_ends=mask)
+    triton_returns.whiten(terms[0], mask, numbers(1)[0])
+    triton_returns.group_normalize(terms[0], labels)
+    triton_returns.value_loss(terms[0].clone().requires_grad_(), *numbers(3), clip=0.2)[0].backward()
+
+
+if __name__ == "__main__":
+    JITFunction.run = note_launch
+    for offset, length in enumerate(LENGTHS):
+        launch_all(length, 0)
+        launch_all(length, offset % 4)
+    print(json.dumps({name: len(keys) for name, keys in variants.items()}))
