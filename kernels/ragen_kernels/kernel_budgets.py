@@ -185,9 +185,16 @@ def other_row_configs() -> Iterator[KernelConfig]:
         budget=Budget(128, 65536, 1, 10.0, 1.25),
     )
     padded = frozenset({"stride", "dx_stride"})  # as the LM head lays out an odd vocabulary
-    yield replace(policy, name="policy_row bf16, everything, odd vocabulary", aligned=padded)
+    yield replace(
+        policy,
+        name="policy_row bf16, everything, odd vocabulary",
+        constants=policy.constants | {"BLOCK": triton_policy.ODD_VOCABULARY_BLOCK},
+        num_warps=triton_policy.ODD_WARPS,
+        aligned=padded,
+        budget=Budget(255, 32768, 2, 21.0, 2.4),
+    )
     yield replace(gradient, name="gradient bf16, odd rows", aligned=frozenset(), budget=Budget(128, 64))
-    odd = {"BLOCK": triton_policy.ODD_BLOCK}
+    odd = {"BLOCK": triton_policy.ODD_ROWS_BLOCK}
     yield replace(
         policy,
         name="policy_row bf16, everything, odd rows",

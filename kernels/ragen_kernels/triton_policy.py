@@ -42,8 +42,10 @@ from ragen_kernels.vocab import RowStatistics, VocabShard, check_rows, reduce_ov
 # One program per multiprocessor has to keep enough bytes in flight alone: wider than the kernels of one row each.
 BLOCK = 16384
 NUM_WARPS = 16
-# Rows that start anywhere are loaded element by element into registers, of which the wide block does not have enough.
-ODD_BLOCK = 4096
+# Every odd size costs registers, of which half as many threads have twice as many: in vocabularies of which the last block has
+# an odd rest, and in rows that start anywhere, which are loaded element by element.
+ODD_VOCABULARY_BLOCK = 8192
+ODD_ROWS_BLOCK = 4096
 ODD_WARPS = 8
 
 
@@ -122,7 +124,7 @@ def launch_policy_rows(
     outputs = logits.new_empty((NUM_OUTPUTS, num_rows), dtype=torch.float32)
     if num_rows:
         target = logits if out is None else out
-        aligned = has_aligned_rows(logits) and has_aligned_rows(target)
+        block, num_warps = block_of_rows(logits, target)
         policy_row_kernel[(min(num_rows, num_persistent_programs(logits.device)),)](
             logits,
             target,
@@ -143,11 +145,20 @@ def launch_policy_rows(
             **objective_arguments(objective),
             ENTROPY_GRADIENT=objective.entropy_coef != 0,
             WRITE_GRADIENT=out is not None,
-            BLOCK=BLOCK if aligned else min(BLOCK, ODD_BLOCK),
+            BLOCK=block,
             GROUP=group_size(logits.dtype),
-            num_warps=NUM_WARPS if aligned else ODD_WARPS,
+            num_warps=num_warps,
         )
     return outputs
+
+
+def block_of_rows(*rows: Tensor) -> tuple[int, int]:
+    """(block, warps) for rows [T, N], of which the kernel reads one and writes the other."""
+    if not all(map(has_aligned_rows, rows)):
+        return min(BLOCK, ODD_ROWS_BLOCK), ODD_WARPS
+    if rows[0].shape[1] % 16:
+        return min(BLOCK, ODD_VOCABULARY_BLOCK), ODD_WARPS
+    return BLOCK, NUM_WARPS
 
 
 def has_aligned_rows(x: Tensor) -> bool:
