@@ -15,9 +15,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_SECONDS = 0.1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def supervise(directory: str, command: list[str]) -> int:
@@ -29,8 +31,8 @@ def supervise(directory: str, command: list[str]) -> int:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     # Orphans of the command come to this process, so that none is lost from its descendants.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
+    for number in _SIGNALS:
+        signal.signal(number, _leave)
     is_owner_gone = False
     try:
         child = subprocess.Popen(  # if this process is killed the kernel kills the command
@@ -51,6 +53,12 @@ def supervise(directory: str, command: list[str]) -> int:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def _leave(signum: int, frame: FrameType | None) -> None:
+    for number in _SIGNALS:  # `timeout` sends SIGTERM twice, and the second must not end the killing
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + signum)
+
+
 def kill_descendants(root: int) -> None:
     """SIGKILL every process below `root` and those that they start meanwhile."""
     while alive := descendants(root):
@@ -65,6 +73,7 @@ def kill_descendants(root: int) -> None:
 def descendants(root: int) -> list[int]:
     """Processes below `root` that still run; zombies do not."""
     parents: dict[int, int] = {}
+    alive: list[int] = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             try:
@@ -72,8 +81,9 @@ def descendants(root: int) -> list[int]:
                 state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
             except (FileNotFoundError, ProcessLookupError):
                 continue
+            parents[int(directory.name)] = int(parent)  # also of a zombie, whose other threads may still have children
             if state not in "ZX":
-                parents[int(directory.name)] = int(parent)
+                alive.append(int(directory.name))
 
     def is_below(pid: int) -> bool:
         while pid in parents:
@@ -82,7 +92,7 @@ def descendants(root: int) -> list[int]:
                 return True
         return False
 
-    return [pid for pid in parents if is_below(pid)]
+    return [pid for pid in alive if is_below(pid)]
 
 
 if __name__ == "__main__":

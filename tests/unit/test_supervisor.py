@@ -104,6 +104,16 @@ def test_everything_ends_when_the_supervisor_is_told_to(family: Family) -> None:
     assert family.weights.exists()  # its owner still lives
 
 
+def test_further_signals_do_not_stop_the_killing(family: Family) -> None:
+    """`timeout` signals the supervisor and then its whole group, so that the second comes while it kills."""
+    for _ in range(200):
+        os.kill(family.supervisor, signal.SIGTERM)
+        time.sleep(0.0005)
+        if not is_alive(family.supervisor):
+            break
+    wait_until(lambda: not any(map(is_alive, family.members)), seconds=10.0)
+
+
 def test_the_command_ends_when_the_supervisor_is_killed(family: Family) -> None:
     command = next(pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid))
     os.kill(family.supervisor, signal.SIGKILL)
