@@ -208,15 +208,14 @@ class RolloutConfig:
     """Sampling temperature; the trainer divides its logits by the same."""
     rollout_engine: Literal["embedded", "sglang"] = "embedded"
     """Who samples: `embedded` decodes in this process with a key-value cache per trajectory; `sglang` is a server of this
-    rank, kept between rollouts."""
+    rank or of several, kept between rollouts."""
     sglang_python: str | None = None
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the trainer's (default: it is)."""
     kv_cache_tokens: int | None = None
-    """Tokens in SGLang's key-value cache (default: every trajectory of this rank at full length)."""
+    """Tokens in SGLang's key-value cache (default: every trajectory of the server at full length)."""
     rollout_tensor_parallel_size: int = 1
     """Consecutive ranks that share one SGLang server, each with a part of its layers. As large as
     --tensor-model-parallel-size, and weights pass to the servers without any traffic between tensor-parallel ranks."""
-
     rollout_fp8: bool = False
     """SGLang computes the linear layers in FP8, with a scale per block of 128 x 128 weights. Its samples then differ from the
     trainer's policy: correct for it with --importance-cap."""

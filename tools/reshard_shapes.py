@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
-from transformers import Qwen2Config
+from transformers import AutoConfig, Qwen2Config
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.layout import stored_slots
 from ragen_mega.megatron.model import check_model
 
-# hidden size, intermediate size, layers, heads, key-value heads, vocabulary, tied: the config.json of each
 SHAPES = {
-    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
-    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
-    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
-    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, False),
-    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 152064, False),
+    name: shape
+    for name, shape in json.loads(Path(__file__).with_name("model_shapes.json").read_text()).items()
+    if name.startswith("Qwen2.5-")
 }
 MIN_VOCAB = 4096
 
 
 def model_config(name: str, num_layers: int | None = None, vocab_size: int | None = None) -> Qwen2Config:
     """The named shape, with another number of layers or words if given."""
-    hidden, intermediate, layers, heads, groups, vocab, is_tied = SHAPES[name]
-    return Qwen2Config(
-        vocab_size=vocab_size or vocab, hidden_size=hidden, intermediate_size=intermediate,
-        num_hidden_layers=num_layers or layers, num_attention_heads=heads, num_key_value_heads=groups,
-        tie_word_embeddings=is_tied,
-    )  # fmt: skip
+    changes = {"num_hidden_layers": num_layers, "vocab_size": vocab_size}
+    return AutoConfig.for_model(**SHAPES[name] | {key: value for key, value in changes.items() if value})
 
 
 def model_elements(hf: Qwen2Config) -> tuple[int, int]:

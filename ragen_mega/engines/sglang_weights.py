@@ -180,16 +180,17 @@ class IpcTransfer(WeightTransfer):
         sizes = [_aligned(tensor.nbytes) for tensor in self._expected.values()]
         buffer = _shared_buffer(max(*sizes, min(self._bucket_bytes, sum(sizes))))
         views: dict[str, Tensor] = {}
-        offsets: dict[str, int] = {}
 
         def put(name: str, tensor: Tensor, offset: int) -> None:
             expected = self._expected[name]
             part = buffer[offset : offset + expected.nbytes]
-            views[name], offsets[name] = part.view(expected.dtype).view(expected.shape).copy_(tensor), offset
+            views[name] = part.view(expected.dtype).view(expected.shape).copy_(tensor)
 
         for index, is_last in enumerate(self._buckets(weights, put)):
             file = self._file(index, self._shard.rank, JSON)
-            entries = {name: (offsets[name], str(view.dtype), list(view.shape)) for name, view in views.items()}
+            entries = {
+                name: (view.data_ptr() - buffer.data_ptr(), str(view.dtype), list(view.shape)) for name, view in views.items()
+            }
             file.write_text(json.dumps(self._metadata(views, is_last) | {ENTRIES: entries}))
             if buffer.is_cuda:
                 torch.cuda.synchronize()
@@ -197,7 +198,6 @@ class IpcTransfer(WeightTransfer):
             if self._group is not None:
                 dist.barrier(group=self._group)
             views.clear()
-            offsets.clear()
 
     def again(self) -> list[list[Message]]:
         """Raises EngineError."""
