@@ -222,9 +222,9 @@ class RolloutConfig:
     rollout_deterministic: bool = False
     """SGLang's samples depend on their seeds alone, not on the batch that they are drawn in; slower, and on GPUs only."""
     weight_transfer: Literal["auto", "file", "ipc"] = "auto"
-    """How weights reach SGLang's servers: `ipc` copies on the device and keeps no copy, so that a server that dies in a rollout
-    ends the run, which can resume; `file` goes through files in host memory, from which a dead server is replaced at once.
-    `auto` is `ipc` on GPUs and `file` on a CPU."""
+    """How weights reach SGLang's servers: `ipc` copies on the device and keeps no copy, so that a server that died is replaced
+    when all ranks have played their parts and can send theirs again; `file` goes through files in host memory, from which it
+    is replaced at once. `auto` is `ipc` on GPUs and `file` on a CPU."""
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
         """Engines of a job. Raises ValueError unless every one has its ranks on one node."""

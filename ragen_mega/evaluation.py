@@ -5,20 +5,18 @@ Protocol of arXiv:2504.20073 appendix B: 256 prompts, 5 turns, 10 actions, tempe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import comb
 from typing import Any
 
-from ragen_mega import distributed
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.solvers import Baselines, baselines, wilson_interval
-from ragen_mega.rollout.collector import Task, collect
-from ragen_mega.rollout.engine import EngineShard, RolloutEngine
+from ragen_mega.joint_rollout import collect_on_all_ranks
+from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.tasks import episode_config, evaluation_tasks
-from ragen_mega.types import TrajectoryGroup
 
 
 @dataclass(frozen=True)
@@ -42,32 +40,9 @@ class EvaluationResult:
         """Field name -> value, as JSON takes it."""
         return asdict(self)
 
-
-def count_engines(engine: RolloutEngine) -> int:
-    """Engines of this job, of which `engine` is one."""
-    return distributed.world_size() // (engine.shard or EngineShard()).size
-
-
-def collect_on_all_ranks(
-    engine: RolloutEngine,
-    renderer: ChatRenderer,
-    groups: Sequence[Sequence[Task]],
-    *,
-    advance: Callable[[], None] | None = None,
-    **sampling: Any,
-) -> list[TrajectoryGroup]:
-    """Play all tasks, each engine a part, on the rank that runs it, and give every rank all groups, in order."""
-    place = engine.shard or EngineShard()
-    index, num_engines = distributed.rank() // place.size, count_engines(engine)
-    # Contiguous parts, so that most groups stay whole and their common prompt is computed once.
-    tasks = [task for group in groups for task in group]
-    part = tasks[len(tasks) * index // num_engines : len(tasks) * (index + 1) // num_engines] if place.rank == 0 else []
-    mine = collect(engine, renderer, part, advance=advance, **sampling)
-    merged: dict[int, TrajectoryGroup] = {}
-    for partial in distributed.gather_objects(mine):
-        for group in partial:
-            merged.setdefault(group.group_id, TrajectoryGroup(group.group_id, [])).trajectories.extend(group.trajectories)
-    return list(merged.values())
+    def __str__(self) -> str:
+        rates = (self.success, self.ci_low, self.ci_high, self.random, math.nan if self.optimum is None else self.optimum)
+        return "success {:.1%} [{:.1%}, {:.1%}]  random {:.1%}  optimum {:.1%}".format(*rates)
 
 
 def evaluate(
@@ -85,10 +60,11 @@ def evaluate(
     seed: int = 0,
     reference: Baselines | None = None,
     advance: Callable[[], None] | None = None,
+    send_again: Callable[[], None] | None = None,
 ) -> EvaluationResult:
     """Play `samples_per_prompt` episodes from each of `num_prompts` initial states of environment `name`.
 
-    `reference` saves computing the random and the optimal player again.
+    `reference` saves computing the random and the optimal player again. Raises what `collect_on_all_ranks` does.
     """
     groups = evaluation_tasks(
         config, name, boards=boards, num_prompts=num_prompts, samples_per_prompt=samples_per_prompt
@@ -99,6 +75,7 @@ def evaluate(
         renderer,
         groups,
         advance=advance,
+        send_again=send_again,
         max_tokens=max_tokens,
         max_context=max_context,
         temperature=temperature,
@@ -133,6 +110,15 @@ def reference_players(
     return baselines(name, prompts, episode_config(config), config.options(name))
 
 
+def mean_references(references: Mapping[str, Baselines], shares: Mapping[str, float]) -> dict[str, float]:
+    """Success of the random and the optimal player, environments weighted by their shares of the rollouts."""
+    total = sum(shares.values())
+    return {
+        "random": sum(share / total * references[name].random for name, share in shares.items()),
+        "optimum": sum(share / total * (references[name].optimum or math.nan) for name, share in shares.items()),
+    }
+
+
 def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
     """Success rate and its 95% interval from equally many samples of each prompt, where prompts differ in difficulty.
 
@@ -154,7 +140,7 @@ def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:
     num_samples = min(len(row) for row in successes)
     result, k = {}, 1
     while k <= num_samples:
-        estimates = [1.0 - comb(len(row) - sum(row), k) / comb(len(row), k) for row in successes]
+        estimates = [1.0 - math.comb(len(row) - sum(row), k) / math.comb(len(row), k) for row in successes]
         result[f"pass@{k}"] = sum(estimates) / len(estimates)
         k *= 2
     return result

@@ -3,6 +3,8 @@
 TRAIN   the trainer's models compute; the engine sleeps.
 SYNC    the policy's weights pass to the engine, which has taken memory for weights; all else of the trainer is away.
 ROLLOUT the weights have been sent and leave too, before the engine takes the memory of its key-value cache.
+
+Where an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT come once more.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Phase(enum.Enum):
 _LEGAL = {
     Phase.TRAIN: (Phase.SYNC,),
     Phase.SYNC: (Phase.ROLLOUT, Phase.TRAIN),  # back at once when a rollout is read from the disk, or on an error
-    Phase.ROLLOUT: (Phase.TRAIN,),
+    Phase.ROLLOUT: (Phase.TRAIN, Phase.SYNC),
 }
 
 
@@ -78,6 +80,8 @@ class PhaseMachine:
 
         Raises OutOfMemory, in one line, if the engine or the trainer finds too little memory.
         """
+        if self.phase is not Phase.TRAIN:
+            raise RuntimeError(f"the device is handed over already (phase {self.phase.name}); leave the first handover()")
         self.enter(Phase.SYNC)
         is_full = False
         try:
@@ -91,7 +95,12 @@ class PhaseMachine:
                 self.enter(Phase.TRAIN)
 
     def until_sent(self, weights: Iterable[T]) -> Iterator[T]:
-        """The stream of weights unchanged. At its end ROLLOUT begins: whoever takes it may then use their memory."""
+        """The stream of weights unchanged. At its end ROLLOUT begins: whoever takes it may then use their memory.
+
+        In the middle of a ROLLOUT the weights come back when the first of them is asked for.
+        """
+        if self.phase is Phase.ROLLOUT:
+            self.enter(Phase.SYNC)
         yield from weights
         self.enter(Phase.ROLLOUT)
 

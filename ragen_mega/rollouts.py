@@ -18,8 +18,8 @@ from ragen_mega import __version__, distributed
 from ragen_mega.checkpointing import CHECKPOINTS, on_main
 from ragen_mega.config import StarPOConfig
 from ragen_mega.console import Console
-from ragen_mega.evaluation import collect_on_all_ranks, count_engines
 from ragen_mega.interruption import Interrupted, StopSignal
+from ragen_mega.joint_rollout import collect_on_all_ranks, count_engines
 from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -29,10 +29,6 @@ from ragen_mega.types import TrajectoryGroup
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_REASON = 200
-
-
-class RolloutFailed(Exception):
-    """A rollout cannot be sampled, on whichever rank it failed: the engine's error, or a ValueError with its remedy."""
 
 
 class DurableRollouts:
@@ -95,15 +91,18 @@ def sample(
     config: StarPOConfig,
     console: Console,
     stop: StopSignal,
+    *,
+    send_again: Callable[[], None],
 ) -> list[TrajectoryGroup]:
     """Play the tasks of one step under the training temperature with an engine that is awake. Collective.
 
-    Raises, on all ranks alike, Interrupted if the run is to stop, FloatingPointError if the weights have diverged, and
-    RolloutFailed if the rollout fails on any rank for another reason.
+    `send_again` gives engines the weights once more. Raises, on all ranks alike, Interrupted if the run is to stop,
+    FloatingPointError if the weights have diverged, and EngineError if the rollout fails on any rank for another reason.
     """
     rollout = config.rollout
     num_tasks = sum(len(group) for group in groups)
-    failure: RolloutFailed | FloatingPointError | None = None
+    collected: list[TrajectoryGroup] = []
+    failure: EngineError | FloatingPointError | None = None
     with console.phase("rollout", num_tasks // count_engines(engine)) as progress:
 
         def advance() -> None:
@@ -116,23 +115,19 @@ def sample(
                 renderer,
                 groups,
                 advance=advance,
+                send_again=send_again,
                 max_tokens=rollout.max_response_length,
                 max_context=rollout.max_context_length,
                 temperature=rollout.temperature,
                 seed=config.train.seed,
                 environment_timeout=config.environment.environment_timeout,
             )
-        except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
-            distributed.gather_objects([])  # in place of this rank's part, for which the others wait
-            if isinstance(error, FloatingPointError):
-                failure = error
-            elif not isinstance(error, Interrupted):
-                failure = RolloutFailed(str(error))
+        except (EngineError, FloatingPointError) as error:
+            failure = error
     if stop.agreed():
         raise Interrupted
-    for failed in distributed.gather_objects(failure):
-        if failed is not None:
-            raise failed
+    if failure is not None:
+        raise failure
     return collected
 
 

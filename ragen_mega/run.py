@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,11 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.console import Console
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.solvers import Baselines
-from ragen_mega.evaluation import EvaluationResult, count_engines, evaluate
+from ragen_mega.evaluation import EvaluationResult, evaluate, mean_references
 from ragen_mega.faults import FAULTS, UpdateGuard
 from ragen_mega.huggingface import save_huggingface
 from ragen_mega.interruption import Interrupted, StopSignal
+from ragen_mega.joint_rollout import count_engines, engine_metrics
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
@@ -97,10 +97,15 @@ class Run:
             self._weights = fingerprint(self.policy.local_weights())  # before they leave the device
         return self.phases.handover()
 
+    def send_weights(self, *, again: bool = False) -> None:
+        """The policy's weights go to the engine; `again` in the middle of a rollout, if an engine has lost them. Collective."""
+        weights = self.phases.until_sent(self.policy.export_weights(self.engine.shard))
+        self.engine.load_weights(weights, again=again)
+
     def collect(self, step: int) -> list[TrajectoryGroup]:
         """The rollout of a step, which is on the disk when this returns: sampled, or read if a run repeats the step.
 
-        Raises Interrupted if the run is to stop, RolloutFailed if sampling failed on any rank, OSError for a full disk.
+        Raises Interrupted if the run is to stop, EngineError if sampling failed on any rank, OSError for a full disk.
         """
         tasks = self.tasks.sample(step)
         with self.phase("rollout_files"):
@@ -108,7 +113,8 @@ class Run:
             groups = self.rollouts.recall(step, origin, self.console.say)
         self._is_recalled = groups is not None
         if groups is None:
-            groups = sample(self.engine, self.renderer, tasks, self.config, self.console, self.stop)
+            send = partial(self.send_weights, again=True)
+            groups = sample(self.engine, self.renderer, tasks, self.config, self.console, self.stop, send_again=send)
             with self.phase("rollout_files"):
                 self.rollouts.write(step, groups, origin)
         else:
@@ -118,12 +124,7 @@ class Run:
 
     def summarize(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
-        shares = self.config.environment.shares
-        weights = {name: share / sum(shares.values()) for name, share in shares.items()}
-        return summarize(groups) | {
-            "random": sum(weights[name] * self.references[name].random for name in shares),
-            "optimum": sum(weights[name] * (self.references[name].optimum or math.nan) for name in shares),
-        }
+        return summarize(groups) | mean_references(self.references, self.config.environment.shares)
 
     def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Apply the configured filter to raw returns."""
@@ -162,7 +163,10 @@ class Run:
         interval, success = self.config.evaluation.eval_interval, None
         if not is_last and interval and (step + 1) % interval == 0:
             success = _mean_success(self.evaluate(step + 1, metrics))
+        metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
+        if num_lost := round(result["engine/restarts"]):
+            self.console.say(f"step {step}: {num_lost} rollout servers were lost and replaced; see the logs under sglang/")
         on_main(lambda: self.logger.log(step, result))
         self.console.step(step, result)
         self.step = step + 1
@@ -183,7 +187,7 @@ class Run:
         num_episodes = config.eval_prompts * samples // count_engines(self.engine)
         results = {}
         with self.phases.handover(), self.engine.awake():
-            self.engine.load_weights(self.phases.until_sent(self.policy.export_weights(self.engine.shard)))
+            self.send_weights()
             for name in self.config.environment.shares:
                 with self.console.phase(f"evaluate {name}", num_episodes) as progress:
                     results[name] = evaluate(
@@ -199,15 +203,13 @@ class Run:
                         max_context=rollout.max_context_length,
                         reference=self.references[name],
                         advance=progress.advance,
+                        send_again=partial(self.send_weights, again=True),
                     )
         for name, result in results.items():
             suffix = "" if len(results) == 1 else f"_{name}"
             if metrics is not None:
                 metrics.add("eval", {f"success{suffix}": result.success, f"reward{suffix}": result.reward})
-            self.console.say(
-                f"step {step} {name}: success {result.success:.1%} [{result.ci_low:.1%}, {result.ci_high:.1%}]  "
-                f"random {result.random:.1%}  optimum {result.optimum:.1%}"
-            )
+            self.console.say(f"step {step} {name}: {result}")
         return results
 
     def finish(self) -> None:

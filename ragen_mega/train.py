@@ -15,7 +15,6 @@ from ragen_mega.interruption import Interrupted, fail_if_rank_lost
 from ragen_mega.metrics import Metrics
 from ragen_mega.packing import pack
 from ragen_mega.rollout.engine import EngineError
-from ragen_mega.rollouts import RolloutFailed
 from ragen_mega.run import Run
 from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights
 
@@ -30,7 +29,7 @@ def train(run: Run) -> None:
         # Rollout: from each of P initial states sample N trajectories of at most K turns; then they are on the disk.
         with run.phase("rollout"), run.handover(), engine.awake():
             with run.phase("sync"):
-                engine.load_weights(run.phases.until_sent(policy.export_weights(engine.shard)))
+                run.send_weights()
             metrics.add("time", policy.sync_metrics())
             groups = run.collect(step)
         metrics.add("rollout", run.summarize(groups))
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.stop.listen()
     try:
         train_and_close(run)
-    except (RolloutFailed, EngineError, OSError) as error:
+    except (EngineError, OSError) as error:
         fail(str(error))
     except RuntimeError as error:
         fail_if_rank_lost(error)

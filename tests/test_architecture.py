@@ -22,7 +22,10 @@ LAYERS = (
         "ragen_mega.rollout", "ragen_mega.packing", "ragen_mega.metrics", "ragen_mega.credit", "ragen_mega.signals",
         "ragen_mega.huggingface", "ragen_mega.memory_plan",
     ),
-    ("ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start", "ragen_mega.evaluation", "ragen_mega.tasks"),
+    (
+        "ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start", "ragen_mega.evaluation", "ragen_mega.tasks",
+        "ragen_mega.joint_rollout",
+    ),
     (
         "ragen_mega.build", "ragen_mega.cold_start", "ragen_mega.run", "ragen_mega.rollouts", "ragen_mega.throughput",
         "ragen_mega.faults", "ragen_mega.phases", "ragen_mega.checkpointing",

@@ -5,8 +5,8 @@
 A small run is started again and again with --resume. In every round one of its ranks gets SIGKILL in a phase that is its
 turn (setup, rollout, update, checkpoint, finish), after a random delay; in every second round a random file of the newest
 checkpoint is cut short or has bytes flipped afterwards. A run that comes to its end is compared with one that nobody
-disturbed, and the next begins, on another layout. With --sglang-python one layout rolls out with an SGLang server; in every
-second round of such a run a process of the server is killed instead of a rank, again and again until the run is finished.
+disturbed, and the next begins, on another layout. With --sglang-python two layouts roll out with SGLang servers; in every
+second round of such a run a process of a server is killed instead of a rank, again and again until the run is finished.
 Exit code 1 if any of these fails:
 
 - a round goes on from the newest checkpoint that was not damaged;
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chaos_run import LAYOUTS, NUM_STEPS, RESUMED, Layout, Victim, identity, sglang_layout
+from chaos_run import LAYOUTS, NUM_STEPS, RESUMED, Layout, Victim, identity, sglang_layouts
 
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.types import TrajectoryGroup
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {arguments.rounds}")
-    layouts = (*LAYOUTS, sglang_layout(arguments.sglang_python)) if arguments.sglang_python else LAYOUTS
+    layouts = (*LAYOUTS, *sglang_layouts(arguments.sglang_python)) if arguments.sglang_python else LAYOUTS
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)

@@ -51,10 +51,17 @@ LAYOUTS = (
 )
 
 
-def sglang_layout(python: Path) -> Layout:
-    """One rank that rolls out with an SGLang server of another environment and keeps every rollout on the disk."""
+def sglang_layouts(python: Path) -> tuple[Layout, ...]:
+    """Ranks that roll out with SGLang servers of another environment and keep every rollout on the disk.
+
+    One replaces a lost server from its copy of the weights; of two pipeline stages both have to send theirs again.
+    """
     flags = ("--rollout-engine", "sglang", "--sglang-python", str(python), "--keep-rollouts", "0")
-    return Layout("sglang", flags, num_ranks=1, has_servers=True)
+    stages = ("--pipeline-model-parallel-size", "2", "--weight-transfer", "ipc")
+    return (
+        Layout("sglang", (*flags, "--weight-transfer", "file"), num_ranks=1, has_servers=True),
+        Layout("sglang_pp2_ipc", (*flags, *stages), has_servers=True),
+    )
 
 
 def identity(checkpoint: Path) -> tuple[str, int]:
@@ -160,4 +167,4 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _is_timing(key: str) -> bool:
-    return key.startswith(("time/", "memory/")) or "per_second" in key
+    return key.startswith(("time/", "memory/", "engine/")) or "per_second" in key

@@ -20,6 +20,7 @@ from transformers import Qwen2Config, Qwen3Config
 from ragen_mega.engines import sampling as sampler
 from ragen_mega.engines.decoder import Decoder, DecoderShape
 from ragen_mega.engines.slots import Prefill, SlotTable
+from ragen_mega.rollout.engine import EngineCounts
 from ragen_mega.types import Completion, SamplingParams
 
 
@@ -48,6 +49,7 @@ class EmbeddedEngine:
             )
         self.weight_version = 0
         self.shard = None
+        self.counts = EngineCounts()
         self._shape = DecoderShape.from_config(model_config)
         self._max_context = max_context
         self._max_sessions = max_sessions
@@ -73,17 +75,20 @@ class EmbeddedEngine:
         finally:
             self.shutdown()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy a full set of weights. Raises ValueError unless exactly the expected names and shapes arrive."""
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        """Copy a full set of weights; with `again` sessions keep their caches.
+
+        Raises ValueError unless exactly the expected names and shapes arrive.
+        """
         if self._slots is None:
             raise RuntimeError("the engine is asleep; call load_weights inside `with engine.awake()`")
-        if self._sessions:
+        if self._sessions and not again:
             raise RuntimeError(
                 f"{len(self._sessions)} sessions hold a cache of the old weights; release them before load_weights"
             )
         self._decoder = None  # the old weights go before the new ones come, and a failed load leaves none
         self._decoder = Decoder(self._shape, weights, max_context=self._max_context, dtype=self._dtype)
-        self.weight_version += 1
+        self.weight_version += not again
 
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
         """Sample what follows `tokens`. A context without room gives finish_reason "length", with no token if full."""
@@ -189,10 +194,15 @@ class EmbeddedEngine:
         prefills = [
             Prefill(self._slot_of[request.session], request.token_ids, request.sampling) for request in admitted
         ]
+        before = self._slots.computed_tokens
         self._answer(self._slots.prefill(self._decoder, prefills, num_slots=len(self._sessions)))
+        num_prompt = sum(len(request.token_ids) for request in admitted)
+        self.counts.prompt_tokens += num_prompt
+        self.counts.cached_tokens += num_prompt - (self._slots.computed_tokens - before)
         return True
 
     def _answer(self, finished: list[tuple[int, Completion]]) -> None:
+        self.counts.completions += len(finished)
         for slot, completion in finished:
             request = self._running.pop(self._sessions[slot])
             if not request.future.done():

@@ -6,12 +6,8 @@ its radix cache keeps earlier turns and common prompts. A server that dies or ha
 
 from __future__ import annotations
 
-import asyncio
-import math
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,31 +16,18 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.engines import sampling as sampler
-from ragen_mega.engines.http_json import ConnectionLost, JSONClient, RequestRefused
+from ragen_mega.engines.http_json import ConnectionLost, RequestRefused
+from ragen_mega.engines.sglang_requests import Requests, read_completion, request_body
 from ragen_mega.engines.sglang_server import WEIGHT_LOADER, ServerFailed, ServerSettings, SGLangServer
 from ragen_mega.engines.sglang_weights import BUCKET_BYTES, TRANSFERS, Message, WeightSender
-from ragen_mega.rollout.engine import EngineShard
+from ragen_mega.rollout.engine import EngineCounts, EngineError, EngineShard, WeightsLost
 from ragen_mega.types import Completion, SamplingParams
 
 _MAX_RESTARTS = 3
 """In a row, with no completion in between."""
-_MAX_SEED = 2**31 - 1
 _MEMORY = ("kv_cache", "weights", "cuda_graph")
 _REQUEST_TIMEOUT = 600.0
 """Seconds for a request that only changes the server's state."""
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """What happened since the engine was built."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that the radix cache held."""
-    completions: int = 0
-    reissued: int = 0
-    """Requests that were asked again because the server was lost."""
-    restarts: int = 0
 
 
 class SGLangEngine:
@@ -78,22 +61,14 @@ class SGLangEngine:
         self._released: tuple[str, ...] = ()  # parts of the device's memory that the server has given back
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
-        self._last_answer = 0.0  # time.monotonic of the last sign of life
-        self._probe: asyncio.Task[bool] | None = None
+        self._requests = Requests(self.server.is_healthy, hang_timeout=settings.hang_timeout)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """The server has memory of the device only inside; `load_weights` comes first."""
         if self._is_awake:
             raise RuntimeError("the engine is awake already; leave the first `with engine.awake()` before the next")
-        self._has_weights = False
-        if not self.server.num_starts:
-            self._start()  # once: what does not start the first time is set up wrongly
-        else:
-            try:
-                self._resume("weights")
-            except ConnectionLost as error:
-                self._restart(str(error), [])
+        self._wake()
         self._is_awake = True
         try:
             yield
@@ -101,39 +76,45 @@ class SGLangEngine:
             self._is_awake = self._has_weights = False
             self._sleep()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Send a full set of weights to the server, in buckets of bounded size, and check by checksums that it holds them.
 
-        The stream is consumed to its end also when the server is lost, because other ranks take part in it. Raises
-        ValueError unless exactly the expected names and shapes arrive, and EngineError if the server refuses them.
+        `again`: the same weights once more, because an engine has lost them; a server gives its memory back first, and
+        sessions go on. The stream is consumed to its end also when the server fails, because other ranks take part in it.
+        Raises ValueError unless exactly the expected names and shapes arrive, and EngineError if the server refuses them.
         """
         if not self._is_awake:
             raise RuntimeError("the engine is asleep; call load_weights inside `with engine.awake()`")
-        if self._active:
+        if self._active and not again:
             raise RuntimeError(f"{len(self._active)} sessions still generate under the old weights; await them first")
         self._has_weights = False
-        self.weight_version += 1
-        buckets = self._transfer.receive(weights)
+        self.weight_version += not again
+        buckets = self._transfer.receive(weights)  # begins with the first bucket that is asked for
         try:
+            if again:
+                self._sleep()
+                self._wake()
             self._send(buckets)
             self._resume("kv_cache", "cuda_graph")  # only now, when the trainer needs no more room for the transfer
-        except ConnectionLost as error:
+        except EngineError as error:
             for _ in buckets:
                 continue
-            self._restart(str(error), self._transfer.again())
+            if not isinstance(error, ConnectionLost):
+                raise
+            self._replace(str(error))  # without a copy of the weights whoever generates next finds none
         self._has_weights = True
 
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
         """Sample what follows `tokens`. A context without room gives finish_reason "length", with no token if full.
 
         Log-probabilities are after temperature, before top_p. Samples of a server that is not `deterministic` depend on the
-        batch that they were drawn in and not on `sampling.seed`.
+        batch that they were drawn in and not on `sampling.seed`. Raises WeightsLost if a lost server cannot be replaced.
         """
         self._check(tokens, sampling, session)
         room = self._settings.max_context - len(tokens)
         if room <= 0:
             return Completion([], [], "length")
-        body = _request(tokens, sampling, max_tokens=min(sampling.max_tokens, room))
+        body = request_body(tokens, sampling, max_tokens=min(sampling.max_tokens, room))
         self._active.add(session)
         try:
             while True:
@@ -141,15 +122,23 @@ class SGLangEngine:
                 try:
                     if client is None:
                         raise ConnectionLost("the server does not run")
-                    answer = await self._ask(client, body)
+                    answer = await self._requests.ask(client, body)
                     break
                 except ConnectionLost as error:
                     self.counts.reissued += 1
-                    if client is self.server.client:  # the first to notice; the others find a new server
-                        self._restart(str(error), self._transfer.again())
+                    # The first to notice; the others find a new server.
+                    if client is self.server.client and not self._replace(str(error)):
+                        raise WeightsLost(
+                            f"the SGLang server was lost ({error}), and --weight-transfer ipc keeps no copy of its weights"
+                        ) from error
         finally:
             self._active.discard(session)
-        return self._completion(answer, len(tokens), sampling)
+        completion = read_completion(answer, sampling, version=self.weight_version, log=self.server.log)
+        self.counts.completions += 1
+        self.counts.prompt_tokens += len(tokens)
+        self.counts.cached_tokens += answer["meta_info"]["cached_tokens"]
+        self._restarts_in_a_row = 0
+        return completion
 
     def release(self, session: int) -> None:
         """Nothing to do: the radix cache forgets what is not used."""
@@ -174,59 +163,29 @@ class SGLangEngine:
         if session in self._active:
             raise ValueError(f"session {session} already generates; await one completion before asking for the next")
 
-    async def _ask(self, client: JSONClient, body: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer. Raises ConnectionLost also when the server has stopped to work."""
-        request = asyncio.ensure_future(client.post("/generate", body))
-        self._last_answer = time.monotonic()
-        try:
-            while not (await asyncio.wait({request}, timeout=self._settings.hang_timeout))[0]:
-                silent = time.monotonic() - self._last_answer
-                if silent >= self._settings.hang_timeout and not await self._is_alive(client):
-                    raise ConnectionLost(f"the server has not answered for {silent:.0f} s")
-            answer: dict[str, Any] = request.result()
-            return answer
-        finally:
-            request.cancel()
-
-    async def _is_alive(self, client: JSONClient) -> bool:
-        """Whether the server still generates; asked once for all requests that wait."""
-        loop = asyncio.get_running_loop()
-        if self._probe is None or self._probe.done() or self._probe.get_loop() is not loop:
-            self._probe = loop.create_task(asyncio.to_thread(self.server.is_healthy, client))
-        is_alive = await asyncio.shield(self._probe)
-        if is_alive:
-            self._last_answer = time.monotonic()
-        return is_alive
-
-    def _completion(self, answer: dict[str, Any], prompt_length: int, sampling: SamplingParams) -> Completion:
-        about = answer["meta_info"]
-        reason = about["finish_reason"]
-        if reason is None or reason["type"] not in ("stop", "length"):
-            raise RuntimeError(f"the SGLang server gave up a request: {reason}; its log is {self.server.log}")
-        if about["weight_version"] != str(self.weight_version):
-            raise RuntimeError(
-                f"a completion came from weight version {about['weight_version']}, the engine has {self.weight_version}"
-            )
-        sampled = about["output_token_logprobs"]  # (log-probability, token id, text or None) of each
-        tokens, logprobs = [int(entry[1]) for entry in sampled], [entry[0] for entry in sampled]
-        if tokens != list(answer["output_ids"]):
-            raise RuntimeError("the SGLang server reports log-probabilities of other tokens than it sampled")
-        if not all(value is not None and math.isfinite(value) for value in logprobs):
-            raise FloatingPointError("the rollout engine computed non-finite logits: the weights have diverged")
-        self.counts.completions += 1
-        self.counts.prompt_tokens += prompt_length
-        self.counts.cached_tokens += about["cached_tokens"]
-        self._restarts_in_a_row = 0
-        self._last_answer = time.monotonic()
-        # SGLang says "length" of a stop token in the last place that was left.
-        stopped = tokens[-1:] and tokens[-1] in sampling.stop_token_ids
-        return Completion(tokens, logprobs, "stop" if stopped else "length")
-
     def _send(self, buckets: Iterable[list[Message]]) -> None:
         if self.server.client is None:
             raise ConnectionLost("the server does not run")
         sender = WeightSender(self.server.client, WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
         sender.send(buckets, self.weight_version)
+
+    def _wake(self) -> None:
+        if not self.server.num_starts:
+            self._start()  # once: what does not start the first time is set up wrongly
+            return
+        try:
+            self._resume("weights")
+        except ConnectionLost as error:
+            self._restart(str(error), [])
+
+    def _replace(self, why: str) -> bool:
+        """Another server with the weights of the lost one, if there is a copy of them."""
+        weights = self._transfer.again()
+        if weights is None:
+            self.server.stop()
+            return False
+        self._restart(why, weights)
+        return True
 
     def _restart(self, why: str, weights: list[list[Message]]) -> None:
         """A new server with these weights. Blocks: until it is there nobody can go on."""
@@ -282,19 +241,3 @@ class SGLangEngine:
             self.skipped[path] = str(error)
             return False
         return True
-
-
-def _request(tokens: list[int], sampling: SamplingParams, *, max_tokens: int) -> dict[str, Any]:
-    return {
-        "input_ids": tokens,
-        "return_logprob": True,
-        "sampling_params": {
-            "max_new_tokens": max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": -1,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "skip_special_tokens": False,
-            "sampling_seed": sampling.seed % _MAX_SEED,
-        },
-    }

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.engines.sglang_weights import BUCKET_BYTES, TRANSFERS
-from ragen_mega.rollout.engine import EngineShard
+from ragen_mega.rollout.engine import EngineCounts, EngineShard
 from ragen_mega.types import Completion, SamplingParams
 
 
@@ -32,6 +32,7 @@ class SGLangFollower:
     ) -> None:
         self.weight_version = 0
         self.shard = shard
+        self.counts = EngineCounts()
         self._transfer = TRANSFERS[transfer](
             model_config, shard, dtype, fp8=fp8, group=group, bucket_bytes=bucket_bytes
         )
@@ -40,11 +41,11 @@ class SGLangFollower:
         """Nothing to do: the first rank wakes the server."""
         return nullcontext()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Hand this rank's shards over. Raises ValueError unless exactly the expected names and shapes arrive."""
         for _ in self._transfer.receive(weights):
             continue
-        self.weight_version += 1
+        self.weight_version += not again
 
     async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
         """Raises RuntimeError: the first rank samples."""

@@ -85,8 +85,8 @@ class WeightTransfer(ABC):
         """
 
     @abstractmethod
-    def again(self) -> list[list[Message]]:
-        """The weights that were received last, for another server. Raises EngineError where they are not kept."""
+    def again(self) -> list[list[Message]] | None:
+        """The weights that were received last, for another server; None where they are not kept."""
 
     def close(self) -> None:
         """Give the memory of all ranks back, for good. Safe to call again."""
@@ -170,8 +170,8 @@ class FileTransfer(WeightTransfer):
 class IpcTransfer(WeightTransfer):
     """Through one buffer on the device that both processes map (CUDA IPC), filled again for every bucket: a device copy.
 
-    Nothing is kept: a server that dies in a rollout ends the run, which resumes from its checkpoint. Between processes on a
-    CPU the buffer is shared memory, in torch's "file_system" manner.
+    Nothing is kept: for a server that is lost the trainer has to send all again. Between processes on a CPU the buffer is
+    shared memory, in torch's "file_system" manner.
     """
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
@@ -199,12 +199,8 @@ class IpcTransfer(WeightTransfer):
                 dist.barrier(group=self._group)
             views.clear()
 
-    def again(self) -> list[list[Message]]:
-        """Raises EngineError."""
-        raise EngineError(
-            "the SGLang server was lost, and --weight-transfer ipc keeps no copy of the weights for another; go on from the "
-            "last checkpoint with --resume, as torchrun --max-restarts does, or use --weight-transfer file, which replaces it"
-        )
+    def again(self) -> None:
+        """None."""
 
     def _gather(self, message: Message) -> list[Message]:
         if self._group is None:

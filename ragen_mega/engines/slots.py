@@ -94,6 +94,8 @@ class SlotTable:
         self._rows = _Rows.create(num_slots, max_context, shape.vocab, dtype)
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
         self._num_slots = 0
+        self.computed_tokens = 0
+        """Of prompts so far; the others were in the cache."""
         self._workspace: Workspace | None = None
         self._prefix: SharedPrefix | None = None
         self._prefix_is_stale = True
@@ -147,6 +149,7 @@ class SlotTable:
                 row_of_token = np.repeat(index, counts)  # [T]
                 positions = np.concatenate([np.arange(part.start, part.start + part.count) for part in chunk])
                 tokens = self._rows.ids[row_of_token, positions]
+                self.computed_tokens += len(tokens)
                 hidden = decoder.forward(
                     torch.from_numpy(tokens),
                     torch.from_numpy(positions),

@@ -73,12 +73,16 @@ class MegatronPolicy:
         return list(self.module.parameters())
 
     def export_weights(self, part: EngineShard | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every rank must consume it."""
+        """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every rank must consume it.
+
+        The weights must be there when the first is asked for.
+        """
         self.trainer.memory.require("parameters")
         self._traffic = Traffic()
         if part is None:
-            return export_weights(self.module, self.groups, traffic=self._traffic)
-        return export_shards(self.module, self.groups, part, traffic=self._traffic)
+            yield from export_weights(self.module, self.groups, traffic=self._traffic)
+        else:
+            yield from export_shards(self.module, self.groups, part, traffic=self._traffic)
 
     def sync_metrics(self) -> dict[str, float]:
         """What the last export moved, how fast, and which share that is of what plain collectives reach here."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ragen_mega.environments.episode import Episode, Message, TurnResult
-from ragen_mega.rollout.engine import EngineError, RolloutEngine
+from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.time_limit import EnvironmentFailed, TimeLimit
 from ragen_mega.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
@@ -81,6 +81,7 @@ def collect(
     seed: int,
     environment_timeout: float = ENVIRONMENT_TIMEOUT,
     advance: Callable[[], None] | None = None,
+    send_again: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:
     """Sample one trajectory per task with an engine that is awake; groups in order of their first task.
 
@@ -88,12 +89,13 @@ def collect(
     task samples depends on the weights, `seed` and the task alone, not on the other tasks: the tasks of a group may be
     collected in parts. An environment that raises or takes longer than `environment_timeout` seconds for a turn (0: any
     time) ends its trajectory as truncated, with the error in the info of the last turn. Raises ValueError if an episode
-    cannot start or its first prompt leaves no room to answer, and EngineError if the engine fails.
+    cannot start or its first prompt leaves no room to answer, and EngineError if the engine fails. An engine that has lost
+    its weights gets them by `send_again`, and trajectories go on from where they are.
     """
     if not tasks:
         return []
     limit = TimeLimit(environment_timeout)
-    run = _Collection(engine, renderer, max_tokens, max_context, temperature, top_p, seed, limit)
+    run = _Collection(engine, renderer, max_tokens, max_context, temperature, top_p, seed, limit, send_again)
     try:
         trajectories = asyncio.run(run.collect(tasks, advance))
     except ExceptionGroup as failed:  # when one trajectory fails the others are cancelled; its error is the one to show
@@ -116,6 +118,7 @@ class _Collection:
     top_p: float
     seed: int
     limit: TimeLimit
+    send_again: Callable[[], None] | None
 
     async def collect(self, tasks: Sequence[Task], advance: Callable[[], None] | None) -> list[Trajectory]:
         async def play(session: int, repetition: int, task: Task) -> Trajectory:
@@ -188,10 +191,13 @@ class _Collection:
             raise ValueError(f"environment {task.environment} cannot start from seed {task.seed}: {error}") from error
 
     async def _generate(self, tokens: list[int], sampling: SamplingParams, session: int) -> Completion:
-        try:
-            return await self.engine.generate(tokens, sampling, session=session)
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise EngineError(f"the rollout engine failed: {type(error).__name__}: {error}") from error
+        while True:
+            try:
+                return await self.engine.generate(tokens, sampling, session=session)
+            except (RuntimeError, MemoryError, OSError) as error:
+                if not isinstance(error, WeightsLost) or self.send_again is None:
+                    raise EngineError(f"the rollout engine failed: {type(error).__name__}: {error}") from error
+            self.send_again()  # blocks: without weights no trajectory can go on
 
     async def _respond(self, episode: Episode, text: str) -> TurnResult:
         """The environment's answer; if there is none, the end of this trajectory with the error as data."""

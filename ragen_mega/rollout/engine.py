@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -16,6 +17,24 @@ from ragen_mega.types import Completion, SamplingParams
 
 class EngineError(RuntimeError):
     """The engine cannot go on; what it held of unfinished trajectories is lost."""
+
+
+class WeightsLost(EngineError):
+    """The engine has lost its weights. With `load_weights(..., again=True)` what was asked can be asked once more."""
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """What an engine has done, in total."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed again."""
+    completions: int = 0
+    reissued: int = 0
+    """Requests that were asked again because a server was lost."""
+    restarts: int = 0
+    """Servers that replaced a lost one."""
 
 
 class EngineShard(NamedTuple):
@@ -29,18 +48,23 @@ class RolloutEngine(Protocol):
     """Samples completions for many trajectories at once, each at its own pace."""
 
     weight_version: int
-    """How many weight streams have been loaded; 0 before the first."""
+    """How many different weights have been loaded; 0 before the first."""
 
     shard: EngineShard | None
     """What `load_weights` takes here: this rank's shards under the names of SGLang; None: full tensors, for an engine of this
     process alone. Of the processes that share an engine the first one samples, for all."""
 
+    counts: EngineCounts
+
     def awake(self) -> AbstractContextManager[None]:
         """Weights and KV cache are on the device only inside."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Take new weights, as `shard` says. All processes that share the engine call it together.
+
+        `again`: those that were loaded last once more, because an engine of the job has lost them; sessions go on. What of
+        the device the engine can do without is given back before the stream begins.
 
         Raises ValueError unless exactly the expected names and shapes arrive (of full tensors, `lm_head.weight` of a tied
         model is optional).
@@ -51,7 +75,7 @@ class RolloutEngine(Protocol):
         """Sample what follows `tokens`, the whole trajectory so far.
 
         `session` names the trajectory: what its cache already holds of `tokens` is not computed again. Any RuntimeError,
-        MemoryError or OSError means that the engine has failed.
+        MemoryError or OSError means that the engine has failed, WeightsLost that it can be helped.
         """
         ...
 

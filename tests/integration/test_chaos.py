@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from chaos import compare, damage, main
-from chaos_run import LAYOUTS, NUM_STEPS, Victim, identity, sglang_layout
+from chaos_run import LAYOUTS, NUM_STEPS, Victim, identity, sglang_layouts
 
 from ragen_mega.rollout.store import ROLLOUTS, RolloutStore
 from ragen_mega.rollout.summary import summarize
@@ -48,7 +48,7 @@ def test_what_is_lost_is_seen(changes: dict, problem: str | None, tmp_path: Path
 
 def sampled(output: Path, name: str, *, played: tuple[int, ...] = (7, 8), reward: float = 1.0, logged: float = 1.0) -> Victim:
     """A run directory as a finished run with an SGLang server leaves it; `played` are the outcome seeds of each group."""
-    run = Victim(output, name, sglang_layout(Path(sys.executable)))
+    run = Victim(output, name, sglang_layouts(Path(sys.executable))[0])
     store, rows = RolloutStore(run.directory / ROLLOUTS), []
     for step in range(NUM_STEPS):
         facts = []

@@ -69,9 +69,9 @@ def sampled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     sample = run_module.sample
 
-    def counting(engine, renderer, groups, config, *rest):
+    def counting(engine, renderer, groups, config, *rest, **others):
         steps.append(groups[0][0].group_id // config.rollout.num_groups)
-        return sample(engine, renderer, groups, config, *rest)
+        return sample(engine, renderer, groups, config, *rest, **others)
 
     monkeypatch.setattr(run_module, "sample", counting)
     return steps

@@ -114,7 +114,7 @@ def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> Non
 def metrics(run: Path) -> list[dict]:
     """What was logged, without what depends on the clock or the process."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "memory/")
+    measured = ("time/", "memory/", "engine/")
     return [
         {key: value for key, value in row.items() if not key.startswith(measured) and "per_second" not in key} for row in rows
     ]

@@ -50,6 +50,7 @@ def test_the_server_follows_the_trainer(flags: str, tmp_path: Path) -> None:
         assert row["mismatch/logprob_max_abs_diff"] < 1e-4
         assert (row["time/sync_gbytes_tensor"] > 0) == is_gathered
         assert row["rollout/success"] is not None and row["actor/grad_norm"] > 0
+        assert 0.3 < row["engine/cached_share"] < 1 and row["engine/restarts"] == 0
 
 
 @pytest.mark.slow

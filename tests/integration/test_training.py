@@ -49,6 +49,7 @@ def test_every_step_is_logged_and_engine_agrees_with_trainer(run: Path) -> None:
                     "actor/clip_fraction_high", "actor/approx_kl", "time/rollout", "rollout/tokens_per_second",
                     "rollout/valid_format_rate", "rollout/thought_length"):
             assert row[key] is not None, key
+        assert 0.5 < row["engine/cached_share"] < 1 and row["engine/restarts"] == row["engine/reissued"] == 0
 
 
 def test_summary_puts_success_beside_random_and_optimum(run: Path) -> None:

@@ -158,6 +158,8 @@ def test_a_turn_costs_its_new_tokens_and_equal_prompts_are_computed_once(
         )
         # One prompt whole, the other's own part, and of the copies the last token alone.
         assert sum(computed) == 80 + 30 + 14
+        assert (engine.counts.completions, engine.counts.prompt_tokens) == (16, 16 * 80)
+        assert engine.counts.cached_tokens == 16 * 80 - sum(computed)
         computed.clear()
         await engine.generate(prompts[0] + first[3].tokens + [1, 2, 3, 4], SamplingParams(1), session=3)
         assert sum(computed) == 1 + 4  # the last sampled token has not been fed yet

@@ -187,8 +187,7 @@ def test_a_shared_buffer_is_filled_again_for_every_bucket(weights: dict[str, tor
         addresses.add(named_tensors[0][1].numel())
     assert num_buckets > 2 and len(addresses) == 1
     assert all(torch.equal(model.held[name], tensor.bfloat16()) for name, tensor in weights.items())
-    with pytest.raises(EngineError, match="--weight-transfer file"):
-        transfer.again()
+    assert transfer.again() is None
     transfer.close()
 
 

@@ -1,0 +1,182 @@
+"""Rollouts of several ranks: engines that lose their weights, fail or are interrupted, early and late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ragen_mega import distributed
+from ragen_mega.engines.embedded import EmbeddedEngine
+from ragen_mega.environments.base import make
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.interruption import Interrupted
+from ragen_mega.joint_rollout import collect_on_all_ranks
+from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.rollout.engine import EngineError, WeightsLost
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.types import Completion, SamplingParams, TrajectoryGroup
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+from tests.integration.forked_ranks import fork_ranks
+
+pytestmark = pytest.mark.forks
+NUM_RANKS = 3
+SAMPLING = {"max_tokens": 6, "max_context": 256, "seed": 1}
+
+
+def episode() -> Episode:
+    return Episode(make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3))
+
+
+GROUPS = [tasks_for_group(group, "frozen_lake", group, episode, group_size=4) for group in range(3)]
+
+
+class ForgetfulEngine(EmbeddedEngine):
+    """Loses its weights when it is asked for the n-th time, for n in `forgets`; fails when n is `fails`."""
+
+    def __init__(self, *args: Any, forgets: Iterable[int] = (), fails: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.forgets, self.fails = set(forgets), fails
+        self.num_asked = self.num_sent_again = 0
+        self.is_lost = False
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        super().load_weights(weights, again=again)
+        self.is_lost = False
+        self.num_sent_again += again
+
+    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+        self.num_asked += 1
+        if self.num_asked == self.fails:
+            raise RuntimeError("broken")
+        self.is_lost |= self.num_asked in self.forgets
+        if self.is_lost:
+            raise WeightsLost("gone")
+        return await super().generate(tokens, sampling, session=session)
+
+
+def build() -> tuple[Qwen2ForCausalLM, ChatRenderer]:
+    texts = ["system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left", "first second third"]
+    texts += [message.content for seed in range(20) for message in episode().start(seed)]
+    tokenizer = train_tokenizer(texts)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    return Qwen2ForCausalLM(config).eval(), ChatRenderer(tokenizer, think=True)
+
+
+def play_on_ranks(
+    faults: dict[int, dict[str, Any]],
+    check: Callable[[Callable[[], list[TrajectoryGroup]], ForgetfulEngine], None],
+    *,
+    advance: Callable[[], None] | None = None,
+) -> None:
+    """`check(play, engine)` on every rank, whose engine has the faults of that rank."""
+    model, renderer = build()
+
+    def rank() -> None:
+        distributed.start()
+        index = distributed.rank()
+        engine = ForgetfulEngine(model.config, max_context=256, max_sessions=8, **faults.get(index, {}))
+
+        def send_again() -> None:
+            distributed.barrier()  # as a weight sync: of all ranks or of none
+            engine.load_weights(model.state_dict().items(), again=True)
+
+        with engine.awake():
+            engine.load_weights(model.state_dict().items())
+            check(
+                lambda: collect_on_all_ranks(
+                    engine, renderer, GROUPS, advance=advance, send_again=send_again, **SAMPLING
+                ),
+                engine,
+            )
+        assert engine.weight_version == 1
+
+    processes = fork_ranks(rank, NUM_RANKS)
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * NUM_RANKS
+
+
+@pytest.mark.parametrize(
+    ("faults", "num_sent_again"),
+    [
+        ({}, 0),
+        ({1: {"forgets": (1,)}}, 1),
+        ({0: {"forgets": (7,)}, 2: {"forgets": (7,)}}, 1),
+        ({1: {"forgets": (3, 12)}, 2: {"forgets": (8,)}}, 2),
+    ],
+    ids=["none", "at once", "two ranks", "twice"],
+)
+def test_lost_weights_change_nothing(faults: dict[int, dict[str, Any]], num_sent_again: int) -> None:
+    model, renderer = build()
+    alone = EmbeddedEngine(model.config, max_context=256, max_sessions=12)
+    with alone.awake():
+        alone.load_weights(model.state_dict().items())
+        expected = collect(alone, renderer, [task for group in GROUPS for task in group], **SAMPLING)
+    assert sum(len(one.turns) for group in expected for one in group.trajectories) > 24
+
+    def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
+        groups = play()
+        assert engine.num_sent_again == num_sent_again
+        assert [group.group_id for group in groups] == [group.group_id for group in expected]
+        for ours, theirs in zip(groups, expected, strict=True):
+            for one, other in zip(ours.trajectories, theirs.trajectories, strict=True):
+                assert (one.outcome_seed, one.tokens) == (other.outcome_seed, other.tokens)
+                assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
+
+    play_on_ranks(faults, check)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [{1: {"fails": 5}}, {0: {"forgets": (2,)}, 1: {"fails": 5}}, {0: {"forgets": (2, 9)}, 2: {"forgets": (3,), "fails": 11}}],
+    ids=["one fails", "one waits for weights", "after its weights came again"],
+)
+def test_a_rollout_fails_on_all_ranks_or_on_none(faults: dict[int, dict[str, Any]]) -> None:
+    def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
+        with pytest.raises(EngineError, match="RuntimeError: broken"):
+            play()
+
+    play_on_ranks(faults, check)
+
+
+def test_weights_that_cannot_be_sent_again_end_the_rollout_on_all_ranks() -> None:
+    def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
+        load = engine.load_weights
+
+        def refuse(weights: Iterable[tuple[str, Tensor]], *, again: bool) -> None:
+            if distributed.rank() == 2:
+                raise EngineError("no server starts")
+            load(weights, again=again)
+
+        engine.load_weights = refuse
+        with pytest.raises(EngineError, match="no server starts"):
+            play()
+
+    play_on_ranks({0: {"forgets": (4,)}}, check)
+
+
+def test_an_interruption_is_everybodys_also_while_weights_are_lost() -> None:
+    def interrupt() -> None:
+        if distributed.rank() == 1:
+            raise Interrupted
+
+    def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
+        with pytest.raises(Interrupted):
+            play()
+
+    play_on_ranks({0: {"forgets": (2,)}, 2: {"fails": 5}}, check, advance=interrupt)
