@@ -20,6 +20,9 @@ from types import FrameType
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SHARED_MEMORY = Path("/dev/shm")
+_LEFT_BEHIND = ("sem.mp-", "sgl_shm_mq_", "sglang_loads_")
+"""Beginnings of the names of shared memory that SGLang removes when it ends, and cannot when it is killed."""
 
 
 def supervise(directory: str, command: list[str]) -> int:
@@ -48,7 +51,9 @@ def supervise(directory: str, command: list[str]) -> int:
         print(f"supervisor: cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
+        inodes = shared_memory(os.getpid())
         kill_descendants(os.getpid())
+        remove_left_behind(inodes)
         if is_owner_gone:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -68,6 +73,30 @@ def kill_descendants(root: int) -> None:
             except ProcessLookupError:
                 continue
         select.select([], [], [], 0.01)
+
+
+def shared_memory(root: int) -> set[int]:
+    """Inodes of the shared memory in use below `root`; a semaphore is mapped under another name than it is found by."""
+    inodes = set()
+    for pid in descendants(root):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:  # it has ended
+            continue
+        # address permissions offset device inode path
+        inodes |= {int(line.split(None, 5)[4]) for line in maps.splitlines() if f" {_SHARED_MEMORY}/" in line}
+    return inodes
+
+
+def remove_left_behind(inodes: set[int]) -> None:
+    """Remove those files of shared memory that nobody else removes when their users are killed."""
+    for name in _LEFT_BEHIND:
+        for file in _SHARED_MEMORY.glob(f"{name}*"):
+            try:
+                if file.lstat().st_ino in inodes:
+                    file.unlink()
+            except FileNotFoundError:
+                continue
 
 
 def descendants(root: int) -> list[int]:

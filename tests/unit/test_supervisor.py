@@ -125,6 +125,30 @@ def test_what_the_command_leaves_behind_ends_with_it(family: Family) -> None:
     wait_until(lambda: not any(map(is_alive, [family.supervisor, *family.members])))
 
 
+SHARING = """
+from multiprocessing import get_context, shared_memory
+lock = get_context("spawn").Lock()
+kept = [shared_memory.SharedMemory(name + f"test_{os.getpid()}", create=True, size=64) for name in ("sgl_shm_mq_", "other_")]
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("family", ["import os" + SHARING], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_shared_memory_of_the_command_goes_with_it(family: Family, number: signal.Signals) -> None:
+    command = next(pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid))
+    other = Path(f"/dev/shm/other_test_{command}")
+    wait_until(other.exists)
+    inodes = supervisor.shared_memory(family.supervisor)
+    shared = [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes]
+    assert other in shared and len(shared) == 3  # the lock's and the queue's
+    os.kill(family.owner.pid, number)
+    family.owner.wait()
+    wait_until(lambda: not is_alive(family.supervisor))
+    assert [path for path in shared if path.exists()] == [other]
+    other.unlink()
+
+
 @pytest.mark.parametrize(("command", "status"), [("import sys; sys.exit(7)", 7), ("import os; os.abort()", 1)])
 def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
     process = subprocess.Popen(
