@@ -37,13 +37,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from random_checkpoint import model_config, write_checkpoint
 
-from ragen_mega.checkpointing import CHECKPOINTS
 from ragen_mega.console import fail
 from ragen_mega.metrics import METRICS_FILE, read_metrics
-from ragen_mega.run import FINAL_EXPORT
 
 ROOT = Path(__file__).parents[1]
 NUM_TURNS = 5
@@ -56,7 +55,7 @@ _LOG_LINES = 15
 
 
 def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> list[str]:
-    """Flags of one run: no warm start, no checkpoint before the end, one evaluated episode before and after."""
+    """Flags of one run: no warm start, no checkpoint, one evaluated episode before it."""
     kept = ["--filter-strategy", "none"]
     if keep < 1:
         kept = ["--filter-strategy", "top_fraction", "--filter-value", str(keep), "--filter-keep-zero"]
@@ -88,20 +87,31 @@ def train(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> tuple
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
-            while process.poll() is None:
+            while process.poll() is None and len(stamps) < arguments.steps:
                 if metrics.exists() and metrics.read_bytes().count(b"\n") > len(stamps):
                     stamps.append(time.monotonic())
                 time.sleep(_POLL_SECONDS)
         finally:
-            process.terminate()
-            process.wait()
-    if process.returncode:
+            end(process)
+    if len(stamps) < arguments.steps:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         raise RuntimeError(f"training with --keep {keep:g} ended with status {process.returncode}; {log} ends with:\n{last}")
-    for directory in (CHECKPOINTS, FINAL_EXPORT):
-        shutil.rmtree(run / directory, ignore_errors=True)  # of no use, and several GB
     rows = read_metrics(metrics)
     return rows, [later - earlier for earlier, later in zip(stamps, stamps[1:])]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a run before it writes its last checkpoint and its export, which nobody wants and are many GB."""
+    try:
+        launcher = psutil.Process(process.pid)
+        ranks, everything = launcher.children(), launcher.children(recursive=True)
+    except psutil.NoSuchProcess:
+        ranks, everything = [], []
+    for rank in ranks:
+        rank.kill()
+    process.kill()
+    process.wait()
+    psutil.wait_procs(everything, timeout=60)  # servers end with their ranks, and the next run needs their memory
 
 
 def summarize(model: str, keep: float, rows: Sequence[Mapping[str, Any]], gaps: Sequence[float]) -> dict[str, Any]:
