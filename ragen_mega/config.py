@@ -247,16 +247,11 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         defaults = {
             "sglang_python": None, "kv_cache_tokens": None, "weight_transfer": "auto", "rollout_fp8": False,
-            "rollout_deterministic": False,
+            "rollout_deterministic": False, "rollout_tensor_parallel_size": 1,
         }
         for name, default in defaults.items():
             if self.rollout_engine == "embedded" and getattr(self, name) != default:
                 raise ValueError(f"{name} does nothing with rollout_engine embedded; drop it or set --rollout-engine sglang")
-        if self.rollout_engine == "embedded" and self.rollout_tensor_parallel_size > 1:
-            raise ValueError(
-                f"rollout_tensor_parallel_size {self.rollout_tensor_parallel_size} is for SGLang's servers, and the embedded "
-                "engine decodes on one rank; set it to 1 or add --rollout-engine sglang"
-            )
         for name in (
             "num_groups", "group_size", "max_response_length", "max_context_length", "rollout_tensor_parallel_size"
         ):

@@ -57,6 +57,7 @@ class SGLangEngine:
             model_config, self.shard, dtype, fp8=settings.fp8, group=group, bucket_bytes=bucket_bytes
         )
         self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
+        self._sender: WeightSender | None = None  # to the server that was started last
         self._is_awake = self._has_weights = False
         self._released: tuple[str, ...] = ()  # parts of the device's memory that the server has given back
         self._active: set[int] = set()  # sessions that wait for a completion
@@ -164,10 +165,9 @@ class SGLangEngine:
             raise ValueError(f"session {session} already generates; await one completion before asking for the next")
 
     def _send(self, buckets: Iterable[list[Message]]) -> None:
-        if self.server.client is None:
+        if self.server.client is None or self._sender is None:
             raise ConnectionLost("the server does not run")
-        sender = WeightSender(self.server.client, WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
-        sender.send(buckets, self.weight_version)
+        self._sender.send(buckets, self.weight_version)
 
     def _wake(self) -> None:
         if not self.server.num_starts:
@@ -217,7 +217,7 @@ class SGLangEngine:
 
     def _start(self) -> None:
         self._released = ()
-        self.server.start()
+        self._sender = WeightSender(self.server.start(), WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
 
     def _resume(self, *parts: str) -> None:
         """Take memory again that was released; SGLang does not expect to be asked for other. Raises ConnectionLost."""

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ragen_mega.config import EnvironmentConfig
 from ragen_mega.environments.episode import Episode, Message, TurnResult
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.time_limit import EnvironmentFailed, TimeLimit
 from ragen_mega.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
 
-ENVIRONMENT_TIMEOUT = 60.0
-"""Seconds that an environment may take for a turn, unless a caller says otherwise."""
 ERROR = "error"
 """Key of a turn's info under which a trajectory that its environment ended says why."""
 
@@ -79,7 +78,7 @@ def collect(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int,
-    environment_timeout: float = ENVIRONMENT_TIMEOUT,
+    environment_timeout: float = EnvironmentConfig.environment_timeout,
     advance: Callable[[], None] | None = None,
     send_again: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:

@@ -47,7 +47,7 @@ def test_last_flag_wins_and_json_round_trips() -> None:
         ("--sglang-python x/python", "does nothing with rollout_engine embedded"),
         ("--rollout-fp8", "rollout_fp8 does nothing with rollout_engine embedded"),
         ("--weight-transfer ipc", "weight_transfer does nothing with rollout_engine embedded"),
-        ("--rollout-tensor-parallel-size 2", "is for SGLang's servers, and the embedded engine decodes on one rank"),
+        ("--rollout-tensor-parallel-size 2", "rollout_tensor_parallel_size does nothing with rollout_engine embedded"),
         ("--rollout-tensor-parallel-size 0 --rollout-engine sglang", "must be at least 1"),
         ("--lr nan", "finite number"),
         ("--warm-start-temperature 0", "must be positive"),
