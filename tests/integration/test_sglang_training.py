@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from forked_ranks import fork_ranks
@@ -51,6 +55,45 @@ def test_the_server_follows_the_trainer(flags: str, tmp_path: Path) -> None:
         assert (row["time/sync_gbytes_tensor"] > 0) == is_gathered
         assert row["rollout/success"] is not None and row["actor/grad_norm"] > 0
         assert 0.3 < row["engine/cached_share"] < 1 and row["engine/restarts"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--rollout-tensor-parallel-size 2"])
+def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(layout: str, tmp_path: Path) -> None:
+    """Two ranks, a shared buffer, and servers that are killed in the first second of every rollout but the first."""
+    is_over = threading.Event()
+
+    def kill_in_rollouts() -> None:
+        directory, num_killed, generator = tmp_path / "run", 0, random.Random(0)
+        while not is_over.wait(0.01):
+            num_logged = len(read_metrics(directory)) if (directory / "metrics.jsonl").exists() else 0
+            if num_logged > num_killed:
+                time.sleep(generator.uniform(0.2, 1.0))  # the weights have to be sent first
+                servers = [process for process in psutil.process_iter(["cmdline", "cwd"]) if works_for(process, directory)]
+                generator.choice(servers).kill()
+                num_killed += 1
+
+    killer = threading.Thread(target=kill_in_rollouts)
+    killer.start()
+    try:
+        run = launch(
+            tmp_path, 2, "--rollout-engine", "sglang", "--sglang-python", PYTHON, "--weight-transfer", "ipc",
+            "--num-steps", "4", "--group-size", "16", "--eval-interval", "0", *layout.split(), timeout=900,
+        )  # fmt: skip
+    finally:
+        is_over.set()
+        killer.join()
+    rows = read_metrics(run)
+    assert len(rows) == 4 and all(row["mismatch/logprob_max_abs_diff"] < 1e-4 for row in rows)
+    assert sum(row["engine/restarts"] for row in rows) == 3
+    assert sum(row["engine/reissued"] for row in rows) > 0  # some were lost in the middle of a rollout
+
+
+def works_for(process: psutil.Process, directory: Path) -> bool:
+    """Whether it is a scheduler of a server of the run."""
+    command, folder = " ".join(process.info["cmdline"] or []), process.info["cwd"] or ""
+    return "scheduler" in command and folder.startswith(str(directory))
 
 
 @pytest.mark.slow
