@@ -54,6 +54,12 @@ if [ -z "${CUDA_HOME:-}" ] && nvcc="$(command -v nvcc)"; then # for what is comp
     CUDA_HOME="$(dirname "$(dirname "$(readlink -f "$nvcc")")")"
     export CUDA_HOME
 fi
+if [ -n "$archives" ] && [ -d "$SITE/transformer_engine" ] &&
+    ! "$python" -c "import torch, transformer_engine.pytorch" >"$output/transformer_engine.log" 2>&1; then
+    # megatron-core survives that it is missing, not that its libraries do not load
+    echo "Transformer Engine does not load and is left out: $(tail -n 1 "$output/transformer_engine.log")" >&2
+    rm -rf "$SITE"/transformer_engine*
+fi
 report="$output/report.md"
 
 versions() {
