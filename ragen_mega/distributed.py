@@ -19,7 +19,10 @@ _control_group: dist.ProcessGroup | None = None
 
 
 def start(timeout_minutes: float = 30.0) -> None:
-    """Join the job that torchrun started, or a job of one process without torchrun; idempotent."""
+    """Join the job that torchrun started, or a job of one process without torchrun; idempotent.
+
+    Raises ValueError on a rank that has no GPU where others have one.
+    """
     global _control_group
     if dist.is_initialized():
         return
@@ -29,13 +32,22 @@ def start(timeout_minutes: float = 30.0) -> None:
         dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
     else:
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
         timeout = datetime.timedelta(minutes=timeout_minutes)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun --max-restarts hands restarted ranks the store of those that died, with their addresses in it.
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     _control_group = dist.group.WORLD if _backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+def _take_device(local_rank: int, num_gpus: int) -> None:
+    if local_rank >= num_gpus:
+        raise ValueError(
+            f"every rank needs a GPU of its own, and local rank {local_rank} finds {num_gpus}; "
+            f"start torchrun with --nproc-per-node {num_gpus}"
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def stop() -> None:

@@ -233,20 +233,20 @@ def stage_phases(shape: ModelShape, setting: Setting, stage: int) -> Iterator[tu
     if setting.has_critic:
         trains["critic"] = state_of(shape, setting, stage, is_critic=True)
     weights, kv = engine_bytes(shape, setting)
+    # Transformer Engine keeps each linear weight in FP8, as it is and transposed.
+    in_fp8 = 2 * shape.num_layers // sizes[1] * sum(shape.linear_sizes(sizes[0])) if layout.fp8 != "none" else 0
     base = {"CUDA and NCCL": CUDA_CONTEXT * (2 if weights else 1) + COMMUNICATOR * sum(size > 1 for size in sizes)}
-    saved, layers = activations(shape, setting, stage), shape.num_layers // sizes[1]
     for name in trains:
         terms = dict(base)
         for other, state in trains.items():
             if other == name or offload != "turns":
                 terms |= {f"{other} parameters": state.parameters, f"{other} gradients": state.gradients,
                           f"{other} optimizer": state.optimizer}
-        passing = workspace(shape, setting, stage, is_critic=name == "critic")
-        if setting.parallel.fp8 != "none":  # Transformer Engine keeps each linear weight in FP8, as it is and transposed
-            terms["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(sizes[0]))
+        saved, passing = activations(shape, setting, stage), workspace(shape, setting, stage, is_critic=name == "critic")
+        terms |= {"FP8 weights": in_fp8 * (1 if offload == "turns" else len(trains))} if in_fp8 else {}
         terms |= {"activations": saved, "workspace": passing, "fragmentation": int(FRAGMENTATION * (saved + passing))}
         yield f"train {name}", terms
-    stays = {f"{name} state": sum(state) for name, state in trains.items()} if offload == "none" else {}
+    stays = {f"{name} state": sum(state) + in_fp8 for name, state in trains.items()} if offload == "none" else {}
     sending = {"actor parameters": trains["actor"].parameters} if offload != "none" else {}
     largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
     engine = {"engine weights": weights}

@@ -4,7 +4,8 @@
 
 For tied Qwen2 and untied Qwen3 models with random weights it reports, per layout, the largest difference of
 log-probabilities, values, losses, gradients and of the parameters after two optimizer steps, and that of the actor's
-gradient by the fused loss from the one through full logits (parity_unfused.py). Exit code 1 beyond tolerance.
+gradient by the fused loss from the one through full logits (parity_unfused.py). Exit code 1 beyond tolerance. On GPUs every
+process has one of its own, so that layouts of more processes than GPUs are left out.
 """
 
 from __future__ import annotations
@@ -73,11 +74,8 @@ LAYOUTS = {
             ),
         ),
         Layout("dp2_tp2", 4, ParallelConfig(tensor_model_parallel_size=2)),
-        Layout(
-            "dp2_tp2_sp_distributed_optimizer",
-            4,
-            ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True),
-        ),
+        Layout("dp2_tp2_sp_distributed_optimizer", 4, ParallelConfig(
+            tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True)),
     )
 }
 
@@ -176,10 +174,10 @@ def run_layout(layout: Layout, directory: Path) -> None:
                 result["grad_norms"].append(metrics["grad_norm"])
                 if step == 0 and not layout.parallel.use_distributed_optimizer:
                     gradients = export_weights(model.module, groups, model.trainer.gradients())
-                    result["gradients"][name] = {key: value.clone() for key, value in gradients}
+                    result["gradients"][name] = {key: value.cpu().clone() for key, value in gradients}
         result["values"] = critic.values(batch)
         result["parameters"] = {
-            name: {key: value.clone() for key, value in export_weights(model.module, groups)}
+            name: {key: value.cpu().clone() for key, value in export_weights(model.module, groups)}
             for name, model in (("policy", policy), ("critic", critic))
         }
         results[architecture] = result
@@ -236,6 +234,16 @@ def launch(layout: Layout, directory: Path) -> None:
         raise RuntimeError(f"layout {layout.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
 
 
+def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
+    """Those asked for, else all; on GPUs each process needs one of its own, since NCCL takes no two on one."""
+    too_large = [name for name in asked or LAYOUTS if 0 < num_gpus < LAYOUTS[name].num_processes]
+    if asked and too_large:
+        raise SystemExit(f"error: {', '.join(too_large)} need a GPU per process, not {num_gpus}; drop them from --layouts")
+    if too_large:
+        print(f"left out, with more processes than the {num_gpus} GPU(s) here: {', '.join(too_large)}", flush=True)
+    return asked or [name for name in list(LAYOUTS)[1:] if name not in too_large]
+
+
 def measure(names: list[str]) -> dict:
     """Run the named layouts beside the single process and return the report."""
     from parity_unfused import clipped, unfused_gradients  # here, since tests import this file as part of a package
@@ -273,14 +281,14 @@ def is_within_tolerance(report: dict) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=list(LAYOUTS)[1:], help="default: all")
+    parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), help="default: all that fit the GPUs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         run_layout(LAYOUTS[arguments.worker], arguments.directory)
         return
-    report = measure(arguments.layouts)
+    report = measure(choose_layouts(arguments.layouts, torch.cuda.device_count()))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     if not is_within_tolerance(report):

@@ -10,8 +10,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ragen_mega import distributed
+
+
+# Without cuDNN, which torch may prefer on Hopper: it builds a plan for every length, and no two trajectories have the same.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class RMSNorm(nn.Module):
@@ -60,9 +65,10 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None and attention_mask is None, "packed sequences are the only data layout"
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         outputs = []
-        # split, whose gradient is one concatenation; that of a slice is as long as the whole pack, for every trajectory
-        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths)):
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, dim]
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            outputs.append(output.squeeze(0).transpose(0, 1))
+        with sdpa_kernel(_BACKENDS):
+            # split, whose gradient is one concatenation; that of a slice is as long as the whole pack, for every trajectory
+            for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths)):
+                q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, dim]
+                output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+                outputs.append(output.squeeze(0).transpose(0, 1))
         return torch.cat(outputs).flatten(1)

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from ragen_mega.megatron.attention import PackedAttention, RMSNorm
 
@@ -23,6 +24,15 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         return TransformerBlockSubmodules([layer] * num_layers, layer_norm=TENorm)
     return TransformerBlockSubmodules([_local_layer(config)] * num_layers, layer_norm=RMSNorm)
+
+
+def drop_quantised_weights(model: nn.Module) -> None:
+    """Free the FP8 copies of weights that Transformer Engine keeps between the microbatches of a pass.
+
+    The first microbatch of the next pass makes them again from the weights.
+    """
+    for module in model.modules():
+        getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:

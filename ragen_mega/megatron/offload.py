@@ -32,6 +32,8 @@ class Offloadable:
         self.name = name
         self.bring_back: Callable[..., None] | None = None
         """Called with the kinds that `require` misses; None raises instead."""
+        self.forget: Callable[[], None] | None = None
+        """Called when anything leaves, to free what was computed from the parameters and can be computed again."""
         self._tensors = tensors
         self._away: dict[Kind, dict[str, tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[str, Tensor] = {}
@@ -49,6 +51,8 @@ class Offloadable:
             self._away[kind] = {name: (storage, storage.nbytes()) for name, storage in storages.items()}
             for storage in storages.values():
                 storage.resize_(0)
+        if leaving and self.forget is not None:
+            self.forget()
         if leaving and torch.cuda.is_available():
             torch.cuda.empty_cache()  # another process is to have it
         return sum(size for kind in leaving for _, size in self._away[kind].values())

@@ -23,6 +23,7 @@ from torch import Tensor
 from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.megatron import cpu
+from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import QwenModel, model_inputs
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
@@ -98,6 +99,7 @@ class Trainer:
             wd_incr_style="constant",
         )
         self.memory = Offloadable(self._tensors)
+        self.memory.forget = partial(drop_quantised_weights, module)
 
     def per_token(self, batch: TokenBatch, compute: PerToken) -> Tensor:
         """[T] of `compute` over all trajectories of `batch`, without gradients, equal on every rank."""

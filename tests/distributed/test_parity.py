@@ -44,3 +44,13 @@ def test_a_difference_fails(key: str) -> None:
     assert tool.is_within_tolerance(report)
     row[key] = 2 * tool.TOLERANCES[key]
     assert not tool.is_within_tolerance(report)
+
+
+def test_layouts_of_more_processes_than_gpus_are_left_out_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    tool = load_tool()
+    assert tool.choose_layouts(None, 0) == list(tool.LAYOUTS)[1:]
+    assert tool.choose_layouts(None, 1) == ["microbatch_of_one", "one_microbatch", "recompute_full"]
+    assert "more processes than the 1 GPU(s) here: tp2, " in capsys.readouterr().out
+    assert tool.choose_layouts(["pp2"], 2) == ["pp2"]
+    with pytest.raises(SystemExit, match="error: pp2 need a GPU per process, not 1"):
+        tool.choose_layouts(["recompute_full", "pp2"], 1)

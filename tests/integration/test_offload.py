@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.megatron.checkpoint import _AdamState
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.offload import KINDS, Offloadable
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.trainer import Trainer
@@ -122,6 +124,18 @@ def test_two_ranks_train_as_if_nothing_had_moved(name: str, case: tuple) -> None
     for rank in ranks:
         rank.join(200)
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def test_quantised_copies_leave_with_whatever_leaves_first(case: tuple) -> None:
+    memory = build(*case[:2], ParallelConfig())[ACTOR].trainer.memory
+    memory.forget = Mock()
+    memory.offload("gradients", "optimizer")  # as for a weight sync, for which the parameters stay
+    memory.offload("gradients")
+    assert memory.forget.call_count == 1
+    layer = torch.nn.Linear(2, 2)
+    layer._fp8_workspaces = copies = {"weight": torch.zeros(4)}  # as Transformer Engine's layers have them
+    drop_quantised_weights(torch.nn.Sequential(layer, torch.nn.SiLU()))
+    assert layer._fp8_workspaces is copies and not copies
 
 
 def test_one_storage_moves_once_and_aliases_stay() -> None:

@@ -187,6 +187,17 @@ def test_quantised_weights_follow_the_weights(build: Build, batch: TokenBatch) -
     assert torch.equal(policy.logprobs(batch), after)
 
 
+def test_fp8_copies_leave_the_device_with_the_weights(build: Build, batch: TokenBatch) -> None:
+    policy = build("qwen2", FP8)
+    before, memory = policy.logprobs(batch), policy.trainer.memory
+    layers = [module for module in policy.module.modules() if getattr(module, "_fp8_workspaces", None)]
+    assert len(layers) == 4 * SIZES["num_hidden_layers"]
+    memory.offload()
+    assert not any(layer._fp8_workspaces for layer in layers)
+    memory.restore()
+    assert torch.equal(policy.logprobs(batch), before)
+
+
 @pytest.mark.parametrize("role", [MegatronPolicy, MegatronCritic])
 def test_heads_are_outside_fp8(build: Build, batch: TokenBatch, role: type) -> None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager

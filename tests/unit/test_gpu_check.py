@@ -31,10 +31,12 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     output.mkdir()
     (output / "old.json").write_text("{}")
     os.utime(output / "old.json", (0, 0))
-    carried = tmp_path / "METADATA"
+    carried, broken = tmp_path / "METADATA", tmp_path / "__init__.py"
     carried.write_text(metadata("sglang"))
+    broken.write_text("raise OSError('libcudnn.so.9: cannot open shared object file')")
     with tarfile.open(archives / "site.tar.xz", "w:xz") as archive:
         archive.add(carried, "sglang-0.0.1.dist-info/METADATA")
+        archive.add(broken, "transformer_engine/__init__.py")
     with zipfile.ZipFile(archives / "flash_attn-0.0.1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("flash_attn_marker.py", "")
         wheel.writestr("flash_attn-0.0.1.dist-info/METADATA", metadata("flash-attn"))
@@ -44,6 +46,7 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     done = run("--output", str(output), "--archives", str(archives), "--minutes", "4", "versions", "te", "fp8")
     report = json.loads((output / "report.json").read_text())
     assert "cannot unpack" in done.stderr and "broken.tar.xz" in done.stderr
+    assert "Transformer Engine does not load and is left out: OSError: libcudnn.so.9: cannot open" in done.stderr
     assert [part["part"] for part in report["parts"]] == ["versions", "te", "fp8"]
     assert "sglang 0.0.1" in report["versions"]
     if has_pip():

@@ -111,6 +111,17 @@ def test_fp8_keeps_copies_of_the_linear_weights() -> None:
     assert sum(with_fp8.values()) - sum(without.values()) == with_fp8["FP8 weights"] == 2 * linear
 
 
+@pytest.mark.parametrize(("offload", "training", "resting"), [("none", 2, 2), ("rollout", 2, 0), ("turns", 1, 0)])
+def test_copies_in_fp8_are_where_their_model_is(offload: str, training: int, resting: int) -> None:
+    shape = tool.find_shape("Qwen3-8B", None)
+    flags = ["--bf16", "--rollout-engine", "sglang", "--offload", offload]
+    plans = [plan(shape, Setting.from_config(parse([*flags, "--fp8", fp8]), 1)) for fp8 in ("hybrid", "none")]
+    totals = [{phase: sum(terms.values()) for phase, terms in phases.items()} for phases in plans]
+    copies = 2 * shape.num_layers * sum(shape.linear_sizes(1))
+    for phase, count in (("train actor", training), ("train critic", training), ("sync", resting), ("rollout", resting)):
+        assert totals[0][phase] - totals[1][phase] == count * copies
+
+
 def test_an_engine_in_fp8_and_a_copy_of_its_weights_on_the_host() -> None:
     shape = tool.find_shape("Qwen3-8B", None)
     flags = ["--bf16", "--rollout-engine", "sglang", "--rollout-tensor-parallel-size", "2"]
