@@ -14,8 +14,8 @@ set -u
 cd "$(dirname "$0")/.."
 all=(versions kernels te sglang step reshard fp8 bench train sgl_train parity engines)
 declare -A share=( # seconds
-    [versions]=40 [kernels]=110 [te]=60 [sglang]=150 [step]=180 [reshard]=50
-    [fp8]=60 [bench]=60 [train]=60 [sgl_train]=120 [parity]=50 [engines]=40
+    [versions]=40 [kernels]=110 [te]=60 [sglang]=150 [step]=150 [reshard]=50
+    [fp8]=100 [bench]=60 [train]=60 [sgl_train]=120 [parity]=70 [engines]=40
 )
 output=gpu_check minutes=9 archives= parts=()
 while [ $# -gt 0 ]; do
