@@ -139,14 +139,18 @@ PYTHON
         echo "SGLang serves here with no settings: see sglang_probe.json and $home/probe_*/server.log" >&2
         return 1
     fi
-    write_server "$home" "$flags $(sed -n 2p "$home/works")"
+    case "$(sed -n 2p "$home/works")" in
+        without*) write_server "$home" "$flags" "$(sed -n '2s/without //p' "$home/works")" ;;
+        *) write_server "$home" "$flags $(sed -n 2p "$home/works")" ;;
+    esac
     echo "$home/python"
 }
 
-write_server() {
+write_server() { # DIRECTORY FLAGS [FLAG to leave out]
     printf '#!/usr/bin/env bash\nexport PYTHONPATH=%q LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}"%q\n' \
         "${SITE:+$SITE:}$1/lib" "$1/lib" >"$1/python"
-    printf 'exec %q "$@" %s\n' "$python" "$2" >>"$1/python"
+    printf 'for flag; do shift; [ "$flag" = %q ] || set -- "$@" "$flag"; done\nexec %q "$@" %s\n' \
+        "${3:-none}" "$python" "$2" >>"$1/python"
     chmod +x "$1/python"
 }
 

@@ -1,10 +1,10 @@
-"""Find out with which settings SGLang serves on this GPU: with CUDA graphs or fewer or none, weights by IPC or by files.
+"""Find out with which settings SGLang serves on this GPU: with all CUDA graphs or none, weights by IPC or files, able to sleep.
 
     python tools/sglang_probe.py --python PYTHON --json probe.json
 
 A small model is served as in training, twice: weights sent, two turns sampled and compared with transformers, asleep. What
 fails is tried again with less, and every attempt is reported with its reason and the end of the server's log. Standard output
-is two lines for tools/gpu_check.sh, the way of the weights and the server flag that was needed; exit code 1 if nothing works.
+is two lines for tools/gpu_check.sh, the way of the weights and the change of server flags; exit code 1 if nothing works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from ragen_mega.engines.sglang_server import ServerFailed, ServerSettings
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.types import SamplingParams
 
-GRAPHS = ("", "--disable-prefill-cuda-graph", "--disable-cuda-graph")
+OPTIONS: dict[str, dict[str, bool]] = {
+    "": {},
+    "--disable-prefill-cuda-graph": {"disable-prefill-cuda-graph": True},
+    "--disable-cuda-graph": {"disable-cuda-graph": True},
+    "without --enable-memory-saver": {"enable-memory-saver": False},  # asleep it then keeps its memory
+}
+"""What is said of them -> further server options."""
 TRANSFERS = ("ipc", "file")
 MAX_CONTEXT, TURN = 256, 32
 CONFIG = Qwen2Config(  # heads as in Qwen2.5-0.5B, so that its kernels are compiled here
@@ -49,16 +55,16 @@ class NotStarted(Failed):
 def first_that_works(
     attempt: Callable[[str, str], dict[str, Any]], report: Callable[[dict[str, Any]], None]
 ) -> tuple[str, str] | None:
-    """The first (way of the weights, server flag) for which `attempt` does not raise Failed.
+    """The first (way of the weights, key of OPTIONS) for which `attempt` does not raise Failed.
 
-    Flags under which the server has not started are not tried again with another way of the weights.
+    Options under which the server has not started are not tried again with another way of the weights.
     """
-    for graphs in GRAPHS:
+    for options in OPTIONS:
         for transfer in TRANSFERS:
-            about = {"weight_transfer": transfer, "flag": graphs}
+            about = {"weight_transfer": transfer, "options": options}
             try:
-                report(about | {"error": None} | attempt(transfer, graphs))
-                return transfer, graphs
+                report(about | {"error": None} | attempt(transfer, options))
+                return transfer, options
             except Failed as error:
                 report(about | {"error": str(error)})
                 if isinstance(error, NotStarted):
@@ -137,19 +143,19 @@ def main() -> None:
     arguments = parser.parse_args()
     on_gpu, attempts = torch.cuda.is_available(), list[dict[str, Any]]()
 
-    def attempt(transfer: str, graphs: str) -> dict[str, Any]:
+    def attempt(transfer: str, options: str) -> dict[str, Any]:
         settings = ServerSettings(
             python=arguments.python, directory=arguments.directory / f"probe_{len(attempts)}", max_context=MAX_CONTEXT,
             max_running_requests=16, kv_cache_tokens=2**20 if on_gpu else 4096, start_timeout=arguments.start_timeout,
             device="cuda" if on_gpu else "cpu", dtype="bfloat16" if on_gpu else "float32",
-            options={graphs.removeprefix("--"): True} if graphs else {},
+            options=OPTIONS[options],
         )  # fmt: skip
         return serve(settings, transfer)
 
     def report(about: dict[str, Any]) -> None:
         attempts.append(about)
-        print(json.dumps(about, indent=1) if about["error"] is None else f"{about['weight_transfer']} {about['flag']}: "
-              f"{about['error']}", file=sys.stderr, flush=True)  # fmt: skip
+        failed = f"{about['weight_transfer']} {about['options']}: {about['error']}"
+        print(failed if about["error"] else json.dumps(about, indent=1), file=sys.stderr, flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps({"attempts": attempts}, indent=1) + "\n")
 
@@ -157,8 +163,8 @@ def main() -> None:
     if works is None:
         print("error: SGLang serves with none of these settings", file=sys.stderr)
         raise SystemExit(1)
-    if works != (TRANSFERS[0], GRAPHS[0]):
-        print(f"only {works[0]} {works[1]} works; the parts that use SGLang go on with that", file=sys.stderr)
+    if any(attempt["error"] for attempt in attempts):
+        print(f"what works is {' '.join(works)}; the parts that use SGLang go on with that", file=sys.stderr)
     print(*works, sep="\n")
 
 

@@ -27,8 +27,9 @@ def probe() -> ModuleType:
         ({"ipc", "file"}, {"", "--disable-cuda-graph"}, ("ipc", ""), 1),
         ({"file"}, {""}, ("file", ""), 2),
         ({"file"}, {"--disable-cuda-graph"}, ("file", "--disable-cuda-graph"), 4),  # two do not start, and are not tried twice
-        (set(), {"", "--disable-prefill-cuda-graph", "--disable-cuda-graph"}, None, 6),
-        ({"ipc"}, set(), None, 3),
+        (set(), {"", "--disable-prefill-cuda-graph", "--disable-cuda-graph"}, None, 7),
+        ({"ipc"}, {"without --enable-memory-saver"}, ("ipc", "without --enable-memory-saver"), 4),
+        ({"ipc"}, set(), None, 4),
     ],
 )
 def test_the_first_that_works_is_taken(
@@ -36,15 +37,15 @@ def test_the_first_that_works_is_taken(
 ) -> None:
     reports: list[dict[str, Any]] = []
 
-    def attempt(transfer: str, flag: str) -> dict[str, Any]:
-        if flag not in starting:
+    def attempt(transfer: str, options: str) -> dict[str, Any]:
+        if options not in starting:
             raise probe.NotStarted("the server ended")
         if transfer not in serving:
             raise probe.Failed("the weights did not arrive")
         return {"rollouts": []}
 
     assert probe.first_that_works(attempt, reports.append) == expected
-    assert len(reports) == num_attempts and all("weight_transfer" in report and "flag" in report for report in reports)
+    assert len(reports) == num_attempts and all("weight_transfer" in report and "options" in report for report in reports)
     assert [report["error"] is None for report in reports] == [False] * (num_attempts - (expected is not None)) + (
         [True] if expected else []
     )
