@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, each part on its own, with one report:
 #     bash tools/gpu_check.sh [--output DIR] [--minutes N] [--archives DIR] [PART ...]
-# Parts, in this order: versions kernels te sglang step reshard fp8 bench train sgl_train parity engines
+# Parts, in this order: versions te fp8 reshard step kernels sglang bench sgl_train train parity engines
 #     sglang: a real server against transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and
 #     where they go; reshard: a weight sync of 7B against the device's copies; sgl_train: training with SGLang's rollouts.
+#     The first of them that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. A part that fails, lacks a package or runs out of time does not stop the others: of N minutes for
-# all (default 9) each has a share of its own, and more where those behind it leave it. DIR (default gpu_check) receives
-# report.md, report.json and <part>.log. The exit code is the number of parts that failed.
+# all (default 9) each has a share of its own, and more where those behind it leave it. The first five fit in 9 minutes for
+# sure, all of them in 21. DIR (default gpu_check) receives report.md, report.json and <part>.log. The exit code is the number
+# of parts that failed.
 # On a machine without a package index give the packages it lacks in --archives: *.tar.xz are unpacked and *.whl installed
-# into a temporary directory that is searched first. Or unpack them yourself and name that directory in SITE.
+# into a temporary directory that is searched first. Or unpack them yourself and name that directory in SITE. A folder
+# tvm_ffi_cache in it holds kernels that SGLang would otherwise compile at first use, ten seconds each.
 # SGLANG_FLAGS are added to the servers' command lines, e.g. SGLANG_FLAGS=--disable-cuda-graph.
 set -u
 cd "$(dirname "$0")/.."
-all=(versions kernels te sglang step reshard fp8 bench train sgl_train parity engines)
+all=(versions te fp8 reshard step kernels sglang bench sgl_train train parity engines)
 declare -A share=( # seconds
-    [versions]=40 [kernels]=110 [te]=60 [sglang]=150 [step]=150 [reshard]=50
-    [fp8]=100 [bench]=60 [train]=60 [sgl_train]=120 [parity]=70 [engines]=40
+    [versions]=40 [te]=60 [fp8]=100 [reshard]=50 [step]=260 [kernels]=110
+    [sglang]=220 [bench]=60 [sgl_train]=180 [train]=60 [parity]=70 [engines]=40
 )
 output=gpu_check minutes=9 archives= parts=()
 while [ $# -gt 0 ]; do
@@ -23,7 +26,7 @@ while [ $# -gt 0 ]; do
         --output) output="$2"; shift 2 ;;
         --minutes) minutes="$2"; shift 2 ;;
         --archives) archives="$2"; shift 2 ;;
-        -h | --help) sed -n '2,13s/^# \?//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,15s/^# \?//p' "$0"; exit 0 ;;
         *)
             if [[ " ${all[*]} " != *" $1 "* ]]; then echo "error: unknown part or flag $1; see --help" >&2; exit 2; fi
             parts+=("$1"); shift ;;
@@ -37,6 +40,7 @@ python="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyt
 case "$python" in */*) python="$(cd "$(dirname "$python")" && pwd)/$(basename "$python")" ;; *) python="$(command -v "$python")" ;; esac
 mkdir -p "$output"
 output="$(cd "$output" && pwd)"
+rm -rf "$output/.sglang" # what worked then may have been another machine
 if [ -n "$archives" ]; then # what cannot be unpacked is told and then missing from the parts that need it
     SITE="$(mktemp -d)"
     trap 'rm -rf "$SITE"' EXIT
@@ -50,6 +54,7 @@ if [ -n "$archives" ]; then # what cannot be unpacked is told and then missing f
 fi
 [ -z "${SITE:-}" ] || SITE="$(cd "$SITE" && pwd)"
 export PYTHONPATH="${SITE:+$SITE:}$PWD:$PWD/kernels" PYTHONUNBUFFERED=1 SGLANG_IS_FLASHINFER_AVAILABLE=0
+[ ! -d "${SITE:-}/tvm_ffi_cache" ] || export TVM_FFI_CACHE_DIR="${TVM_FFI_CACHE_DIR:-$SITE/tvm_ffi_cache}"
 if [ -z "${CUDA_HOME:-}" ] && nvcc="$(command -v nvcc)"; then # for what is compiled at first use
     CUDA_HOME="$(dirname "$(dirname "$(readlink -f "$nvcc")")")"
     export CUDA_HOME
@@ -126,21 +131,54 @@ PYTHON
         flags="--attention-backend triton $flags"
         echo "sgl_kernel has no flash_ops, which SGLang takes by default; the servers get --attention-backend triton" >&2
     fi
-    printf '#!/usr/bin/env bash\nPYTHONPATH=%q exec %q "$@" %s\n' "${SITE:+$SITE:}$home/lib" "$python" "$flags" >"$home/python"
-    chmod +x "$home/python"
+    # SGLang preloads its memory saver, which ld.so must find the CUDA runtime for; torch's wheels keep it to themselves.
+    "$python" - "$home/lib" <<'PYTHON'
+import sys
+from pathlib import Path
+
+import torch
+
+link = Path(sys.argv[1]) / f"libcudart.so.{torch.version.cuda.split('.')[0]}"
+for line in Path("/proc/self/maps").read_text().splitlines():
+    if "/libcudart.so" in line and not link.exists():
+        link.symlink_to(line.split(None, 5)[5])
+PYTHON
+    write_server "$home" "$flags"
+    if [ ! -e "$home/works" ]; then # once for all parts; what fails or is cut short leaves an empty file
+        "$python" tools/sglang_probe.py --python "$home/python" --directory "$home" \
+            --json "$output/sglang_probe.json" >"$home/works"
+    fi
+    if [ ! -s "$home/works" ]; then
+        echo "SGLang serves here with no settings: see sglang_probe.json and $home/probe_*/server.log" >&2
+        return 1
+    fi
+    case "$(sed -n 2p "$home/works")" in
+        without*) write_server "$home" "$flags" "$(sed -n '2s/without //p' "$home/works")" ;;
+        *) write_server "$home" "$flags $(sed -n 2p "$home/works")" ;;
+    esac
     echo "$home/python"
 }
 
+write_server() { # DIRECTORY FLAGS [FLAG to leave out]
+    printf '#!/usr/bin/env bash\nexport PYTHONPATH=%q LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}"%q\n' \
+        "${SITE:+$SITE:}$1/lib" "$1/lib" >"$1/python"
+    printf 'for flag; do shift; [ "$flag" = %q ] || set -- "$@" "$flag"; done\nexec %q "$@" %s\n' \
+        "${3:-none}" "$python" "$2" >>"$1/python"
+    chmod +x "$1/python"
+}
+
 sglang() { # a real server against transformers: numbers, sleep, death, and models that went through Megatron's format
-    require_gpu && require sglang sgl_kernel || return 1
-    RAGEN_SGLANG_PYTHON="$(sglang_python)" "$python" -m pytest -m "slow or not slow" -v -p no:cacheprovider \
+    local servers
+    require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
+    RAGEN_SGLANG_PYTHON="$servers" "$python" -m pytest -m "not slow" -v -p no:cacheprovider \
         tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
 }
 
 step() { # seconds per StarPO-S step of a 0.5B model, and where they go
-    require_gpu && require sglang sgl_kernel || return 1
+    local servers
+    require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
     "$python" tools/bench_step.py --json "$output/step.json" --output "$output/step" --rollout-engine sglang \
-        -- --sglang-python "$(sglang_python)"
+        -- --sglang-python "$servers" --weight-transfer "$(sed -n 1p "$output/.sglang/works")"
 }
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
@@ -168,9 +206,8 @@ train() { # the whole loop on the GPU in float32 and bfloat16, from the small mo
 }
 
 sgl_train() { # the loop with SGLang's rollouts, whose log-probabilities must be the trainer's, by either way of the weights
-    require_gpu && require sglang sgl_kernel || return 1
     local transfer servers failed=0
-    servers="$(sglang_python)"
+    require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
     for transfer in ipc file; do
         "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit --num-steps 3 \
             --eval-prompts 64 --output "$output/runs" --overwrite --name "sglang_$transfer" --bf16 \
@@ -220,7 +257,7 @@ PYTHON
 
 { echo "# GPU check"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"; echo
   echo "| part | result | seconds | last line |"; echo "|---|---|---|---|"; } >"$report"
-export -f require require_gpu sglang_python mismatch "${all[@]}"
+export -f require require_gpu sglang_python write_server mismatch "${all[@]}"
 export python output SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}"
 mkfifo "$output/.open" && exec 9<>"$output/.open" && rm "$output/.open" # a pipe that never ends: see supervisor.py
 rows="$output/.rows.tsv" failed=0 started="$(date +%s)"

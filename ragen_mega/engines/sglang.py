@@ -6,6 +6,7 @@ its radix cache keeps earlier turns and common prompts. A server that dies or ha
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -217,7 +218,10 @@ class SGLangEngine:
 
     def _start(self) -> None:
         self._released = ()
-        self._sender = WeightSender(self.server.start(), WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
+        client = self.server.start()
+        about = client.call("GET", "/server_info", timeout=_REQUEST_TIMEOUT)
+        check_cache(about.get("max_total_num_tokens", self._settings.kv_cache_tokens), self._settings)
+        self._sender = WeightSender(client, WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
 
     def _resume(self, *parts: str) -> None:
         """Take memory again that was released; SGLang does not expect to be asked for other. Raises ConnectionLost."""
@@ -241,3 +245,19 @@ class SGLangEngine:
             self.skipped[path] = str(error)
             return False
         return True
+
+
+def check_cache(tokens: int, settings: ServerSettings) -> None:
+    """Warn if the key-value cache holds fewer tokens than were asked for: SGLang takes what memory it finds when it starts.
+
+    Raises EngineError if it does not hold one trajectory.
+    """
+    if tokens >= settings.kv_cache_tokens:
+        return
+    text = (
+        f"SGLang found memory for {tokens} tokens of key-value cache and was asked for {settings.kv_cache_tokens}; lower "
+        "--kv-cache-tokens, or leave it more memory with --offload rollout"
+    )
+    if tokens < settings.max_context:
+        raise EngineError(f"{text}: a trajectory has up to {settings.max_context}")
+    warnings.warn(f"{text}, else fewer trajectories advance at a time", stacklevel=2)

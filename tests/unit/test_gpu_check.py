@@ -118,4 +118,4 @@ def test_bad_flags_are_one_line(flags: tuple[str, ...], message: str) -> None:
 
 
 def test_help_lists_the_parts() -> None:
-    assert "versions kernels te sglang step reshard fp8 bench train sgl_train parity engines" in run("--help").stdout
+    assert "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines" in run("--help").stdout
