@@ -85,7 +85,6 @@ class _Meeting:
 
     def attend(self, mine: Part) -> list[Any]:
         """The parts of all ranks. Raises the first failure, on all ranks."""
-        is_lost = mine is None
         while True:
             parts = distributed.gather_objects(_portable(mine) if isinstance(mine, Exception) else mine)
             if failures := [part for part in parts if isinstance(part, Exception)]:
@@ -98,8 +97,8 @@ class _Meeting:
                     raise EngineError("the rollout engine has lost its weights")
                 self._send_again()
             except EngineError as error:
-                mine, is_lost = error, False
-            if is_lost:
+                mine = error
+            if mine is None:
                 return []
 
 
