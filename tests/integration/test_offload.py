@@ -215,6 +215,23 @@ def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
     models[ACTOR].logprobs(batch)
 
 
+@pytest.mark.parametrize("mode", ["rollout", "turns"])
+def test_weights_that_are_sent_again_come_back_and_leave_again(mode: str, case: tuple) -> None:
+    hf, weights, batch = case
+    models, phases = build(hf, weights, ParallelConfig()), PhaseMachine(mode)
+    for name, model in models.items():
+        phases.add(name, model.trainer.memory)
+    actor = models[ACTOR]
+    before = actor.logprobs(batch)
+    with phases.handover():
+        for _ in range(2):
+            for name, tensor in phases.until_sent(actor.export_weights()):
+                assert torch.equal(tensor, weights[name]), name
+            for model in models.values():
+                assert not any(model.trainer.memory.on_device().values())
+    assert torch.equal(actor.logprobs(batch), before)
+
+
 def test_no_memory_at_wake_is_one_line_and_ends_every_rank(tmp_path: Path) -> None:
     """The engine asks for a context that no machine has."""
     command = [
