@@ -186,9 +186,10 @@ reshard() { # which share of the device's copy bandwidth a weight sync of 7B rea
         "$python" tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 --json "$output/reshard.json"
 }
 
-te() { # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints of both
+te() { # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints of both, offloading
     require transformer_engine.pytorch &&
-        "$python" -m pytest tests/integration/test_transformer_engine.py -m gpu -q -rs -p no:cacheprovider
+        "$python" -m pytest tests/integration/test_transformer_engine.py tests/integration/test_offload.py -m gpu -q -rs \
+            -p no:cacheprovider
 }
 
 fp8() { # three steps of training with FP8, then drift and break-even shapes

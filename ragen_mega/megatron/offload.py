@@ -6,6 +6,7 @@ buffers, tied weights and whatever an optimizer refers to are as they were once 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -19,6 +20,8 @@ NamedTensors = Callable[[], Iterable[tuple[Kind, str, Tensor]]]
 """The tensors of now, parameters first: a storage belongs to the kind and the name under which it appears first."""
 HostCopy = Mapping[str, Tensor]
 """Name of a storage -> its bytes [N] uint8 in host memory."""
+_PAGES_OF_ITS_OWN = 32 * 2**20
+"""Bytes from which the C library maps an allocation by itself."""
 
 
 class Offloadable:
@@ -124,9 +127,20 @@ class Offloadable:
         """Start to copy storages into `host`, which grows as needed."""
         for name, storage in storages.items():
             if name not in host or len(host[name]) != storage.nbytes():
-                is_pinned = storage.device.type == "cuda"
-                host[name] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+                host[name] = _host_memory(storage.nbytes(), for_gpu=storage.device.type == "cuda")
             host[name].copy_(_bytes(storage), non_blocking=True)
+
+
+def _host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
+    """[N] uint8, pinned for copies to a GPU."""
+    if not for_gpu or num_bytes < _PAGES_OF_ITS_OWN:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=for_gpu)
+    # torch's pinned allocator would round up to a power of two, which for a model's buffers is up to twice the host memory.
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -167,6 +167,23 @@ def test_one_storage_moves_once_and_aliases_stay() -> None:
     assert same([flat], [before[0] + 1]) and {name: t.data_ptr() for name, t in memory._host.items()} == host
 
 
+@pytest.mark.gpu
+def test_host_memory_is_pinned_and_as_large_as_what_it_holds() -> None:
+    """Small and large; of torch's own pinned allocator, which rounds up to powers of two, only the small."""
+    small, large = (torch.randint(256, (size,), dtype=torch.uint8, device="cuda") for size in (1000, 2**26 + 1))
+    before, allocated = [small.cpu(), large.cpu()], torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    memory = Offloadable(lambda: [("parameters", "small", small), ("parameters", "large", large)])
+    for _ in range(2):
+        assert memory.offload() == 2**26 + 1001 and not small.untyped_storage().nbytes() + large.untyped_storage().nbytes()
+        assert all(copy.is_pinned() for copy in memory._host.values())
+        memory.restore()
+        assert torch.equal(small.cpu(), before[0]) and torch.equal(large.cpu(), before[1])
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) - allocated < 2**20
+    memory._host.clear()  # gives the pages back, and a next copy finds new ones
+    assert memory.offload() and memory.restore()
+    assert torch.equal(large.cpu(), before[1])
+
+
 def test_a_trainer_that_is_away_says_so(case: tuple) -> None:
     hf, weights, batch = case
     actor = build(hf, weights, ParallelConfig())[ACTOR]
