@@ -24,8 +24,8 @@ CUDA_CONTEXT = int(1.5 * GIB)
 """Assumed, of trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
 COMMUNICATOR = 1 * GIB
 """Assumed: NCCL's buffers for a kind of group (TP, PP, DP) with more than one rank."""
-ENGINE_WORKSPACE = 3 * GIB
-"""Assumed: SGLang's CUDA graphs and activations."""
+ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
+"""Assumed: SGLang's CUDA graphs, which it keeps asleep, and its activations."""
 FRAGMENTATION = 0.05
 """Assumed share of activations that the allocator loses."""
 LOGITS_CHUNK = 600 * 2**20  # of the whole vocabulary, in the fused loss: ragen_kernels.triton_linear.CHUNK_BYTES
@@ -229,13 +229,13 @@ def stage_phases(shape: ModelShape, setting: Setting, stage: int) -> Iterator[tu
     """(phase, what -> bytes) of a rank of a pipeline stage, at the phase's peak."""
     layout, offload = setting.parallel, setting.parallel.offload
     sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, setting.dp
-    trains = {"actor": state_of(shape, setting, stage, is_critic=False)}
-    if setting.has_critic:
-        trains["critic"] = state_of(shape, setting, stage, is_critic=True)
+    names = ("actor", "critic") if setting.has_critic else ("actor",)
+    trains = {name: state_of(shape, setting, stage, is_critic=name == "critic") for name in names}
     weights, kv = engine_bytes(shape, setting)
     # Transformer Engine keeps each linear weight in FP8, as it is and transposed.
     in_fp8 = 2 * shape.num_layers // sizes[1] * sum(shape.linear_sizes(sizes[0])) if layout.fp8 != "none" else 0
     base = {"CUDA and NCCL": CUDA_CONTEXT * (2 if weights else 1) + COMMUNICATOR * sum(size > 1 for size in sizes)}
+    base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
     for name in trains:
         terms = dict(base)
         for other, state in trains.items():
@@ -249,10 +249,10 @@ def stage_phases(shape: ModelShape, setting: Setting, stage: int) -> Iterator[tu
     stays = {f"{name} state": sum(state) + in_fp8 for name, state in trains.items()} if offload == "none" else {}
     sending = {"actor parameters": trains["actor"].parameters} if offload != "none" else {}
     largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
-    engine = {"engine weights": weights}
     if weights:
-        yield "sync", base | stays | sending | engine | {"buffers": largest + SYNC_BUCKET, "engine workspace": ENGINE_WORKSPACE}
-        yield "rollout", base | stays | engine | {"key-value cache": kv, "engine workspace": ENGINE_WORKSPACE}
+        engine = {"engine weights": weights, "engine workspace": ENGINE_WORKSPACE}
+        yield "sync", base | stays | sending | engine | {"buffers": largest + SYNC_BUCKET}
+        yield "rollout", base | stays | engine | {"key-value cache": kv}
 
 
 def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
