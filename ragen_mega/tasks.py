@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
-from ragen_mega.environments.base import make, stable_seed
+from ragen_mega.environments.base import make
 from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.rollout.collector import Task, tasks_for_group

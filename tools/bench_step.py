@@ -33,6 +33,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ import psutil
 import torch
 from random_checkpoint import model_config, write_checkpoint
 
+from ragen_mega.checkpointing import CHECKPOINTS
 from ragen_mega.console import fail
 from ragen_mega.metrics import METRICS_FILE, read_metrics
+from ragen_mega.run import FINAL_EXPORT
 
 ROOT = Path(__file__).parents[1]
 NUM_TURNS = 5
@@ -93,6 +96,8 @@ def train(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> tuple
                 time.sleep(_POLL_SECONDS)
         finally:
             end(process)
+            for directory in (CHECKPOINTS, FINAL_EXPORT):  # the kill may come when they have begun
+                shutil.rmtree(run / directory, ignore_errors=True)
     if len(stamps) < arguments.steps:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         raise RuntimeError(f"training with --keep {keep:g} ended with status {process.returncode}; {log} ends with:\n{last}")
@@ -102,13 +107,12 @@ def train(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> tuple
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a run before it writes its last checkpoint and its export, which nobody wants and are many GB."""
-    try:
+    everything: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):  # what has ended by itself
         launcher = psutil.Process(process.pid)
-        ranks, everything = launcher.children(), launcher.children(recursive=True)
-    except psutil.NoSuchProcess:
-        ranks, everything = [], []
-    for rank in ranks:
-        rank.kill()
+        everything = launcher.children(recursive=True)
+        for rank in launcher.children():
+            rank.kill()
     process.kill()
     process.wait()
     psutil.wait_procs(everything, timeout=60)  # servers end with their ranks, and the next run needs their memory

@@ -29,7 +29,7 @@ from ragen_mega.engines.fp8_blocks import quantize_stream
 from ragen_mega.engines.http_json import JSONClient, RequestRefused
 from ragen_mega.engines.weight_checks import check_names, checksums
 from ragen_mega.engines.weight_loader import ALL_NAMES, ENTRIES, JSON, SAFETENSORS, SUMS, report_of
-from ragen_mega.rollout.engine import EngineError, EngineShard
+from ragen_mega.rollout.engine import EngineShard
 
 SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 512 * 2**20

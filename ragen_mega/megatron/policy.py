@@ -17,6 +17,7 @@ from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_shards, export_weights, load_weights, reshard_plan
+from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.starpo.loss import aggregation_weights
 from ragen_mega.types import TokenBatch
 

@@ -25,7 +25,7 @@ class WeightsLost(EngineError):
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What an engine has done, in total."""
+    """What an engine has done since it was built or its counts were taken."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from ragen_mega import distributed
 from ragen_mega.engines.embedded import EmbeddedEngine
@@ -20,8 +19,8 @@ from ragen_mega.rollout.collector import collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineError, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.types import Completion, SamplingParams, TrajectoryGroup
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.integration.forked_ranks import fork_ranks
+from tests.small_policy import lake_tokenizer, tiny_qwen2
 
 pytestmark = pytest.mark.forks
 NUM_RANKS = 3
@@ -60,21 +59,8 @@ class ForgetfulEngine(EmbeddedEngine):
 
 
 def build() -> tuple[Qwen2ForCausalLM, ChatRenderer]:
-    texts = ["system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left", "first second third"]
-    texts += [message.content for seed in range(20) for message in episode().start(seed)]
-    tokenizer = train_tokenizer(texts)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    return Qwen2ForCausalLM(config).eval(), ChatRenderer(tokenizer, think=True)
+    tokenizer = lake_tokenizer(episode)
+    return tiny_qwen2(len(tokenizer)), ChatRenderer(tokenizer, think=True)
 
 
 def play_on_ranks(

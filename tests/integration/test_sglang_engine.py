@@ -30,10 +30,10 @@ from ragen_mega.engines.sglang_weights import Message, WeightSender
 from ragen_mega.environments.base import make
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.rollout.collector import collect, tasks_for_group
-from ragen_mega.rollout.engine import EngineError, EngineShard
+from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.types import Completion, SamplingParams
-from ragen_mega.warm_start.tokenizer import train_tokenizer
+from tests.small_policy import lake_tokenizer
 
 PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON") and os.path.abspath(os.environ["RAGEN_SGLANG_PYTHON"])
 pytestmark = [
@@ -291,9 +291,7 @@ def listening_addresses(pids: list[int]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def renderer() -> ChatRenderer:
-    texts = ["system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left", "first second third"]
-    texts += [message.content for seed in range(20) for message in episode().start(seed)]
-    renderer = ChatRenderer(train_tokenizer(texts), think=True)
+    renderer = ChatRenderer(lake_tokenizer(episode), think=True)
     assert len(renderer.tokenizer) <= VOCAB
     return renderer
 

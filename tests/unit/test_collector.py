@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from ragen_mega.engines.embedded import EmbeddedEngine
 from ragen_mega.environments.base import make
@@ -19,7 +19,7 @@ from ragen_mega.rollout.collector import Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.types import Completion, SamplingParams, Trajectory, TrajectoryGroup, Turn
-from ragen_mega.warm_start.tokenizer import train_tokenizer
+from tests.small_policy import lake_tokenizer, tiny_qwen2
 
 BOARD = ("SFFG", "FFFF", "FFFF", "FFFF")
 COMPACT = EpisodeConfig(prompt_style="compact")
@@ -31,9 +31,7 @@ def frozen_lake(rules: EpisodeConfig = COMPACT) -> Callable[[], Episode]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    texts = ["system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left", "first second third"]
-    texts += [message.content for seed in range(20) for message in frozen_lake()().start(seed)]
-    return train_tokenizer(texts)
+    return lake_tokenizer(frozen_lake())
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +107,7 @@ class ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    return tiny_qwen2(len(tokenizer))
 
 
 @pytest.fixture

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from tools import doctor
+
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "doctor.py"
-
-
-@pytest.fixture(scope="module")
-def doctor() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("doctor", TOOL)
-    module = sys.modules["doctor"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +44,7 @@ def install(site: Path, name: str, summary: str) -> None:
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nSummary: {summary}\n")
 
 
-def test_the_apex_of_pypi_is_no_apex(doctor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_apex_of_pypi_is_no_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.apex_finding().state == "falls back"
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path, "apex", "Pyramid toolkit to add Velruse, Flash Messages, CSRF, ReCaptcha and Sessions")
@@ -61,14 +54,14 @@ def test_the_apex_of_pypi_is_no_apex(doctor: ModuleType, tmp_path: Path, monkeyp
     assert doctor.apex_finding().state == "ok"
 
 
-def test_versions_are_compared_without_their_build(doctor: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_compared_without_their_build(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.tested_versions("cpu") | {"torch": "2.13.0+cpu", "numpy": "2.2.0", "rich": None}
     monkeypatch.setattr(doctor, "installed", found.get)
     states = {finding.name: finding.state for finding in doctor.check_packages("cpu")}
     assert (states["torch"], states["numpy"], states["rich"]) == ("ok", "differs", "missing")
 
 
-def test_sglang_is_asked_in_its_own_interpreter(doctor: ModuleType, tmp_path: Path) -> None:
+def test_sglang_is_asked_in_its_own_interpreter(tmp_path: Path) -> None:
     (finding,) = doctor.check_sglang("cpu", sys.executable)
     assert finding.state == "missing" and "sglang" in finding.detail
     python = tmp_path / "python"
@@ -77,7 +70,7 @@ def test_sglang_is_asked_in_its_own_interpreter(doctor: ModuleType, tmp_path: Pa
     assert doctor.check_sglang("cpu", str(python))[0].state == "ok"
 
 
-def test_a_library_that_does_not_load_is_told(doctor: ModuleType) -> None:
+def test_a_library_that_does_not_load_is_told() -> None:
     fine = doctor.Finding("Transformer Engine layers", "ok", "transformer-engine 2.11.0")
     assert doctor.loaded(fine, "import json") is fine
     broken = doctor.loaded(fine, "raise OSError('libcudnn.so.9: cannot open shared object file')")

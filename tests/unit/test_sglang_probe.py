@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "sglang_probe.py"
-
-
-@pytest.fixture(scope="module")
-def probe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sglang_probe", TOOL)
-    module = sys.modules["sglang_probe"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tools import sglang_probe as probe
 
 @pytest.mark.parametrize(
     ("serving", "starting", "expected", "num_attempts"),
@@ -33,7 +20,7 @@ def probe() -> ModuleType:
     ],
 )
 def test_the_first_that_works_is_taken(
-    probe: ModuleType, serving: set[str], starting: set[str], expected: tuple[str, str] | None, num_attempts: int
+    serving: set[str], starting: set[str], expected: tuple[str, str] | None, num_attempts: int
 ) -> None:
     reports: list[dict[str, Any]] = []
 

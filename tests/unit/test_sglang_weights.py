@@ -25,7 +25,7 @@ from ragen_mega.engines.engine_shards import cut_stream
 from ragen_mega.engines.fp8_blocks import quantize_stream
 from ragen_mega.engines.http_json import JSONClient, RequestRefused
 from ragen_mega.engines.sglang_weights import FileTransfer, IpcTransfer, Message, WeightSender, WeightTransfer
-from ragen_mega.rollout.engine import EngineError, EngineShard
+from ragen_mega.rollout.engine import EngineShard
 
 CONFIG = Qwen2Config(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
