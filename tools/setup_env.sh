@@ -13,7 +13,11 @@ setup_env() {
     fi
     PYTHON="$venv/bin/python"
     if ! _is_complete "$venv" "$extra"; then
-        _install "$venv" "$extra" || { echo "error: setup failed; the message above says why. Run the command again to continue" >&2; exit 1; }
+        # A process of its own: Bash ignores `set -e` in whatever stands before a `||`.
+        bash -ec '. "$1"; _install "$2" "$3"' setup "${BASH_SOURCE[0]}" "$venv" "$extra" || {
+            echo "error: setup failed; the message above says why. Run the command again to continue" >&2
+            exit 1
+        }
     fi
 }
 
@@ -60,26 +64,27 @@ _is_complete() {
     [ -x "$1/bin/python" ] && [ "$(cat "$1/.installed${2:+-$2}" 2>/dev/null)" = "$(_fingerprint)" ]
 }
 
-# In a subshell, so that the lock ends with it: two commands in a fresh clone must not install at the same time.
-_install() (
-    set -e
-    venv="$1" extra="$2"
+# Two commands in a fresh clone must not install at the same time: the lock ends with this process. Needs `set -e`: the file
+# that marks the installation as complete is written after everything has succeeded, the check of what is there included.
+_install() {
+    local venv="$1" extra="$2" python="$1/bin/python" torch base missing name
     mkdir -p "$venv"
     exec 9>"$venv/.lock"
     if command -v flock >/dev/null; then flock 9; fi
-    if _is_complete "$venv" "$extra"; then exit 0; fi
+    if _is_complete "$venv" "$extra"; then return; fi
 
     torch="$(grep '^torch==' "$REPOSITORY/constraints.txt")"
     echo "setup: installing $torch and the versions of constraints.txt into $venv (once, some minutes)" >&2
-    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-        "$(_base_python)" -m venv "$venv"
+    if ! "$python" -m pip --version >/dev/null 2>&1; then
+        base="$(_base_python)"
+        "$base" -m venv "$venv"
     fi
-    python="$venv/bin/python"
     "$python" -m pip install --quiet --disable-pip-version-check "$torch"
     "$python" -m pip install --quiet --disable-pip-version-check \
         --editable "$REPOSITORY${extra:+[$extra]}" --constraint "$REPOSITORY/constraints.txt"
+    missing="$(_missing_from "$python" "$extra")" || { echo "error: $venv still lacks $missing" >&2; return 1; }
     for name in "" ${extra:+"-$extra"}; do _fingerprint >"$venv/.installed$name"; done
-)
+}
 
 _base_python() {
     local candidate

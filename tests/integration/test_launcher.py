@@ -159,6 +159,65 @@ class TestLaunch:
                 os.kill(rank, 0)
 
 
+class TestSetup:
+    """A copy of the scripts whose environment holds a pip that fails as told, and an interpreter that only says so."""
+
+    @pytest.fixture
+    def copy(self, tmp_path):
+        copy = tmp_path / "clone"
+        shutil.copytree(ROOT / "tools", copy / "tools", ignore=shutil.ignore_patterns("__pycache__", "sglang_cpu"))
+        (copy / "examples").mkdir()
+        for name in ("setup.py", "pyproject.toml", "constraints.txt", "examples/pretrain_starpo.sh"):
+            shutil.copy(ROOT / name, copy / name)
+        python = copy / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(
+            textwrap.dedent(
+                f"""\
+                #!/usr/bin/env bash
+                case "$*" in
+                *"pip --version"*) ;;
+                *"pip install"*) if [ -e {copy}/fail-pip ]; then echo "ERROR: no route to the index" >&2; exit 1; fi ;;
+                "- "*) if [ -e {copy}/lacks ]; then echo numpy; exit 3; fi ;;
+                *) echo "started" ;;
+                esac
+                """
+            )
+        )
+        python.chmod(0o755)
+        return copy
+
+    def start(self, copy, path="/usr/local/bin:/usr/bin:/bin"):
+        return execute("bash", copy / "examples/pretrain_starpo.sh", PATH=path)
+
+    @pytest.mark.parametrize("fault", ["fail-pip", "lacks"])
+    def test_a_failed_installation_is_not_complete_and_the_same_command_repairs_it(self, copy, fault):
+        (copy / fault).touch()
+        for _ in range(2):
+            process = self.start(copy)
+            assert process.returncode == 1
+            assert process.stderr.splitlines()[-1].startswith("error: setup failed")
+            assert "started" not in process.stdout
+            assert not list((copy / ".venv").glob(".installed*"))
+        (copy / fault).unlink()
+        process = self.start(copy)
+        assert (process.returncode, process.stdout) == (0, "started\n"), process.stderr
+        assert (copy / ".venv/.installed").read_text()
+        assert "setup: installing" not in self.start(copy).stderr, "it is installed once"
+
+    def test_without_a_python_that_is_new_enough_one_line_says_so(self, copy, tmp_path):
+        shutil.rmtree(copy / ".venv")
+        tools = tmp_path / "bin"
+        tools.mkdir()
+        for name in ("bash", "cat", "cksum", "dirname", "env", "flock", "grep", "mkdir", "nproc"):
+            (tools / name).symlink_to(shutil.which(name))
+        process = self.start(copy, path=str(tools))
+        assert process.returncode == 1
+        said, needed, failed = process.stderr.splitlines()
+        assert said.startswith("setup: installing") and "Python 3.11, 3.12 or 3.13" in needed
+        assert failed.startswith("error: setup failed")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_fresh_copy_installs_itself(tmp_path):

@@ -16,6 +16,7 @@ from ragen_mega.engines import kv_cache, slots
 from ragen_mega.engines.decoder import Decoder, DecoderShape
 from ragen_mega.engines.embedded import EmbeddedEngine
 from ragen_mega.types import Completion, SamplingParams
+from tests.support.rounding import exact_logprobs
 
 Result = TypeVar("Result")
 VOCAB = 60
@@ -90,10 +91,15 @@ async def play(
     return tokens, answers
 
 
-def reference_logprobs(model: PreTrainedModel, tokens: list[int], temperature: float) -> torch.Tensor:
-    """[L, V] log-probabilities of the token behind each position, one full forward."""
-    with torch.inference_mode():
-        return torch.log_softmax(model(torch.tensor([tokens])).logits[0] / temperature, dim=-1)
+def assert_logprobs(
+    model: PreTrainedModel, tokens: list[int], start: int, completion: Completion, temperature: float = 1.0
+) -> None:
+    """The completion stands at `start` of `tokens`, and its log-probabilities are those of one full forward in float64."""
+    end = start + len(completion.tokens)
+    assert tokens[start:end] == completion.tokens
+    exact, bound = exact_logprobs(model, tokens, temperature)
+    picked = exact[torch.arange(start - 1, end - 1), completion.tokens]
+    torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), picked, atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -116,13 +122,8 @@ def test_multi_turn_logprobs_equal_one_full_forward(name: str, rest: bool, monke
         engine.load_weights(model.state_dict().items())
         trajectories = run(everything(engine))
     for tokens, answers in trajectories:
-        expected = reference_logprobs(model, tokens, 0.7)
         for start, completion in answers:
-            positions = torch.arange(start - 1, start - 1 + len(completion.tokens))
-            assert tokens[start : start + len(completion.tokens)] == completion.tokens
-            torch.testing.assert_close(
-                torch.tensor(completion.logprobs), expected[positions, completion.tokens], atol=1e-5, rtol=0
-            )
+            assert_logprobs(model, tokens, start, completion, temperature=0.7)
 
 
 def test_float64_is_exact_to_float64() -> None:
@@ -132,7 +133,7 @@ def test_float64_is_exact_to_float64() -> None:
         engine.load_weights(model.state_dict().items())
         completion = run(engine.generate([1, 2, 3], SamplingParams(40, seed=5), session=0))
     # The rotary tables are float32 in both, so only their cosines' last bits differ.
-    expected = reference_logprobs(model, [1, 2, 3, *completion.tokens], 1.0)
+    expected, _ = exact_logprobs(model, [1, 2, 3, *completion.tokens], 1.0)
     picked = expected[torch.arange(2, 42), completion.tokens]
     torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), picked, atol=1e-6, rtol=0)
 
@@ -171,7 +172,9 @@ def test_a_turn_costs_its_new_tokens_and_equal_prompts_are_computed_once(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_a_completion_does_not_depend_on_the_batch(engine: EmbeddedEngine, temperature: float) -> None:
+def test_a_completion_does_not_depend_on_the_batch(
+    model: PreTrainedModel, engine: EmbeddedEngine, temperature: float
+) -> None:
     prompt = random_tokens(random.Random(9), 30)
 
     async def among_others() -> tuple[list[int], list[tuple[int, Completion]]]:
@@ -187,11 +190,14 @@ def test_a_completion_does_not_depend_on_the_batch(engine: EmbeddedEngine, tempe
     alone_tokens, alone = run(play(engine, 42, prompt, turns=3, temperature=temperature))
     tokens, answers = run(among_others())
     assert tokens == alone_tokens
-    for (_, one), (_, other) in zip(alone, answers, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    for (start, one), (_, other) in zip(alone, answers, strict=True):
+        assert_logprobs(model, tokens, start, one, temperature or 1.0)  # greedy: as at 1
+        assert_logprobs(model, tokens, start, other, temperature or 1.0)
 
 
-def test_shared_prefix_attention_changes_nothing(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefix_attention_changes_nothing(
+    model: PreTrainedModel, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = random.Random(4)
     task = random_tokens(generator, 40)
     prompts = [task + random_tokens(generator, 20) for _ in range(3)] + [random_tokens(generator, 70)]
@@ -215,8 +221,9 @@ def test_shared_prefix_attention_changes_nothing(engine: EmbeddedEngine, monkeyp
     used.clear()
     for (tokens, answers), (plain_tokens, plain) in zip(shared, run(everything()), strict=True):
         assert tokens == plain_tokens
-        for (_, one), (_, other) in zip(answers, plain, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        for (start, one), (_, other) in zip(answers, plain, strict=True):
+            assert_logprobs(model, tokens, start, one)
+            assert_logprobs(model, tokens, start, other)
     assert set(used) == {0}
 
 
@@ -225,7 +232,8 @@ def test_samples_follow_the_distribution(
     model: PreTrainedModel, engine: EmbeddedEngine, temperature: float, top_p: float
 ) -> None:
     prompt, draws = [3, 1, 4, 1, 5], 3000
-    logprobs = reference_logprobs(model, prompt, temperature)[-1].double()
+    exact, bound = exact_logprobs(model, prompt, temperature)
+    logprobs = exact[-1]
     probabilities = logprobs.exp()
     if top_p < 1.0:
         ordered, order = probabilities.sort(descending=True)
@@ -238,7 +246,7 @@ def test_samples_follow_the_distribution(
         completion = await engine.generate(prompt, SamplingParams(1, temperature, top_p, seed=seed), session=seed)
         engine.release(seed)
         token = completion.tokens[0]
-        assert completion.logprobs[0] == pytest.approx(float(logprobs[token]), abs=1e-5)  # before top_p
+        assert completion.logprobs[0] == pytest.approx(float(logprobs[token]), abs=bound)  # before top_p
         return token
 
     async def draw_all() -> list[int]:
@@ -260,9 +268,9 @@ def test_greedy_is_argmax_with_the_logprob_of_temperature_one(model: PreTrainedM
     tokens = [5, 6, 9]
     completion = run(engine.generate(list(tokens), SamplingParams(12, temperature=0.0), session=0))
     for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
-        expected = reference_logprobs(model, tokens, 1.0)[-1]
-        assert token == int(expected.argmax())
-        assert logprob == pytest.approx(float(expected[token]), abs=1e-5)
+        exact, bound = exact_logprobs(model, tokens, 1.0)
+        assert token == int(exact[-1].argmax())
+        assert logprob == pytest.approx(float(exact[-1, token]), abs=bound)
         tokens.append(token)
 
 
@@ -293,17 +301,14 @@ def test_long_prompts_are_computed_in_parts(model: PreTrainedModel, monkeypatch:
     with engine.awake():
         engine.load_weights(model.state_dict().items())
         for prompt, completion in zip(prompts, run(everything()), strict=True):
-            expected = reference_logprobs(model, prompt + completion.tokens, 1.0)
-            picked = expected[torch.arange(len(prompt) - 1, len(prompt) + 3), completion.tokens]
-            torch.testing.assert_close(torch.tensor(completion.logprobs), picked, atol=1e-5, rtol=0)
+            assert_logprobs(model, prompt + completion.tokens, len(prompt), completion)
 
 
 def test_a_changed_history_is_computed_again(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
     run(engine.generate([1, 2, 3, 4, 5, 6], SamplingParams(3), session=0))
     prompt = [1, 2, 3, 9, 9]
     completion = run(engine.generate(prompt, SamplingParams(1), session=0))
-    expected = reference_logprobs(model, prompt, 1.0)[-1, completion.tokens[0]]
-    assert completion.logprobs[0] == pytest.approx(float(expected), abs=1e-5)
+    assert_logprobs(model, prompt + completion.tokens, len(prompt), completion)
 
 
 def test_a_slot_forgets_the_longer_trajectory_that_left_it(model: PreTrainedModel) -> None:
@@ -324,9 +329,7 @@ def test_a_slot_forgets_the_longer_trajectory_that_left_it(model: PreTrainedMode
         engine.load_weights(model.state_dict().items())
         completions = run(scenario())
     for prompt, completion in zip(prompts[2:], completions, strict=True):
-        expected = reference_logprobs(model, prompt + completion.tokens, 1.0)
-        picked = expected[torch.arange(len(prompt) - 1, len(prompt) + 24), completion.tokens]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), picked, atol=1e-5, rtol=0)
+        assert_logprobs(model, prompt + completion.tokens, len(prompt), completion)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
