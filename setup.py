@@ -1,7 +1,8 @@
 """Packaging: `ragen_mega`, and `ragen_kernels` from the folder `kernels/`.
 
-`kernels/` has no `__init__.py` and is never importable itself: a top-level package of that name would shadow the
-`kernels` distribution that transformers and SGLang import. Tested versions are in constraints.txt.
+`kernels/` has no `__init__.py` and is never importable itself: a top-level package of that name
+would shadow the `kernels` distribution that transformers and SGLang import. Tested versions are in
+constraints.txt.
 """
 
 from pathlib import Path
@@ -12,21 +13,29 @@ PACKAGE = Path(__file__).parent / "ragen_mega"
 
 
 def read_version() -> str:
-    """`__version__` of the package, read without importing it: torch is not there while this file runs."""
+    """`__version__` of the package, read without importing it: torch is not there while this file
+    runs.
+    """
     for line in (PACKAGE / "__init__.py").read_text().splitlines():
         if line.startswith("__version__"):
             return line.split('"')[1]
-    raise ValueError(f"{PACKAGE / '__init__.py'} must contain a line __version__ = \"...\"")
+    raise ValueError(f'{PACKAGE / "__init__.py"} must contain a line __version__ = "..."')
 
 
 setup(
     name="ragen-mega",
     version=read_version(),
-    description="StarPO on Megatron-Core: reinforcement learning of language-model agents over whole trajectories",
+    description=(
+        "StarPO on Megatron-Core: reinforcement learning of language-model agents over whole"
+        " trajectories"
+    ),
     python_requires=">=3.11",
     packages=find_packages(include=["ragen_mega", "ragen_mega.*"]) + find_packages("kernels"),
     package_dir={"ragen_kernels": "kernels/ragen_kernels"},
-    package_data={"ragen_mega.environments": ["data/*.jsonl"]},
+    package_data={
+        "ragen_mega.environments.worlds": ["*/boards/*.jsonl"],
+        "ragen_mega.config": ["recipes/*.flags"],
+    },
     install_requires=[
         "torch>=2.7,<3",
         "megatron-core>=0.16.1,<0.17",
@@ -46,18 +55,21 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
-            # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its own, so it is not pinned.
+            # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
+            # own, so it is not pinned.
             "triton>=3.6,<3.8; platform_system == 'Linux'",
         ],
-        # One set for Hopper GPUs, CUDA 13 and Python 3.12. Two of them are built against torch: install torch first, then
-        # pip install --no-build-isolation -e '.[h100]'. NVIDIA's apex is not on PyPI (its name there is another project) and
-        # not needed: Transformer Engine brings the fused optimizer.
+        # One set for Hopper GPUs, CUDA 13 and Python 3.12. Two of them are built against torch:
+        # install torch first, then pip install --no-build-isolation -e '.[h100]'. NVIDIA's apex is
+        # not on PyPI (its name there is another project) and not needed: Transformer Engine brings
+        # the fused optimizer.
         "h100": [
             "torch==2.11.0",
             "triton==3.6.0",
             "megatron-core==0.16.1",  # asks for transformer-engine>=2.9,<2.12
             "transformer-engine[core_cu13,pytorch]==2.11.0",
-            "flash-attn==2.8.3",  # the newest that Transformer Engine 2.11 takes; on Hopper it prefers cuDNN's attention
+            # the newest that Transformer Engine 2.11 takes; on Hopper it prefers cuDNN's attention
+            "flash-attn==2.8.3",
             "sglang==0.5.17",  # pins torch and transformers
             "transformers==5.12.1",
             "tokenizers==0.22.2",

@@ -7,16 +7,11 @@ exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "${NPROC_PER_NODE:
 # Train an agent by StarPO:     bash examples/pretrain_starpo.sh [--recipe NAME] [flags]     (NPROC_PER_NODE ranks;
 #                               default: one a GPU, without GPUs two where there are two cores)
 #                            or torchrun [--nproc-per-node N] examples/pretrain_starpo.sh [--recipe NAME] [flags]
-# A recipe is a file of flags in examples/recipes; flags of the command line win. Without one: frozen_lake.
+# A recipe is a file of flags in ragen_mega/config/recipes; flags of the command line win. Without one: frozen_lake.
 
 if __name__ == "__main__":  # checkpoint writers start processes that import this file
     import sys
-    from pathlib import Path
-
-    from ragen_mega.recipes import with_recipe
-
-    flags = with_recipe(sys.argv[1:], directory=Path(__file__).parent / "recipes", default="frozen_lake")
 
     from ragen_mega.train import main
 
-    main(flags)
+    main(sys.argv[1:], recipe="frozen_lake")

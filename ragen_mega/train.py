@@ -1,4 +1,6 @@
-"""StarPO (arXiv:2504.20073): alternate multi-turn rollouts with updates over whole trajectories. The loop comes first."""
+"""StarPO (arXiv:2504.20073): alternate multi-turn rollouts with updates over whole trajectories.
+The loop comes first.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,16 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from ragen_mega.build import build
+from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.config import parse
-from ragen_mega.console import fail
-from ragen_mega.credit import estimate_advantages
-from ragen_mega.interruption import Interrupted, fail_if_rank_lost
-from ragen_mega.metrics import Metrics
-from ragen_mega.packing import pack
-from ragen_mega.rollout.engine import EngineError
-from ragen_mega.run import Run
-from ragen_mega.signals import engine_vs_policy, filter_metrics, group_weights
+from ragen_mega.data.packing import pack
+from ragen_mega.report.console import fail
+from ragen_mega.report.metrics import Metrics
+from ragen_mega.report.step_metrics import engine_vs_policy, filter_metrics, group_weights
+from ragen_mega.rollout.engine import EngineError, Interrupted
+from ragen_mega.run.build import build
+from ragen_mega.run.run import Run
+from ragen_mega.run.stop import fail_if_rank_lost
 
 
 def train(run: Run) -> None:
@@ -26,7 +28,8 @@ def train(run: Run) -> None:
     for step in run.steps():
         metrics = Metrics()
 
-        # Rollout: from each of P initial states sample N trajectories of at most K turns; then they are on the disk.
+        # Rollout: from each of P initial states sample N trajectories of at most K turns; then they
+        # are on the disk.
         with run.phase("rollout"), run.handover(), engine.awake():
             with run.phase("sync"):
                 run.send_weights()
@@ -51,17 +54,27 @@ def train(run: Run) -> None:
             if config.needs_reference:
                 batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
             batch = estimate_advantages(
-                batch, trajectories, config.advantage, group_weights=group_weights(kept, config.filter)
+                batch,
+                trajectories,
+                config.advantage,
+                group_weights=group_weights(kept, config.filter),
             )
         metrics.add("mismatch", engine_vs_policy(batch))
 
-        # Update: clipped surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times (Online-k).
+        # Update: clipped surrogate, E trajectories per optimizer step, reused `updates_per_rollout`
+        # times (Online-k).
         with run.phase("update"):
             for minibatch in run.minibatches(batch, step):
                 if critic:
-                    metrics.add("critic", run.faults.check(step, "critic", minibatch, critic.update(minibatch)))
+                    metrics.add(
+                        "critic",
+                        run.faults.check(step, "critic", minibatch, critic.update(minibatch)),
+                    )
                 if step >= config.train.critic_warmup:
-                    metrics.add("actor", run.faults.check(step, "actor", minibatch, policy.update(minibatch)))
+                    metrics.add(
+                        "actor",
+                        run.faults.check(step, "actor", minibatch, policy.update(minibatch)),
+                    )
 
         # Diagnose and report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)
@@ -69,14 +82,15 @@ def train(run: Run) -> None:
     run.finish()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse flags, build everything, train. What cannot go on is one line and exit code 2 of every rank.
+def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
+    """Parse flags, build everything, train. What cannot go on is one line and exit code 2 of every
+    rank.
 
     SIGTERM leaves at once while the run is built, and with a checkpoint from then on.
     """
     signal.signal(signal.SIGTERM, _leave)
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
         run = build(config)
     except (ValueError, OSError, FloatingPointError, EngineError) as error:
         fail(str(error))

@@ -1,4 +1,6 @@
-"""What every test shares: no network, one thread per process, GPU tests skipped where there is no GPU, forks first."""
+"""What every test shares: no network, one thread per process, GPU tests skipped where there is no
+GPU, forks first.
+"""
 
 import os
 

@@ -1,4 +1,6 @@
-"""A tokenizer for FrozenLake's compact prompts and a tiny Qwen2 with random weights: a policy that costs nothing."""
+"""A tokenizer for FrozenLake's compact prompts and a tiny Qwen2 with random weights: a policy that
+costs nothing.
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +12,10 @@ from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 
 def lake_tokenizer(episode: Callable[[], Episode]) -> PreTrainedTokenizerFast:
-    texts = ["system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left", "first second third"]
+    texts = [
+        "system\nuser\nassistant\n Left Right Up Down || 0 1 2 3 4 5 6 7 8 9 left",
+        "first second third",
+    ]
     texts += [message.content for seed in range(20) for message in episode().start(seed)]
     return train_tokenizer(texts)
 

@@ -1,4 +1,6 @@
-"""The rules of the code base that a reader relies on, checked on its syntax trees: imports, sizes, documentation."""
+"""The rules of the code base that a reader relies on, checked on its syntax trees: imports, sizes,
+documentation.
+"""
 
 import ast
 import re
@@ -13,26 +15,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
-    (
-        "ragen_mega.types", "ragen_mega.console", "ragen_kernels", "ragen_mega.recipes", "ragen_mega.sealed_files",
-        "ragen_mega.integrity", "ragen_mega.model_shape",
-    ),
-    ("ragen_mega.starpo", "ragen_mega.environments", "ragen_mega.config", "ragen_mega.distributed", "ragen_mega.interruption"),
-    (
-        "ragen_mega.rollout", "ragen_mega.packing", "ragen_mega.metrics", "ragen_mega.credit", "ragen_mega.signals",
-        "ragen_mega.huggingface", "ragen_mega.memory_plan",
-    ),
-    (
-        "ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start", "ragen_mega.evaluation", "ragen_mega.tasks",
-        "ragen_mega.joint_rollout",
-    ),
-    (
-        "ragen_mega.build", "ragen_mega.cold_start", "ragen_mega.run", "ragen_mega.rollouts", "ragen_mega.throughput",
-        "ragen_mega.faults", "ragen_mega.phases", "ragen_mega.checkpointing",
-    ),
+    ("ragen_kernels", "ragen_mega.data"),
+    ("ragen_mega.algorithm", "ragen_mega.environments", "ragen_mega.models", "ragen_mega.config"),
+    ("ragen_mega.rollout", "ragen_mega.storage", "ragen_mega.report"),
+    ("ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start"),
+    ("ragen_mega.run",),
     ("ragen_mega.train",),
 )
-"""Lowest first. A module imports from its own layer and from lower ones, never from a higher one."""
+"""Lowest first. A module imports from its own layer and from lower ones, never from a higher one.
+"""
 
 QUARANTINE = {
     "megatron": ("ragen_mega.megatron",),
@@ -42,19 +33,18 @@ QUARANTINE = {
 }
 """Library -> the only packages that may import it."""
 
-MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 80
-MAX_LINE_LENGTH = 128
-LONGER = {
-    "ragen_mega/config.py": "one dataclass per concern in one file, so that every flag is found in one place",
-}
+MAX_LINE_LENGTH = 100
+LONGER: dict[str, str] = {}
 """`path` or `path::function` -> why it may be longer than the limit."""
 
 BROAD_EXCEPT = {
-    "ragen_mega/rollout/time_limit.py::_guarded": (
+    "ragen_mega/environments/pool.py::_guarded": (
         "an environment is anyone's code, and one broken trajectory must not end the rollout"
     ),
-    "ragen_mega/engines/weight_loader.py::load": "an exception would end the server; the report says what it was",
+    "ragen_mega/engines/sglang/weight_loader.py::load": (
+        "an exception would end the server; the report says what it was"
+    ),
 }
 """`path::function` -> why it may catch every exception."""
 
@@ -65,7 +55,11 @@ MIN_DOCUMENTED = 0.95
 def sources() -> dict[str, Path]:
     """Dotted module name -> file, of everything that is ours and no test."""
     paths = {}
-    for base, folder in ((ROOT, "ragen_mega"), (ROOT / "kernels", "ragen_kernels"), (ROOT, "tools")):
+    for base, folder in (
+        (ROOT, "ragen_mega"),
+        (ROOT / "kernels", "ragen_kernels"),
+        (ROOT, "tools"),
+    ):
         for path in sorted((base / folder).rglob("*.py")):
             parts = path.relative_to(base).with_suffix("").parts
             paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -79,12 +73,18 @@ def tree(path: Path) -> ast.Module:
 
 def python_files() -> list[Path]:
     """Every Python file of the repository, tests included."""
-    others = [path for folder in ("tests", "kernels/benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    others = [
+        path
+        for folder in ("tests", "kernels/benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     return [*sources().values(), ROOT / "setup.py", *others]
 
 
 def imports(name: str) -> Iterator[tuple[str, int]]:
-    """(imported module, line) of a module of ours, at any depth; `from package import x` names the submodule x."""
+    """(imported module, line) of a module of ours, at any depth; `from package import x` names the
+    submodule x.
+    """
     path = sources()[name]
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -93,7 +93,9 @@ def imports(name: str) -> Iterator[tuple[str, int]]:
             base = node.module or ""
             if node.level:
                 package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+                base = ".".join(
+                    [*package[: len(package) - node.level + 1], *([base] if base else [])]
+                )
             for alias in node.names:
                 submodule = f"{base}.{alias.name}"
                 yield (submodule if submodule in sources() else base), node.lineno
@@ -128,7 +130,9 @@ def report(offenders: list[str]) -> None:
 def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """(qualified name, node) of every function, nested ones too."""
 
-    def visit(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    def visit(
+        node: ast.AST, prefix: str
+    ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield prefix + child.name, child
@@ -152,7 +156,12 @@ def is_protocol(node: ast.ClassDef) -> bool:
 @cache
 def protocol_methods() -> set[str]:
     """Names of the methods that our protocols declare with a docstring."""
-    protocols = (node for path in sources().values() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+    protocols = (
+        node
+        for path in sources().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+    )
     return {
         member.name
         for node in protocols
@@ -163,21 +172,32 @@ def protocol_methods() -> set[str]:
 
 
 def public_definitions(path: Path) -> Iterator[tuple[str, ast.AST, bool]]:
-    """(qualified name, node, whether it needs a docstring) of public classes, functions and methods.
+    """(qualified name, node, whether it needs a docstring) of public classes, functions and
+    methods.
 
-    None is needed by a property, by a method that a base class or a protocol of ours documents, and by the `main` of a
-    tool, whose module docstring is its manual.
+    None is needed by a property, by a method that a base class or a protocol of ours documents, and
+    by the `main` of a tool, whose module docstring is its manual.
     """
 
-    def visit(node: ast.AST, prefix: str, in_class: ast.ClassDef | None) -> Iterator[tuple[str, ast.AST, bool]]:
+    def visit(
+        node: ast.AST, prefix: str, in_class: ast.ClassDef | None
+    ) -> Iterator[tuple[str, ast.AST, bool]]:
         for child in ast.iter_child_nodes(node):
             is_definition = isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             if not is_definition or child.name.startswith("_"):
                 continue
-            is_obvious = "property" in decorators(child) or (child.name == "main" and in_class is None)
+            is_obvious = "property" in decorators(child) or (
+                child.name == "main" and in_class is None
+            )
             if in_class is not None and not isinstance(child, ast.ClassDef):
-                inherited = [base for base in map(ast.unparse, in_class.bases) if not base.startswith("Protocol")]
-                is_obvious |= bool(inherited) or (not is_protocol(in_class) and child.name in protocol_methods())
+                inherited = [
+                    base
+                    for base in map(ast.unparse, in_class.bases)
+                    if not base.startswith("Protocol")
+                ]
+                is_obvious |= bool(inherited) or (
+                    not is_protocol(in_class) and child.name in protocol_methods()
+                )
             yield prefix + child.name, child, not is_obvious
             if isinstance(child, ast.ClassDef):
                 yield from visit(child, f"{prefix}{child.name}.", child)
@@ -186,27 +206,34 @@ def public_definitions(path: Path) -> Iterator[tuple[str, ast.AST, bool]]:
 
 
 def test_imports_point_down():
-    report([
-        f"{place(sources()[name], line)} {name} imports {imported}"
-        for name in sources()
-        if name != "ragen_mega"
-        for imported, line in imports(name)
-        if is_ours(imported) and imported != "ragen_mega" and layer(imported) > layer(name)
-    ])
+    report(
+        [
+            f"{place(sources()[name], line)} {name} imports {imported}"
+            for name in sources()
+            if name != "ragen_mega"
+            for imported, line in imports(name)
+            if is_ours(imported) and imported != "ragen_mega" and layer(imported) > layer(name)
+        ]
+    )
 
 
 def test_kernels_import_nothing_of_ours():
-    report([
-        f"{place(sources()[name], line)} imports {imported}"
-        for name in sources()
-        if within(name, "ragen_kernels")
-        for imported, line in imports(name)
-        if is_ours(imported) and not within(imported, "ragen_kernels")
-    ])
+    report(
+        [
+            f"{place(sources()[name], line)} imports {imported}"
+            for name in sources()
+            if within(name, "ragen_kernels")
+            for imported, line in imports(name)
+            if is_ours(imported) and not within(imported, "ragen_kernels")
+        ]
+    )
 
 
 def test_no_import_cycles():
-    edges = {name: {imported for imported, _ in imports(name) if imported in sources()} - {name} for name in sources()}
+    edges = {
+        name: {imported for imported, _ in imports(name) if imported in sources()} - {name}
+        for name in sources()
+    }
     cycles, done = [], set()
 
     def visit(name: str, trail: list[str]) -> None:
@@ -223,44 +250,59 @@ def test_no_import_cycles():
 
 
 def test_libraries_stay_in_their_place():
-    report([
-        f"{place(sources()[name], line)} imports {imported}; only {', '.join(homes)} may"
-        for name in sources()
-        for imported, line in imports(name)
-        for library, homes in QUARANTINE.items()
-        if within(imported, library) and not any(within(name, home) for home in homes)
-    ])
+    report(
+        [
+            f"{place(sources()[name], line)} imports {imported}; only {', '.join(homes)} may"
+            for name in sources()
+            for imported, line in imports(name)
+            for library, homes in QUARANTINE.items()
+            if within(imported, library) and not any(within(name, home) for home in homes)
+        ]
+    )
 
 
 def test_worlds_are_plain_python():
-    report([
-        f"{place(sources()[name], line)} imports {imported}"
-        for name in sources()
-        if within(name, "ragen_mega.environments")
-        for imported, line in imports(name)
-        if any(within(imported, library) for library in ("torch", "transformers")) or imported == "ragen_mega.types"
-    ])
+    report(
+        [
+            f"{place(sources()[name], line)} imports {imported}"
+            for name in sources()
+            if within(name, "ragen_mega.environments")
+            for imported, line in imports(name)
+            if any(within(imported, library) for library in ("torch", "transformers"))
+            or imported == "ragen_mega.data.types"
+        ]
+    )
 
 
 def test_worlds_load_without_torch():
     worlds = [name for name in sources() if within(name, "ragen_mega.environments")]
-    script = f"import sys, {', '.join(worlds)}; sys.exit('torch' in sys.modules and 'torch was imported')"
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    script = (
+        f"import sys, {', '.join(worlds)}; sys.exit('torch' in sys.modules and 'torch was"
+        " imported')"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert process.returncode == 0, process.stderr
 
 
 def test_the_mathematics_needs_no_configuration_and_no_ranks():
-    report([
-        f"{place(sources()[name], line)} imports {imported}"
-        for name in sources()
-        if within(name, "ragen_mega.starpo")
-        for imported, line in imports(name)
-        if imported in ("ragen_mega.config", "ragen_mega.distributed") or within(imported, "torch.distributed")
-    ])
+    report(
+        [
+            f"{place(sources()[name], line)} imports {imported}"
+            for name in sources()
+            if within(name, "ragen_mega.algorithm")
+            for imported, line in imports(name)
+            if imported in ("ragen_mega.config", "ragen_mega.data.distributed")
+            or within(imported, "torch.distributed")
+        ]
+    )
 
 
 def test_a_folder_called_kernels_is_no_package():
-    assert not (ROOT / "kernels/__init__.py").exists(), "it would shadow the distribution that transformers needs"
+    assert not (ROOT / "kernels/__init__.py").exists(), (
+        "it would shadow the distribution that transformers needs"
+    )
 
 
 def test_names_of_files():
@@ -276,20 +318,40 @@ def test_no_broad_except():
             if not isinstance(node, ast.ExceptHandler):
                 continue
             if node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)):
-                around = [name for name, owner in owners.items() if owner.lineno <= node.lineno <= owner.end_lineno]
-                broad[f"{path.relative_to(ROOT)}::{around[-1] if around else node.lineno}"] = place(path, node.lineno)
-    report([f"{where} ({line}) catches everything" for where, line in broad.items() if where not in BROAD_EXCEPT])
-    report([f"{where} does not catch everything; drop it from BROAD_EXCEPT" for where in BROAD_EXCEPT if where not in broad])
+                around = [
+                    name
+                    for name, owner in owners.items()
+                    if owner.lineno <= node.lineno <= owner.end_lineno
+                ]
+                broad[f"{path.relative_to(ROOT)}::{around[-1] if around else node.lineno}"] = place(
+                    path, node.lineno
+                )
+    report(
+        [
+            f"{where} ({line}) catches everything"
+            for where, line in broad.items()
+            if where not in BROAD_EXCEPT
+        ]
+    )
+    report(
+        [
+            f"{where} does not catch everything; drop it from BROAD_EXCEPT"
+            for where in BROAD_EXCEPT
+            if where not in broad
+        ]
+    )
 
 
 def test_no_unfinished_code():
     marker = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
-    report([
-        f"{place(path, number)} {line.strip()}"
-        for path in sources().values()
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if marker.search(line)
-    ])
+    report(
+        [
+            f"{place(path, number)} {line.strip()}"
+            for path in sources().values()
+            for number, line in enumerate(path.read_text().splitlines(), start=1)
+            if marker.search(line)
+        ]
+    )
 
 
 def test_lengths():
@@ -297,45 +359,65 @@ def test_lengths():
     for path in python_files():
         relative = str(path.relative_to(ROOT))
         lines = path.read_text().splitlines()
-        if len(lines) > MAX_FILE_LINES and "tests" not in path.parts:
-            too_long[relative] = f"has {len(lines)} lines, at most {MAX_FILE_LINES}"
         for name, node in functions(path):
             if (length := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES:
-                too_long[f"{relative}::{name}"] = f"has {length} lines, at most {MAX_FUNCTION_LINES}"
+                too_long[f"{relative}::{name}"] = (
+                    f"has {length} lines, at most {MAX_FUNCTION_LINES}"
+                )
         for number, line in enumerate(lines, start=1):
             if len(line) > MAX_LINE_LENGTH:
-                too_long[f"{relative}:{number}"] = f"has {len(line)} columns, at most {MAX_LINE_LENGTH}"
+                too_long[f"{relative}:{number}"] = (
+                    f"has {len(line)} columns, at most {MAX_LINE_LENGTH}"
+                )
     report([f"{where} {what}" for where, what in too_long.items() if where not in LONGER])
-    report([f"{where} is not too long any more; drop it from LONGER" for where in LONGER if where not in too_long])
+    report(
+        [
+            f"{where} is not too long any more; drop it from LONGER"
+            for where in LONGER
+            if where not in too_long
+        ]
+    )
 
 
 def test_source_is_ascii():
-    report([
-        f"{place(path, number)} {line.strip()}"
-        for path in python_files()
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if not line.isascii()
-    ])
+    report(
+        [
+            f"{place(path, number)} {line.strip()}"
+            for path in python_files()
+            for number, line in enumerate(path.read_text().splitlines(), start=1)
+            if not line.isascii()
+        ]
+    )
 
 
 def test_every_module_says_what_it_is():
-    report([
-        str(path.relative_to(ROOT))
-        for path in python_files()
-        if path.read_text().strip() and not ast.get_docstring(tree(path))
-    ])
+    report(
+        [
+            str(path.relative_to(ROOT))
+            for path in python_files()
+            if path.read_text().strip() and not ast.get_docstring(tree(path))
+        ]
+    )
 
 
 def test_public_names_are_annotated():
     missing = []
     for path in sources().values():
         for name, node, _ in public_definitions(path):
-            if isinstance(node, ast.ClassDef) or "triton.jit" in decorators(node):  # Triton types a kernel's arguments
+            if isinstance(node, ast.ClassDef) or "triton.jit" in decorators(
+                node
+            ):  # Triton types a kernel's arguments
                 continue
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            bare = [arg.arg for arg in arguments if arg.annotation is None and arg.arg not in ("self", "cls")]
+            bare = [
+                arg.arg
+                for arg in arguments
+                if arg.annotation is None and arg.arg not in ("self", "cls")
+            ]
             if bare or node.returns is None:
-                missing.append(f"{place(path, node.lineno)} {name}: {', '.join(bare) or 'return type'}")
+                missing.append(
+                    f"{place(path, node.lineno)} {name}: {', '.join(bare) or 'return type'}"
+                )
     report(missing)
 
 
@@ -352,6 +434,10 @@ def test_public_names_are_documented():
 
 
 def test_the_checks_see_this_repository():
-    assert {"ragen_mega.train", "ragen_mega.types", "ragen_kernels"} <= set(sources())
-    assert {"ragen_mega.build", "ragen_mega.config"} <= {name for name, _ in imports("ragen_mega.train")}
-    assert ("TokenBatch", True) in [(name, need) for name, _, need in public_definitions(ROOT / "ragen_mega/types.py")]
+    assert {"ragen_mega.train", "ragen_mega.data.types", "ragen_kernels"} <= set(sources())
+    assert {"ragen_mega.run.build", "ragen_mega.config"} <= {
+        name for name, _ in imports("ragen_mega.train")
+    }
+    assert ("TokenBatch", True) in [
+        (name, need) for name, _, need in public_definitions(ROOT / "ragen_mega/data/types.py")
+    ]

@@ -1,18 +1,22 @@
-"""Time a weight sync, trainer shards -> rollout engine, at the shapes of Qwen2.5 0.5B to 72B, against the bound of its links.
+"""Time a weight sync, trainer shards -> rollout engine, at the shapes of Qwen2.5 0.5B to 72B,
+against the bound of its links.
 
-    python tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \\
+    python tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2 \\
         --rollout-tensor-parallel-size 2 --json reshard.json
 
-It starts TP x PP processes over gloo (over NCCL, one device each, where CUDA is available; that has not been tried) with random
-weights of the model's shapes, and lets every rank receive its engine shard by each path that the layout allows:
+It starts TP x PP processes over gloo (over NCCL, one device each, where CUDA is available; that has
+not been tried) with random weights of the model's shapes, and lets every rank receive its engine
+shard by each path that the layout allows:
 
   gather    broadcast over PP and all-gather over TP per bucket, full Hugging Face tensors, cut into the engine's shards
   aligned   broadcast over PP only, local shards de-interleaved; needs rollout TP = trainer TP
 
-`seconds` is the whole sync of the slowest rank, with one copy into the engine's memory. `bound` is what plain collectives and
-one plain copy of the same bytes take in the same run, nothing else; `share` is bound / seconds, 100% cannot be beaten but by
-noise. Where the memory is short, fewer layers and then fewer words are measured; the output says how many. Both paths must
-deliver all names with equal checksums, or the exit code is 1.
+`seconds` is the whole sync of the slowest rank, with one copy into the engine's memory. `bound` is
+what plain collectives and one plain copy of the same bytes take in the same run, nothing else;
+`share` is bound / seconds, 100% cannot be beaten but by noise. Where the memory is short, fewer
+layers and then fewer words are measured; the output says how many. Both paths must deliver all
+names with equal checksums, or the exit code is 1.
 """
 
 from __future__ import annotations
@@ -36,15 +40,15 @@ from reshard_shapes import SHAPES, fitting_config, model_config, model_elements
 from torch import Tensor
 from transformers import Qwen2Config
 
-from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
-from ragen_mega.console import fail
-from ragen_mega.engines.engine_shards import cut_stream, engine_name, head_rows
-from ragen_mega.engines.weight_checks import check_checksums, check_names, checksums
+from ragen_mega.data import distributed
+from ragen_mega.engines.sglang.weight_checks import check_checksums, check_names, checksums
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.layout import Slot, shard, stored_slots
 from ragen_mega.megatron.reshard_plan import BUCKET_BYTES, ReshardPlan
 from ragen_mega.megatron.resharding import Traffic, aligned, all_gather, gather
+from ragen_mega.models.layout import Slot, shard, stored_slots
+from ragen_mega.models.server_cut import cut_stream, engine_name, head_rows
+from ragen_mega.report.console import fail
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -63,7 +67,9 @@ def local_weights(hf: Qwen2Config, groups: Any, dtype: torch.dtype) -> list[tupl
         if owner == stage:
             full = [torch.empty(shape, device="meta") for shape in stored.huggingface_shapes(hf)]
             shape = shard(stored.slot, full, hf, 0, tp).shape
-            weight = torch.empty(shape, dtype=dtype, device=distributed.device()).normal_(generator=generator)
+            weight = torch.empty(shape, dtype=dtype, device=distributed.device()).normal_(
+                generator=generator
+            )
             if stored.slot.layout == "replicated":
                 weight.fill_(1.0)  # the same on all tensor-parallel ranks
             local.append((stored.slot, weight))
@@ -81,11 +87,17 @@ def timed(work: Callable[[], None]) -> float:
 
 
 def plain(plan: ReshardPlan, memory: Tensor, engine_bytes: int, *, with_tp: bool) -> None:
-    """The bound: the collectives of one sync on buffers that lie ready, and one copy as large as the engine's shard."""
+    """The bound: the collectives of one sync on buffers that lie ready, and one copy as large as
+    the engine's shard.
+    """
     tp, pp = plan.groups.tp, plan.groups.pp
     largest = max(bucket.num_bytes for bucket in plan.buckets)
     flat = torch.empty(largest, dtype=torch.uint8, device=memory.device)
-    gathered = torch.empty(tp.size() * largest if with_tp and tp.size() > 1 else 0, dtype=torch.uint8, device=memory.device)
+    gathered = torch.empty(
+        tp.size() * largest if with_tp and tp.size() > 1 else 0,
+        dtype=torch.uint8,
+        device=memory.device,
+    )
     for bucket in plan.buckets:
         part = flat[: bucket.num_bytes]
         if pp.size() > 1:
@@ -99,9 +111,13 @@ def plain(plan: ReshardPlan, memory: Tensor, engine_bytes: int, *, with_tp: bool
 
 
 def deliver(shards: Iterator[tuple[str, Tensor]], memory: Tensor) -> None:
-    """Copy every shard once, as an engine does; into one place, because its contents do not matter here."""
+    """Copy every shard once, as an engine does; into one place, because its contents do not matter
+    here.
+    """
     for _, tensor in shards:
-        place = memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+        place = (
+            memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+        )
         place.copy_(tensor)
 
 
@@ -134,11 +150,15 @@ def measure(arguments: argparse.Namespace, hf: Qwen2Config) -> dict[str, Any]:
         check_checksums(found or sums, sums)
         found, engine_bytes, largest = sums, sum(sizes), max(sizes)
     memory = torch.empty(largest, dtype=torch.uint8, device=distributed.device())
-    seconds: dict[str, list[float]] = {f"{path}{kind}": [] for path in paths for kind in ("", "_bound")}
+    seconds: dict[str, list[float]] = {
+        f"{path}{kind}": [] for path in paths for kind in ("", "_bound")
+    }
     for _ in range(arguments.repeats):
         for path in paths:
             seconds[path].append(timed(lambda: deliver(stream(path), memory)))
-            seconds[f"{path}_bound"].append(timed(lambda: plain(plan, memory, engine_bytes, with_tp=path == "gather")))
+            seconds[f"{path}_bound"].append(
+                timed(lambda: plain(plan, memory, engine_bytes, with_tp=path == "gather"))
+            )
     return {
         "buckets": len(plan.buckets), "shard_bytes": plan.shard_bytes, "engine_shard_bytes": engine_bytes,
         "weights": len(found), "checksums_equal": True,
@@ -146,7 +166,9 @@ def measure(arguments: argparse.Namespace, hf: Qwen2Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def summary(traffic: Traffic, engine_bytes: int, seconds: list[float], bound: list[float]) -> dict[str, Any]:
+def summary(
+    traffic: Traffic, engine_bytes: int, seconds: list[float], bound: list[float]
+) -> dict[str, Any]:
     """Of one path, from repeats."""
     median, bound_median = statistics.median(seconds), statistics.median(bound)
     return {
@@ -167,25 +189,34 @@ def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
 def table(report: Mapping[str, Any]) -> str:
     """For people."""
     lines = [
-        f"{report['model']} {report['dtype']}: {report['num_layers']} of {report['full_num_layers']} layers, "
-        f"{report['vocab_size']} of {report['full_vocab_size']} words, {report['model_gbytes']:.2f} GB; TP {report['tp']} x PP "
-        f"{report['pp']} -> rollout TP {report['rollout_tp']}, {report['buckets']} buckets, {report['backend']}",
+        (
+            f"{report['model']} {report['dtype']}: {report['num_layers']} of"
+            f" {report['full_num_layers']} layers, {report['vocab_size']} of"
+            f" {report['full_vocab_size']} words, {report['model_gbytes']:.2f} GB; TP"
+            f" {report['tp']} x PP {report['pp']} -> rollout TP {report['rollout_tp']},"
+            f" {report['buckets']} buckets, {report['backend']}"
+        ),
         "path      PP GB   TP GB   seconds   bound s    GB/s   bound GB/s   share",
     ]
     for path, row in report["paths"].items():
         lines.append(
-            f"{path:8s} {row['pp_bytes'] / 1e9:6.2f}  {row['tp_bytes'] / 1e9:6.2f}  {row['seconds']:8.3f}  "
-            f"{row['bound_seconds']:8.3f}  {row['gbytes_per_second']:6.2f}  {row['bound_gbytes_per_second']:11.2f}  "
-            f"{row['share_of_bound']:6.0%}"
+            f"{path:8s} {row['pp_bytes'] / 1e9:6.2f}  {row['tp_bytes'] / 1e9:6.2f} "
+            f" {row['seconds']:8.3f}  {row['bound_seconds']:8.3f}  {row['gbytes_per_second']:6.2f} "
+            f" {row['bound_gbytes_per_second']:11.2f}  {row['share_of_bound']:6.0%}"
         )
     if "aligned" in report["paths"]:
         ratio = report["paths"]["gather"]["seconds"] / report["paths"]["aligned"]["seconds"]
-        lines.append(f"aligned is {ratio:.1f} times as fast as gather; {report['weights']} checksums equal on every rank")
+        lines.append(
+            f"aligned is {ratio:.1f} times as fast as gather; {report['weights']} checksums equal"
+            " on every rank"
+        )
     return "\n".join(lines)
 
 
 def launch(argv: list[str], num_ranks: int) -> dict[str, Any]:
-    """Run this file on `num_ranks` ranks and return rank 0's result. Raises RuntimeError with their last words."""
+    """Run this file on `num_ranks` ranks and return rank 0's result. Raises RuntimeError with their
+    last words.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [
@@ -200,7 +231,9 @@ def launch(argv: list[str], num_ranks: int) -> dict[str, Any]:
 
 
 def default_memory(num_ranks: int) -> int:
-    """Bytes of all ranks: a part of what is free on their devices, or in memory and then no more than takes minutes."""
+    """Bytes of all ranks: a part of what is free on their devices, or in memory and then no more
+    than takes minutes.
+    """
     if torch.cuda.is_available():
         return round(0.6 * sum(torch.cuda.mem_get_info(index)[0] for index in range(num_ranks)))
     return min(round(0.6 * psutil.virtual_memory().available), 4 * 10**9)
@@ -208,18 +241,50 @@ def default_memory(num_ranks: int) -> int:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="Qwen2.5-0.5B", help="default: %(default)s")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=2, metavar="TP", help="default: %(default)s")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="PP", help="default: %(default)s")
-    parser.add_argument("--rollout-tensor-parallel-size", type=int, metavar="TP", help="default: the trainer's, both paths")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--num-layers", type=int, help="of the model's (default: as many as fit into the memory)")
-    parser.add_argument("--memory-gb", type=float, help="of all (default: 60%% of what is free, at most 4 without CUDA)")
-    parser.add_argument(
-        "--bucket-mb", type=int, default=BUCKET_BYTES // 2**20, help="largest gathered bucket (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=5, help="the median counts (default: %(default)s)")
+    parser.add_argument(
+        "--model", choices=SHAPES, default="Qwen2.5-0.5B", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        default=2,
+        metavar="TP",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--pipeline-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="PP",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--rollout-tensor-parallel-size",
+        type=int,
+        metavar="TP",
+        help="default: the trainer's, both paths",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument(
+        "--num-layers", type=int, help="of the model's (default: as many as fit into the memory)"
+    )
+    parser.add_argument(
+        "--memory-gb",
+        type=float,
+        help="of all (default: 60%% of what is free, at most 4 without CUDA)",
+    )
+    parser.add_argument(
+        "--bucket-mb",
+        type=int,
+        default=BUCKET_BYTES // 2**20,
+        help="largest gathered bucket (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="the median counts (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--vocab-size", type=int, help=argparse.SUPPRESS)
@@ -248,14 +313,28 @@ def main() -> None:
         parallel = parallel_config(arguments)
         num_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
-            raise ValueError(f"TP x PP ({num_ranks}) must be at most the {torch.cuda.device_count()} CUDA devices; lower one")
-        budget = round(arguments.memory_gb * 1e9) if arguments.memory_gb else default_memory(num_ranks)
-        hf = fitting_config(name, parallel, dtype.itemsize, arguments.bucket_mb * 2**20, budget, arguments.num_layers)
+            raise ValueError(
+                f"TP x PP ({num_ranks}) must be at most the {torch.cuda.device_count()} CUDA"
+                " devices; lower one"
+            )
+        budget = (
+            round(arguments.memory_gb * 1e9) if arguments.memory_gb else default_memory(num_ranks)
+        )
+        hf = fitting_config(
+            name,
+            parallel,
+            dtype.itemsize,
+            arguments.bucket_mb * 2**20,
+            budget,
+            arguments.num_layers,
+        )
         head_rows(hf, 0, arguments.rollout_tensor_parallel_size)
         size = ["--num-layers", str(hf.num_hidden_layers), "--vocab-size", str(hf.vocab_size)]
         result = launch([*sys.argv[1:], *size], num_ranks)
     except (ValueError, RuntimeError) as error:
-        fail(str(error).removeprefix("error: "), exit_code=2 if isinstance(error, ValueError) else 1)
+        fail(
+            str(error).removeprefix("error: "), exit_code=2 if isinstance(error, ValueError) else 1
+        )
     full = model_config(name)
     report = {
         "model": name, "dtype": arguments.dtype, "num_layers": hf.num_hidden_layers, "full_num_layers": full.num_hidden_layers,

@@ -1,9 +1,11 @@
-"""Sampled tokens per second of the embedded engine against `transformers` generate, called once per turn.
+"""Sampled tokens per second of the embedded engine against `transformers` generate, called once per
+turn.
 
-Both play the same FrozenLake episodes with the same weights and sample the same number of tokens in every turn: stop
-tokens are ignored, and the environment is told an empty answer, so that every trajectory plays all its turns. The
-baseline is what one would write with transformers alone: all prompts of a turn left-padded into one batch, with its
-key-value cache inside the turn; it computes no log-probabilities.
+Both play the same FrozenLake episodes with the same weights and sample the same number of tokens in
+every turn: stop tokens are ignored, and the environment is told an empty answer, so that every
+trajectory plays all its turns. The baseline is what one would write with transformers alone: all
+prompts of a turn left-padded into one batch, with its key-value cache inside the turn; it computes
+no log-probabilities.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+)
 
 from ragen_mega.config import ModelConfig
-from ragen_mega.engines.embedded import EmbeddedEngine
-from ragen_mega.environments.base import make
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.huggingface import load_tokenizer, random_weights, save_huggingface
+from ragen_mega.environments.protocol import make
+from ragen_mega.models.huggingface import load_tokenizer, random_weights, save_huggingface
 from ragen_mega.rollout.collector import Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -45,7 +53,9 @@ class DeafRenderer(ChatRenderer):
 
 
 def write_random_model(directory: Path, tasks: list[Task]) -> None:
-    """A model of the default size with random weights, and a tokenizer for what the environment says."""
+    """A model of the default size with random weights, and a tokenizer for what the environment
+    says.
+    """
     texts = ["system\nuser\nassistant\n"]
     for task in tasks:
         episode = task.make_episode()
@@ -65,7 +75,9 @@ def write_random_model(directory: Path, tasks: list[Task]) -> None:
         tie_word_embeddings=True,
         dtype="float32",
     )
-    save_huggingface(directory, config, tokenizer, random_weights(config, seed=0).items(), is_writer=True)
+    save_huggingface(
+        directory, config, tokenizer, random_weights(config, seed=0).items(), is_writer=True
+    )
 
 
 def make_tasks(arguments: argparse.Namespace) -> list[Task]:
@@ -84,10 +96,18 @@ def make_tasks(arguments: argparse.Namespace) -> list[Task]:
     ]
 
 
-def play_with_generate(model: PreTrainedModel, renderer: ChatRenderer, tasks: list[Task], max_tokens: int) -> int:
+def play_with_generate(
+    model: PreTrainedModel, renderer: ChatRenderer, tasks: list[Task], max_tokens: int
+) -> int:
     """One rollout with `generate` per turn; the number of sampled tokens."""
     generation = GenerationConfig(
-        max_new_tokens=max_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, use_cache=True, pad_token_id=0
+        max_new_tokens=max_tokens,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        use_cache=True,
+        pad_token_id=0,
     )
     episodes = [task.make_episode() for task in tasks]
     contexts = [
@@ -98,27 +118,40 @@ def play_with_generate(model: PreTrainedModel, renderer: ChatRenderer, tasks: li
     while episodes:
         longest = max(map(len, contexts))
         tokens = torch.tensor([[0] * (longest - len(context)) + context for context in contexts])
-        mask = torch.tensor([[0] * (longest - len(context)) + [1] * len(context) for context in contexts])
-        output: Tensor = model.generate(input_ids=tokens, attention_mask=mask, generation_config=generation)
+        mask = torch.tensor(
+            [[0] * (longest - len(context)) + [1] * len(context) for context in contexts]
+        )
+        output: Tensor = model.generate(
+            input_ids=tokens, attention_mask=mask, generation_config=generation
+        )
         answers = output[:, longest:].tolist()
         num_sampled += sum(map(len, answers))
         going_on = []
         for episode, context, answer in zip(episodes, contexts, answers, strict=True):
             result = episode.respond(renderer.decode_action(answer))
             if result.message is not None:
-                going_on.append((episode, context + answer + renderer.observe(result.message, False)))
-        episodes, contexts = [episode for episode, _ in going_on], [context for _, context in going_on]
+                going_on.append(
+                    (episode, context + answer + renderer.observe(result.message, False))
+                )
+        episodes, contexts = (
+            [episode for episode, _ in going_on],
+            [context for _, context in going_on],
+        )
     return num_sampled
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, object]:
-    """Interleaved repeats of both; medians decide. Tokens per CPU second hold on a machine that others use too."""
+    """Interleaved repeats of both; medians decide. Tokens per CPU second hold on a machine that
+    others use too.
+    """
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     renderer = DeafRenderer(load_tokenizer(str(directory)))
     tasks = make_tasks(arguments)
-    engine = EmbeddedEngine(model.config, max_context=arguments.max_context, max_sessions=len(tasks))
+    engine = EmbeddedEngine(
+        model.config, max_context=arguments.max_context, max_sessions=len(tasks)
+    )
     wall: dict[str, list[float]] = {"embedded": [], "transformers": []}
     cpu: dict[str, list[float]] = {"embedded": [], "transformers": []}
     contexts: list[int] = []
@@ -134,7 +167,12 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
         with engine.awake():
             engine.load_weights(model.state_dict().items())
             groups = collect(
-                engine, renderer, tasks, max_tokens=arguments.max_tokens, max_context=arguments.max_context, seed=repeat
+                engine,
+                renderer,
+                tasks,
+                max_tokens=arguments.max_tokens,
+                max_context=arguments.max_context,
+                seed=repeat,
             )
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         contexts[:] = [len(trajectory) for trajectory in trajectories]
@@ -147,10 +185,14 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
         )
         if baseline_sampled != sampled:
             raise ValueError(
-                f"both must sample the same number of tokens: {sampled} embedded, {baseline_sampled} transformers; "
-                f"raise --max-context ({arguments.max_context}), a trajectory was cut"
+                f"both must sample the same number of tokens: {sampled} embedded,"
+                f" {baseline_sampled} transformers; raise --max-context ({arguments.max_context}),"
+                " a trajectory was cut"
             )
-        print(f"repeat {repeat}: " + "  ".join(f"{name} {rate[-1]:.0f} tokens/s" for name, rate in wall.items()))
+        print(
+            f"repeat {repeat}: "
+            + "  ".join(f"{name} {rate[-1]:.0f} tokens/s" for name, rate in wall.items())
+        )
     medians = {name: statistics.median(values) for name, values in wall.items()}
     cpu_medians = {name: statistics.median(values) for name, values in cpu.items()}
     config = model.config
@@ -185,9 +227,15 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--load", type=Path, help="Hugging Face checkpoint (default: the default small model, random)")
+    parser.add_argument(
+        "--load",
+        type=Path,
+        help="Hugging Face checkpoint (default: the default small model, random)",
+    )
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--turns", type=int, default=5)
@@ -195,7 +243,9 @@ def main() -> None:
     parser.add_argument("--max-context", type=int, default=2048)
     parser.add_argument("--prompt-style", choices=("full", "system", "compact"), default="full")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    parser.add_argument(
+        "--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.load or Path(scratch)

@@ -1,23 +1,28 @@
-"""Time whole StarPO-S steps of a model of a real size: rollout, weight sync, advantages and updates, phase by phase.
+"""Time whole StarPO-S steps of a model of a real size: rollout, weight sync, advantages and
+updates, phase by phase.
 
     python tools/bench_step.py --json step.json                          # Qwen2.5-0.5B, on a GPU with SGLang's rollouts
     python tools/bench_step.py --keep 0.25 --json step.json -- --rollout-engine sglang --sglang-python PYTHON --offload turns
 
-The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic, 32 trajectories per
-optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a run of its own through tools/launch.py on one
-rank: StarPO-S keeps the quarter of the groups with the widest spread of returns (0.25), 1 trains on all. What stands behind --
-goes to the training program.
+The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic,
+32 trajectories per optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a
+run of its own through tools/launch.py on one rank: StarPO-S keeps the quarter of the groups with
+the widest spread of returns (0.25), 1 trains on all. What stands behind -- goes to the training
+program.
 
-Weights are random, so nothing has to be downloaded, and the workload is fixed: the model cannot sample a stop token, so every
-turn has exactly --response-length tokens, and it never solves a room, so every trajectory has all its turns. The default of 68
-is the longest that arXiv:2504.20073 shows in training: 338 tokens a trajectory at the beginning, 104 at the end (Fig. 11,
-Sokoban with thoughts), so the original's mean seconds per step were spent on fewer tokens than ours. All returns are equal: the
-groups that are kept are the first, which costs what keeping others would.
+Weights are random, so nothing has to be downloaded, and the workload is fixed: the model cannot
+sample a stop token, so every turn has exactly --response-length tokens, and it never solves a room,
+so every trajectory has all its turns. The default of 68 is the longest that arXiv:2504.20073 shows
+in training: 338 tokens a trajectory at the beginning, 104 at the end (Fig. 11, Sokoban with
+thoughts), so the original's mean seconds per step were spent on fewer tokens than ours. All returns
+are equal: the groups that are kept are the first, which costs what keeping others would.
 
-`seconds` is the wall clock from one row of metrics.jsonl to the next, median over the steps behind the first (which starts the
-server and compiles kernels). The phases are the program's own timers, `other` is what they leave: summaries, logging, waiting.
-Rates: sampled tokens over the seconds of rollout and sync; positions of the update, prompts included, over the seconds of
-advantages and update. The original's seconds are arXiv:2504.20073 Fig. 7, total time over 200 steps, one GPU of the H100 class.
+`seconds` is the wall clock from one row of metrics.jsonl to the next, median over the steps behind
+the first (which starts the server and compiles kernels). The phases are the program's own timers,
+`other` is what they leave: summaries, logging, waiting. Rates: sampled tokens over the seconds of
+rollout and sync; positions of the update, prompts included, over the seconds of advantages and
+update. The original's seconds are arXiv:2504.20073 Fig. 7, total time over 200 steps, one GPU of
+the H100 class.
 """
 
 from __future__ import annotations
@@ -42,10 +47,10 @@ import psutil
 import torch
 from random_checkpoint import model_config, write_checkpoint
 
-from ragen_mega.checkpointing import CHECKPOINTS
-from ragen_mega.console import fail
-from ragen_mega.metrics import METRICS_FILE, read_metrics
-from ragen_mega.run import FINAL_EXPORT
+from ragen_mega.report.console import fail
+from ragen_mega.report.metrics import METRICS_FILE, read_metrics
+from ragen_mega.run.run import FINAL_EXPORT
+from ragen_mega.storage.checkpoints import CHECKPOINTS
 
 ROOT = Path(__file__).parents[1]
 NUM_TURNS = 5
@@ -61,7 +66,13 @@ def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float)
     """Flags of one run: no warm start, no checkpoint, one evaluated episode before it."""
     kept = ["--filter-strategy", "none"]
     if keep < 1:
-        kept = ["--filter-strategy", "top_fraction", "--filter-value", str(keep), "--filter-keep-zero"]
+        kept = [
+            "--filter-strategy",
+            "top_fraction",
+            "--filter-value",
+            str(keep),
+            "--filter-keep-zero",
+        ]
     return [
         "--recipe", "none", "--load", str(checkpoint), "--environments", "sokoban", "--max-turns", str(NUM_TURNS),
         "--num-groups", str(arguments.num_groups), "--group-size", str(arguments.group_size),
@@ -77,8 +88,12 @@ def run_name(keep: float) -> str:
     return f"keep_{100 * keep:g}"
 
 
-def train(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> tuple[list[dict[str, Any]], list[float]]:
-    """One run; returns its rows of metrics and the wall-clock seconds between them. Raises RuntimeError if it fails."""
+def train(
+    arguments: argparse.Namespace, checkpoint: Path, keep: float
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """One run; returns its rows of metrics and the wall-clock seconds between them. Raises
+    RuntimeError if it fails.
+    """
     run, log = arguments.output / run_name(keep), arguments.output / f"{run_name(keep)}.log"
     metrics = run / METRICS_FILE
     metrics.unlink(missing_ok=True)
@@ -100,13 +115,18 @@ def train(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> tuple
                 shutil.rmtree(run / directory, ignore_errors=True)
     if len(stamps) < arguments.steps:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        raise RuntimeError(f"training with --keep {keep:g} ended with status {process.returncode}; {log} ends with:\n{last}")
+        raise RuntimeError(
+            f"training with --keep {keep:g} ended with status {process.returncode}; {log} ends"
+            f" with:\n{last}"
+        )
     rows = read_metrics(metrics)
     return rows, [later - earlier for earlier, later in zip(stamps, stamps[1:])]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a run before it writes its last checkpoint and its export, which nobody wants and are many GB."""
+    """Kill a run before it writes its last checkpoint and its export, which nobody wants and are
+    many GB.
+    """
     everything: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):  # what has ended by itself
         launcher = psutil.Process(process.pid)
@@ -115,19 +135,29 @@ def end(process: subprocess.Popen[bytes]) -> None:
             rank.kill()
     process.kill()
     process.wait()
-    psutil.wait_procs(everything, timeout=60)  # servers end with their ranks, and the next run needs their memory
+    psutil.wait_procs(
+        everything, timeout=60
+    )  # servers end with their ranks, and the next run needs their memory
 
 
-def summarize(model: str, keep: float, rows: Sequence[Mapping[str, Any]], gaps: Sequence[float]) -> dict[str, Any]:
-    """What a run took per step; the first step does not count. `gaps` are the wall-clock seconds of the others."""
+def summarize(
+    model: str, keep: float, rows: Sequence[Mapping[str, Any]], gaps: Sequence[float]
+) -> dict[str, Any]:
+    """What a run took per step; the first step does not count. `gaps` are the wall-clock seconds of
+    the others.
+    """
     counted, median = rows[1:], statistics.median
     seconds = median(gaps)
     names = sorted({key for row in counted for key in row if is_phase(key)})
-    phases = {key.removeprefix("time/"): median([row.get(key, 0.0) for row in counted]) for key in names}
+    phases = {
+        key.removeprefix("time/"): median([row.get(key, 0.0) for row in counted]) for key in names
+    }
     known = [sum(row[key] for key in names if key in row) for row in counted]
     phases["other"] = median([gap - part for gap, part in zip(gaps, known, strict=True)])
     sampled = [row["rollout/sampled_tokens"] for row in counted]
-    is_comparable = model == TARGET_MODEL and counted[0]["rollout/num_trajectories"] == TARGET_TRAJECTORIES
+    is_comparable = (
+        model == TARGET_MODEL and counted[0]["rollout/num_trajectories"] == TARGET_TRAJECTORIES
+    )
     target, original = TARGETS.get(keep, (None, None)) if is_comparable else (None, None)
     return {
         "keep": keep, "seconds": seconds, "all_seconds": list(gaps), "target_seconds": target, "original_seconds": original,
@@ -160,7 +190,14 @@ def hardware() -> str:
 def versions() -> dict[str, str]:
     """Of what computes here; SGLang's may be that of another environment than the server's."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for name in ("torch", "triton", "megatron-core", "transformer-engine", "sglang", "transformers"):
+    for name in (
+        "torch",
+        "triton",
+        "megatron-core",
+        "transformer-engine",
+        "sglang",
+        "transformers",
+    ):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -173,20 +210,30 @@ def table(report: Mapping[str, Any]) -> str:
     runs = report["runs"]
     first = runs[0]
     lines = [
-        f"{report['model']} ({report['num_parameters'] / 1e6:.1f} M parameters, random) on {report['hardware']}, "
-        f"{report['rollout_engine']} rollouts, {first['num_trajectories']:.0f} trajectories a step, "
-        f"{first['sampled_tokens_per_trajectory']:.1f} sampled tokens a trajectory",
-        f"{'keep':>6s} {'s/step':>8s} {'target':>8s} {'original':>9s} {'rollout tok/s':>14s} {'train tok/s':>12s}",
+        (
+            f"{report['model']} ({report['num_parameters'] / 1e6:.1f} M parameters, random) on"
+            f" {report['hardware']}, {report['rollout_engine']} rollouts,"
+            f" {first['num_trajectories']:.0f} trajectories a step,"
+            f" {first['sampled_tokens_per_trajectory']:.1f} sampled tokens a trajectory"
+        ),
+        (
+            f"{'keep':>6s} {'s/step':>8s} {'target':>8s} {'original':>9s} {'rollout tok/s':>14s}"
+            f" {'train tok/s':>12s}"
+        ),
     ]
     for run in runs:
-        target, original = (f"{run[key]:.1f}" if run[key] else "-" for key in ("target_seconds", "original_seconds"))
+        target, original = (
+            f"{run[key]:.1f}" if run[key] else "-" for key in ("target_seconds", "original_seconds")
+        )
         lines.append(
             f"{run['keep']:6.0%} {run['seconds']:8.2f} {target:>8s} {original:>9s} "
             f"{run['rollout_tokens_per_second']:14.0f} {run['train_tokens_per_second']:12.0f}"
         )
     for run in runs:
         ordered = sorted(run["phases"].items(), key=lambda item: -item[1]["seconds"])
-        parts = ", ".join(f"{name} {phase['seconds']:.2f} s ({phase['share']:.0%})" for name, phase in ordered)
+        parts = ", ".join(
+            f"{name} {phase['seconds']:.2f} s ({phase['share']:.0%})" for name, phase in ordered
+        )
         lines.append(f"keep {run['keep']:.0%}: {parts}")
     return "\n".join(lines)
 
@@ -196,26 +243,50 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     own, training = list(argv), []
     if "--" in own:
         own, training = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument(
         "--model", default="Qwen2.5-0.5B",
         help="a name in tools/model_shapes.json, or a directory with a config.json, of which only the shape counts "
         "(default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=3, help="per run; the first does not count (default: %(default)s)")
-    parser.add_argument("--num-groups", type=int, default=8, help="initial states a step (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=16, help="trajectories of each (default: %(default)s)")
-    parser.add_argument("--response-length", type=int, default=68, help="sampled tokens a turn (default: %(default)s)")
     parser.add_argument(
-        "--keep", type=float, nargs="+", default=[0.25, 1.0], metavar="SHARE", help="of the groups (default: 0.25 1)"
+        "--steps",
+        type=int,
+        default=3,
+        help="per run; the first does not count (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-groups", type=int, default=8, help="initial states a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--group-size", type=int, default=16, help="trajectories of each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--response-length",
+        type=int,
+        default=68,
+        help="sampled tokens a turn (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.25, 1.0],
+        metavar="SHARE",
+        help="of the groups (default: 0.25 1)",
     )
     parser.add_argument(
         "--rollout-engine", choices=("sglang", "embedded"), default="sglang" if torch.cuda.is_available() else "embedded",
         help="default: sglang with CUDA, else embedded",
     )  # fmt: skip
     parser.add_argument(
-        "--output", type=Path, default=Path("bench_step"), help="checkpoint, runs and logs (default: %(default)s)"
+        "--output",
+        type=Path,
+        default=Path("bench_step"),
+        help="checkpoint, runs and logs (default: %(default)s)",
     )
     arguments = parser.parse_args(own)
     arguments.training = training
@@ -241,7 +312,9 @@ def main() -> None:
         print(f"writing a random {arguments.model} to {checkpoint}", flush=True)
         report["num_parameters"] = write_checkpoint(hf, "sokoban", checkpoint, dtype=torch.bfloat16)
         for keep in arguments.keep:
-            report["runs"].append(summarize(arguments.model, keep, *train(arguments, checkpoint, keep)))
+            report["runs"].append(
+                summarize(arguments.model, keep, *train(arguments, checkpoint, keep))
+            )
             if arguments.json:  # after every run, so that a later one that fails takes nothing away
                 arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     except (ValueError, RuntimeError) as error:

@@ -1,19 +1,24 @@
-"""Kill training runs at random moments, damage their newest checkpoint, and see that nothing is lost.
+"""Kill training runs at random moments, damage their newest checkpoint, and see that nothing is
+lost.
 
     python tools/chaos.py --rounds 30 --json chaos.json
 
-A small run is started again and again with --resume. In every round one of its ranks gets SIGKILL in a phase that is its
-turn (setup, rollout, update, checkpoint, finish), after a random delay; in every second round a random file of the newest
-checkpoint is cut short or has bytes flipped afterwards. A run that comes to its end is compared with one that nobody
-disturbed, and the next begins, on another layout. With --sglang-python two layouts roll out with SGLang servers; in every
-second round of such a run a process of a server is killed instead of a rank, again and again until the run is finished.
-Exit code 1 if any of these fails:
+A small run is started again and again with --resume. In every round one of its ranks gets SIGKILL
+in a phase that is its turn (setup, rollout, update, checkpoint, finish), after a random delay; in
+every second round a random file of the newest checkpoint is cut short or has bytes flipped
+afterwards. A run that comes to its end is compared with one that nobody disturbed, and the next
+begins, on another layout. With --sglang-python two layouts roll out with SGLang servers; in every
+second round of such a run a process of a server is killed instead of a rank, again and again until
+the run is finished. Exit code 1 if any of these fails:
 
 - a round goes on from the newest checkpoint that was not damaged;
-- after a kill of a rank no process of the run is left, within a time limit; after one of a server the run goes on;
-- the finished run logged every step once, with the metrics of the undisturbed run, and has its parameters to the bit:
-  no step is lost and no trajectory trained twice. No seed repeats what SGLang samples on a CPU; there, every step was
-  trained on the tasks of the undisturbed run, each played once, and its metrics are those of the rollout on the disk.
+- after a kill of a rank no process of the run is left, within a time limit; after one of a server
+the run goes on;
+- the finished run logged every step once, with the metrics of the undisturbed run, and has its
+parameters to the bit:
+  no step is lost and no trajectory trained twice. No seed repeats what SGLang samples on a CPU;
+  there, every step was trained on the tasks of the undisturbed run, each played once, and its
+  metrics are those of the rollout on the disk.
 """
 
 from __future__ import annotations
@@ -36,8 +41,8 @@ from typing import Any
 import torch
 from chaos_run import LAYOUTS, NUM_STEPS, RESUMED, Layout, Victim, identity, sglang_layouts
 
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.rollout.summary import summarize
-from ragen_mega.types import TrajectoryGroup
 
 NOTHING = "nothing"
 PHASES = ("setup", "rollout", "update", "checkpoint", "finish")
@@ -57,14 +62,18 @@ class Round:
     """Times that a process of an SGLang server was killed."""
     damage: str | None
     begun: int | None
-    """Step at which it began, which must be the newest sound checkpoint's, else 0; None if it was killed before that."""
+    """Step at which it began, which must be the newest sound checkpoint's, else 0; None if it was
+    killed before that.
+    """
     seconds_to_vanish: float
     """From the kill until no process of the run was left."""
     problems: list[str]
 
 
 def damage(directory: Path, generator: random.Random) -> str:
-    """Cut a random file of a checkpoint short, or flip up to eight of its bytes. Returns what was done."""
+    """Cut a random file of a checkpoint short, or flip up to eight of its bytes. Returns what was
+    done.
+    """
     path = generator.choice(sorted(path for path in directory.iterdir() if path.stat().st_size))
     content = bytearray(path.read_bytes())
     if generator.random() < 0.5:
@@ -89,7 +98,9 @@ def wait_for(run: Victim, launcher: subprocess.Popen[bytes], phase: str, num_log
 
 
 def vanish(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[str]]:
-    """Wait until no process of the run is left. Returns the seconds, and a problem for those that had to be killed."""
+    """Wait until no process of the run is left. Returns the seconds, and a problem for those that
+    had to be killed.
+    """
     start = time.monotonic()
     while (left := run.processes()) and time.monotonic() - start < SECONDS_TO_VANISH:
         launcher.poll()
@@ -104,7 +115,12 @@ def vanish(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[
 def kill_servers(run: Victim, launcher: subprocess.Popen[bytes], generator: random.Random) -> int:
     """Kill a process of the run's server every few steps until the run ends. Returns how often."""
     count = 0
-    while wait_for(run, launcher, generator.choice(("rollout", "update")), len(run.rows()) + generator.randint(1, 2)):
+    while wait_for(
+        run,
+        launcher,
+        generator.choice(("rollout", "update")),
+        len(run.rows()) + generator.randint(1, 2),
+    ):
         time.sleep(generator.expovariate(1 / 0.3))
         if servers := run.servers():
             generator.choice(servers).kill()
@@ -113,12 +129,22 @@ def kill_servers(run: Victim, launcher: subprocess.Popen[bytes], generator: rand
 
 
 def kill_rank(
-    run: Victim, launcher: subprocess.Popen[bytes], target: str, num_logged: int, generator: random.Random
+    run: Victim,
+    launcher: subprocess.Popen[bytes],
+    target: str,
+    num_logged: int,
+    generator: random.Random,
 ) -> str:
-    """Kill a rank in phase `target`, `num_logged` steps into the run. Returns the phase; `end` if the run ended first."""
+    """Kill a rank in phase `target`, `num_logged` steps into the run. Returns the phase; `end` if
+    the run ended first.
+    """
     if not wait_for(run, launcher, target, num_logged):
         return "end"
-    time.sleep(generator.expovariate(1 / {"setup": 4.0, "rollout": 0.005, "checkpoint": 0.005}.get(target, 0.05)))
+    time.sleep(
+        generator.expovariate(
+            1 / {"setup": 4.0, "rollout": 0.005, "checkpoint": 0.005}.get(target, 0.05)
+        )
+    )
     while not (ranks := run.ranks(launcher.pid)) and launcher.poll() is None:
         time.sleep(0.01)  # in setup the launcher may still be alone
     if not ranks:
@@ -129,11 +155,18 @@ def kill_rank(
 
 
 def play_round(
-    run: Victim, target: str, generator: random.Random, *, tainted: set[tuple[str, int]], damages: bool
+    run: Victim,
+    target: str,
+    generator: random.Random,
+    *,
+    tainted: set[tuple[str, int]],
+    damages: bool,
 ) -> Round:
-    """Start the run, kill a rank in phase `target` (or servers, if it is `server`), damage a checkpoint if it is the turn.
+    """Start the run, kill a rank in phase `target` (or servers, if it is `server`), damage a
+    checkpoint if it is the turn.
 
-    `tainted` holds the checkpoints damaged so far; the run must go on from the newest that is not among them.
+    `tainted` holds the checkpoints damaged so far; the run must go on from the newest that is not
+    among them.
     """
     expected = max((int(path.name.removeprefix("step_")) for path in run.sound(tainted)), default=0)
     launcher = run.start()
@@ -166,7 +199,11 @@ def compare(run: Victim, undisturbed: Victim) -> list[str]:
     steps = [row["step"] for row in run.rows()]
     if steps != list(range(NUM_STEPS)):
         return [f"logged steps {steps}"]
-    return compare_tasks(run, undisturbed) if run.layout.has_servers else compare_bits(run, undisturbed)
+    return (
+        compare_tasks(run, undisturbed)
+        if run.layout.has_servers
+        else compare_bits(run, undisturbed)
+    )
 
 
 def compare_bits(run: Victim, undisturbed: Victim) -> list[str]:
@@ -174,29 +211,43 @@ def compare_bits(run: Victim, undisturbed: Victim) -> list[str]:
     problems = []
     for row, expected in zip(run.rows(), undisturbed.rows(), strict=True):
         if keys := [key for key in expected if row.get(key) != expected[key]]:
-            problems.append(f"step {row['step']} differs from the undisturbed run's in {', '.join(keys[:3])}")
+            problems.append(
+                f"step {row['step']} differs from the undisturbed run's in {', '.join(keys[:3])}"
+            )
             break
     ours, theirs = run.parameters(), undisturbed.parameters()
-    if ours.keys() != theirs.keys() or not all(torch.equal(value, theirs[key]) for key, value in ours.items()):
+    if ours.keys() != theirs.keys() or not all(
+        torch.equal(value, theirs[key]) for key, value in ours.items()
+    ):
         problems.append("the last checkpoint differs from the undisturbed run's")
     return problems
 
 
 def compare_tasks(run: Victim, undisturbed: Victim) -> list[str]:
-    """How the tasks that were trained on differ, or the logged metrics from those of the rollouts on the disk."""
+    """How the tasks that were trained on differ, or the logged metrics from those of the rollouts
+    on the disk.
+    """
     problems = []
     for row, ours, theirs in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
         if _tasks(ours.groups) != _tasks(theirs.groups):
-            problems.append(f"step {row['step']} was trained on other tasks than the undisturbed run's")
+            problems.append(
+                f"step {row['step']} was trained on other tasks than the undisturbed run's"
+            )
         facts = summarize(ours.groups)
         if any(row.get(f"rollout/{key}") != value for key, value in facts.items()):
-            problems.append(f"step {row['step']} has metrics that are not those of its rollout on the disk")
+            problems.append(
+                f"step {row['step']} has metrics that are not those of its rollout on the disk"
+            )
     return problems
 
 
 def _tasks(groups: list[TrajectoryGroup]) -> list[tuple[int, int, int]]:
     """Group, initial state and luck of every trajectory, in one order."""
-    return sorted((group.group_id, one.seed, one.outcome_seed) for group in groups for one in group.trajectories)
+    return sorted(
+        (group.group_id, one.seed, one.outcome_seed)
+        for group in groups
+        for one in group.trajectories
+    )
 
 
 def undisturbed_runs(output: Path, layouts: Sequence[Layout]) -> Iterator[Victim]:
@@ -224,9 +275,17 @@ def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int)
         is_over, is_servers_turn = False, False
         while not is_over:
             # After the last round the run is left alone, so that it too is compared.
-            target = NOTHING if len(rounds) >= num_rounds else "server" if is_servers_turn else next(targets)
+            target = (
+                NOTHING
+                if len(rounds) >= num_rounds
+                else "server"
+                if is_servers_turn
+                else next(targets)
+            )
             is_servers_turn = layout.has_servers and target != "server"
-            played = play_round(run, target, generator, tainted=tainted, damages=bool(len(rounds) % 2))
+            played = play_round(
+                run, target, generator, tainted=tainted, damages=bool(len(rounds) % 2)
+            )
             rounds.append(played)
             is_over = played.hit == "end"
             if is_over:
@@ -249,7 +308,10 @@ def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int)
 
 def _line(number: int, played: Round) -> str:
     done = f"killed in {played.hit}" if played.hit != "end" else "ran to its end"
-    parts = [f"{number:3d} {played.layout}: from step {played.begun}, {done}, gone in {played.seconds_to_vanish:.1f} s"]
+    parts = [
+        f"{number:3d} {played.layout}: from step {played.begun}, {done}, gone in"
+        f" {played.seconds_to_vanish:.1f} s"
+    ]
     parts += [f"server killed {played.server_kills} times"] if played.server_kills else []
     parts += [played.damage] if played.damage else []
     return "; ".join(parts + [f"PROBLEM: {problem}" for problem in played.problems])
@@ -257,18 +319,36 @@ def _line(number: int, played: Round) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 1 if anything was lost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="starts of a run, all but those that reach its end with a kill")
-    parser.add_argument("--seed", type=int, default=0, help="of victims, moments and damages (a process's timing is its own)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--sglang-python", type=Path, help="Python of an environment with SGLang (tools/setup_sglang_cpu.sh): kill servers too"
+        "--rounds",
+        type=int,
+        default=30,
+        help="starts of a run, all but those that reach its end with a kill",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of victims, moments and damages (a process's timing is its own)",
+    )
+    parser.add_argument(
+        "--sglang-python",
+        type=Path,
+        help="Python of an environment with SGLang (tools/setup_sglang_cpu.sh): kill servers too",
     )
     parser.add_argument("--json", type=Path, help="write the report there")
-    parser.add_argument("--work", type=Path, help="directory for the runs and their logs; default: a temporary one")
+    parser.add_argument(
+        "--work", type=Path, help="directory for the runs and their logs; default: a temporary one"
+    )
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {arguments.rounds}")
-    layouts = (*LAYOUTS, *sglang_layouts(arguments.sglang_python)) if arguments.sglang_python else LAYOUTS
+    layouts = (
+        (*LAYOUTS, *sglang_layouts(arguments.sglang_python)) if arguments.sglang_python else LAYOUTS
+    )
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
@@ -276,9 +356,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     print(
-        f"{report['rounds']} rounds, kills by phase {dict(report['kills'])}, "
-        f"{report['server_kills']} of servers, {report['damaged_checkpoints']} checkpoints damaged, "
-        f"{report['runs_finished_and_compared']} runs compared, {report['failures']} failures"
+        f"{report['rounds']} rounds, kills by phase {dict(report['kills'])},"
+        f" {report['server_kills']} of servers, {report['damaged_checkpoints']} checkpoints"
+        f" damaged, {report['runs_finished_and_compared']} runs compared, {report['failures']}"
+        " failures"
     )
     return 1 if report["failures"] else 0
 

@@ -1,4 +1,6 @@
-"""The small run that tools/chaos.py torments: how it is started, watched, found among all processes, and compared."""
+"""The small run that tools/chaos.py torments: how it is started, watched, found among all
+processes, and compared.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from ragen_mega.rollout.store import ROLLOUTS, RolloutStore, StoredRollout
+from ragen_mega.storage.rollout_store import ROLLOUTS, RolloutStore, StoredRollout
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "examples" / "pretrain_starpo.sh"
@@ -52,9 +54,11 @@ LAYOUTS = (
 
 
 def sglang_layouts(python: Path) -> tuple[Layout, ...]:
-    """Ranks that roll out with SGLang servers of another environment and keep every rollout on the disk.
+    """Ranks that roll out with SGLang servers of another environment and keep every rollout on the
+    disk.
 
-    One replaces a lost server from its copy of the weights; of two pipeline stages both have to send theirs again.
+    One replaces a lost server from its copy of the weights; of two pipeline stages both have to
+    send theirs again.
     """
     flags = ("--rollout-engine", "sglang", "--sglang-python", str(python), "--keep-rollouts", "0")
     stages = ("--pipeline-model-parallel-size", "2", "--weight-transfer", "ipc")
@@ -65,7 +69,9 @@ def sglang_layouts(python: Path) -> tuple[Layout, ...]:
 
 
 def identity(checkpoint: Path) -> tuple[str, int]:
-    """What a checkpoint written anew under the same name does not share: renaming the directory sets its change time."""
+    """What a checkpoint written anew under the same name does not share: renaming the directory
+    sets its change time.
+    """
     return checkpoint.name, checkpoint.stat().st_ctime_ns
 
 
@@ -79,15 +85,35 @@ class Victim:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Launch the ranks; they go on where the run has got to."""
-        command = [sys.executable, str(REPOSITORY / "tools" / "launch.py"), "--nproc-per-node", str(self.layout.num_ranks)]
-        command += [str(SCRIPT), *FLAGS, *self.layout.flags, "--output", str(self.output), "--name", self.name, "--resume"]
+        command = [
+            sys.executable,
+            str(REPOSITORY / "tools" / "launch.py"),
+            "--nproc-per-node",
+            str(self.layout.num_ranks),
+        ]
+        command += [
+            str(SCRIPT),
+            *FLAGS,
+            *self.layout.flags,
+            "--output",
+            str(self.output),
+            "--name",
+            self.name,
+            "--resume",
+        ]
         paths = [str(REPOSITORY), str(REPOSITORY / "kernels"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), MARKER: self.mark}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            MARKER: self.mark,
+        }
         with self.log.open("ab") as log:
             log.write(b"\n--- start ---\n")
             log.flush()
             self._log_start = log.tell()
-            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
 
     @property
     def log(self) -> Path:
@@ -100,14 +126,20 @@ class Victim:
 
     def phase(self) -> str:
         """What the run is doing, by the files that are there."""
-        if not re.search(r"^step \d+ bandit: ", self.said(), re.MULTILINE) and not RESUMED.search(self.said()):
+        if not re.search(r"^step \d+ bandit: ", self.said(), re.MULTILINE) and not RESUMED.search(
+            self.said()
+        ):
             return "setup"
         if any((self.directory / "checkpoints").glob(".step_*.tmp")):
             return "checkpoint"
         num_logged = len(self.rows())
         if num_logged >= NUM_STEPS:
             return "finish"
-        return "update" if (self.directory / ROLLOUTS / f"step_{num_logged:08d}.safetensors").exists() else "rollout"
+        return (
+            "update"
+            if (self.directory / ROLLOUTS / f"step_{num_logged:08d}.safetensors").exists()
+            else "rollout"
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """Logged metrics, complete lines only, without what depends on the clock."""
@@ -117,9 +149,15 @@ class Victim:
         return [{key: value for key, value in row.items() if not _is_timing(key)} for row in rows]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the last checkpoint: weights and moments of both models, as the ranks wrote them."""
+        """Every tensor of the last checkpoint: weights and moments of both models, as the ranks
+        wrote them.
+        """
         last = self.directory / "checkpoints" / f"step_{NUM_STEPS:08d}"
-        return {f"{path.name}/{key}": value for path in last.glob("*.safetensors") for key, value in load_file(path).items()}
+        return {
+            f"{path.name}/{key}": value
+            for path in last.glob("*.safetensors")
+            for key, value in load_file(path).items()
+        }
 
     def sound(self, tainted: set[tuple[str, int]]) -> list[Path]:
         """Published checkpoints that nobody has damaged, newest first."""
@@ -132,11 +170,15 @@ class Victim:
         return [store.read(step) for step in store.steps()]
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of this run: those that carry its mark, and its servers, whose environment is scrubbed."""
+        """Every live process of this run: those that carry its mark, and its servers, whose
+        environment is scrubbed.
+        """
         found = []
         for process in psutil.process_iter():
             try:
-                is_ours = process.environ().get(MARKER) == self.mark or self._works_for_server(process)
+                is_ours = process.environ().get(MARKER) == self.mark or self._works_for_server(
+                    process
+                )
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -155,7 +197,11 @@ class Victim:
 
     def ranks(self, launcher: int) -> list[psutil.Process]:
         """The processes that train."""
-        trains = [process for process in self.processes() if any(SCRIPT.name in word for word in _command(process))]
+        trains = [
+            process
+            for process in self.processes()
+            if any(SCRIPT.name in word for word in _command(process))
+        ]
         return [process for process in trains if process.pid != launcher]
 
 

@@ -1,18 +1,22 @@
-"""Convert a model between Hugging Face's format and Megatron's, tensor by tensor, in one process and without a GPU.
+"""Convert a model between Hugging Face's format and Megatron's, tensor by tensor, in one process
+and without a GPU.
 
-    python tools/convert_checkpoint.py --from runs/NAME --to my-model --format huggingface
-    python tools/convert_checkpoint.py --from runs/NAME/checkpoints/step_00000050 --to my-model --format huggingface
-    python tools/convert_checkpoint.py --from Qwen2.5-7B-Instruct --to qwen-megatron --format megatron \\
+    python tools/convert_checkpoint.py --from runs/NAME --to my-model --format huggingface python
+    tools/convert_checkpoint.py --from runs/NAME/checkpoints/step_00000050 --to my-model --format
+    huggingface python tools/convert_checkpoint.py --from Qwen2.5-7B-Instruct --to qwen-megatron
+    --format megatron \\
         --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
 
---from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or a directory that this
-tool wrote in megatron format; which of them it is, is found out and said. Of a run the actor is taken, as it computes: in
-the type of its parameters. Values are copied bit by bit unless --dtype asks for another type; config.json then says that
-type. Tokenizer, chat template and generation config are carried along.
+--from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or
+a directory that this tool wrote in megatron format; which of them it is, is found out and said. Of
+a run the actor is taken, as it computes: in the type of its parameters. Values are copied bit by
+bit unless --dtype asks for another type; config.json then says that type. Tokenizer, chat template
+and generation config are carried along.
 
-`huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size with an index.
-`megatron` is what a run's checkpoint holds of the actor, in pieces as the ranks of the given layout would write them, with
-checksums; --load of training and evaluation takes it, under any layout. The target appears whole or not at all.
+`huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size
+with an index. `megatron` is what a run's checkpoint holds of the actor, in pieces as the ranks of
+the given layout would write them, with checksums; --load of training and evaluation takes it, under
+any layout. The target appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -31,15 +35,22 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from ragen_mega.checkpointing import CHECKPOINTS, MANIFEST, STATE, Checkpoint, find_latest, read_checkpoint
 from ragen_mega.config import ParallelConfig
-from ragen_mega.console import Console, fail
-from ragen_mega.huggingface import ARCHITECTURES, load_config, local_directory
-from ragen_mega.integrity import sync
-from ragen_mega.megatron.layout import stored_slots
 from ragen_mega.megatron.model import check_model
-from ragen_mega.megatron.model_readers import HuggingFaceReader, MegatronReader, ModelReader
 from ragen_mega.megatron.model_writers import Entry, HuggingFaceWriter, MegatronWriter
+from ragen_mega.models.huggingface import ARCHITECTURES, load_config, local_directory
+from ragen_mega.models.layout import stored_slots
+from ragen_mega.report.console import Console, fail
+from ragen_mega.storage.checkpoints import (
+    CHECKPOINTS,
+    MANIFEST,
+    STATE,
+    Checkpoint,
+    find_latest,
+    read_checkpoint,
+)
+from ragen_mega.storage.integrity import sync
+from ragen_mega.storage.model_readers import HuggingFaceReader, MegatronReader, ModelReader
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
@@ -65,26 +76,39 @@ class Source:
 
 
 def open_source(path: Path, say: Say) -> Source:
-    """Find out what `path` is. Raises ValueError if it is nothing that can be converted, or damaged."""
+    """Find out what `path` is. Raises ValueError if it is nothing that can be converted, or
+    damaged.
+    """
     if not path.is_dir():
-        raise ValueError(f"--from {path} is no directory; give a Hugging Face directory, a run or a checkpoint")
+        raise ValueError(
+            f"--from {path} is no directory; give a Hugging Face directory, a run or a checkpoint"
+        )
     if (path / MANIFEST).exists() and (path / STATE).exists():
         try:
             return _open_checkpoint(read_checkpoint(path), say)
         except ValueError as error:
             raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
     if HuggingFaceReader.is_for(path):
-        return Source(f"Hugging Face directory {path}", HuggingFaceReader(path), _supported(path), path)
+        return Source(
+            f"Hugging Face directory {path}", HuggingFaceReader(path), _supported(path), path
+        )
     if MegatronReader.is_for(path):
         hf = _supported(path)
-        return Source(f"megatron directory {path}", MegatronReader.open(path, verify=True), hf, path)
+        return Source(
+            f"megatron directory {path}", MegatronReader.open(path, verify=True), hf, path
+        )
     if (path / CHECKPOINTS).is_dir():
         checkpoint = find_latest(path / CHECKPOINTS, say)
         if checkpoint is None:
-            raise ValueError(f"run {path} has no valid checkpoint; give --from another run or a Hugging Face directory")
+            raise ValueError(
+                f"run {path} has no valid checkpoint; give --from another run or a Hugging Face"
+                " directory"
+            )
         return _open_checkpoint(checkpoint, say)
-    raise ValueError(f"--from {path} holds neither a model (*.safetensors and config.json) nor {CHECKPOINTS}/ of a run; "
-                     "give a Hugging Face directory, a run or a checkpoint")
+    raise ValueError(
+        f"--from {path} holds neither a model (*.safetensors and config.json) nor {CHECKPOINTS}/ of"
+        " a run; give a Hugging Face directory, a run or a checkpoint"
+    )
 
 
 def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
@@ -92,25 +116,43 @@ def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
     hf = _supported(files)
     reader = MegatronReader(checkpoint.directory, hf)
     if unknown := reader.unknown_keys():
-        raise ValueError(f"it holds {unknown[0]}, which the model in {files} does not have; was that model changed?")
-    description = f"checkpoint {checkpoint.directory} (actor after {checkpoint.step} steps), tokenizer of {files}"
+        raise ValueError(
+            f"it holds {unknown[0]}, which the model in {files} does not have; was that model"
+            " changed?"
+        )
+    description = (
+        f"checkpoint {checkpoint.directory} (actor after {checkpoint.step} steps), tokenizer of"
+        f" {files}"
+    )
     return Source(description, reader, hf, files)
 
 
 def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
-    """The directory with the model configuration and the tokenizer that the run of a checkpoint started from."""
+    """The directory with the model configuration and the tokenizer that the run of a checkpoint
+    started from.
+    """
     run, load = checkpoint.directory.parents[1], checkpoint.config["model"]["load"]
-    exported = [path for path in (run / "base", run / "huggingface") if (path / "config.json").exists()]
+    exported = [
+        path for path in (run / "base", run / "huggingface") if (path / "config.json").exists()
+    ]
     if load is None:
         if not exported:
-            raise ValueError(f"its run's model directory {run / 'base'} is missing; convert it where the run is")
+            raise ValueError(
+                f"its run's model directory {run / 'base'} is missing; convert it where the run is"
+            )
         return exported[0]
     try:
         return local_directory(load)
     except ValueError as error:
         if not exported:
-            raise ValueError(f"its run started from {load}, which is needed for config.json and tokenizer: {error}") from None
-        say(f"{load} is not here any more: config and tokenizer are those of {exported[0]}, without generation config")
+            raise ValueError(
+                f"its run started from {load}, which is needed for config.json and tokenizer:"
+                f" {error}"
+            ) from None
+        say(
+            f"{load} is not here any more: config and tokenizer are those of {exported[0]}, without"
+            " generation config"
+        )
         return exported[0]
 
 
@@ -130,20 +172,30 @@ def check_tensors(source: Source) -> None:
     names = {name for name in source.reader.names() if not _DERIVED.fullmatch(name)}
     if source.hf.tie_word_embeddings and "lm_head.weight" in names:
         names.remove("lm_head.weight")
-        if not torch.equal(source.reader("lm_head.weight"), source.reader("model.embed_tokens.weight")):
-            raise ValueError("config.json ties lm_head.weight to the embedding, and the two differ; set tie_word_embeddings "
-                             "to false in config.json to keep both")
+        if not torch.equal(
+            source.reader("lm_head.weight"), source.reader("model.embed_tokens.weight")
+        ):
+            raise ValueError(
+                "config.json ties lm_head.weight to the embedding, and the two differ; set"
+                " tie_word_embeddings to false in config.json to keep both"
+            )
         source.reader.release()
     if missing := [name for name in expected if name not in names]:
-        raise ValueError(f"{source.description} lacks {missing[0]}{_and_more(missing)}; is it a complete "
-                         f"{source.hf.model_type} checkpoint?")
+        raise ValueError(
+            f"{source.description} lacks {missing[0]}{_and_more(missing)}; is it a complete "
+            f"{source.hf.model_type} checkpoint?"
+        )
     if unknown := sorted(names - expected.keys()):
-        raise ValueError(f"{source.description} holds {unknown[0]}{_and_more(unknown)}, for which a {source.hf.model_type} "
-                         "policy has no place; is config.json of another model?")
+        raise ValueError(
+            f"{source.description} holds {unknown[0]}{_and_more(unknown)}, for which a"
+            f" {source.hf.model_type} policy has no place; is config.json of another model?"
+        )
     for name, shape in expected.items():
         if (found := source.reader.describe(name)[1]) != shape:
-            raise ValueError(f"{name} has shape {list(found)} in {source.description} and config.json asks for {list(shape)}; "
-                             "is config.json of another model?")
+            raise ValueError(
+                f"{name} has shape {list(found)} in {source.description} and config.json asks for"
+                f" {list(shape)}; is config.json of another model?"
+            )
     source.reader.release()
 
 
@@ -153,16 +205,23 @@ def _and_more(names: list[str]) -> str:
 
 @contextmanager
 def appearing_whole(target: Path) -> Iterator[Path]:
-    """A directory beside `target` that gets its name when the block is through, and is deleted if it fails."""
+    """A directory beside `target` that gets its name when the block is through, and is deleted if
+    it fails.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"--to {target} exists already and stays untouched; delete it or give another name")
+        raise ValueError(
+            f"--to {target} exists already and stays untouched; delete it or give another name"
+        )
     target = target.absolute()
     unfinished = target.with_name(f".{target.name}.unfinished")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         unfinished.mkdir()
     except FileExistsError:
-        raise ValueError(f"{unfinished} exists: another conversion is at work or was killed; delete it if none is") from None
+        raise ValueError(
+            f"{unfinished} exists: another conversion is at work or was killed; delete it if"
+            " none is"
+        ) from None
     try:
         yield unfinished
         for path in [*unfinished.iterdir(), unfinished]:
@@ -176,16 +235,29 @@ def appearing_whole(target: Path) -> Iterator[Path]:
 def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
     """Copy what stands beside the weights, byte by byte.
 
-    In config.json the type changes if the weights have another, and the architecture is named where it is not.
+    In config.json the type changes if the weights have another, and the architecture is named where
+    it is not.
     """
     for path in sorted(source.iterdir()):
         is_index = path.name.endswith(".index.json")
-        if path.is_file() and path.suffix in CARRIED and path.name not in NOT_CARRIED and not is_index:
+        if (
+            path.is_file()
+            and path.suffix in CARRIED
+            and path.name not in NOT_CARRIED
+            and not is_index
+        ):
             shutil.copyfile(path, directory / path.name)
     config = json.loads((source / "config.json").read_text())
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    (dtype,) = {str(dtype).removeprefix("torch.") for dtype in dtypes} if len(dtypes) == 1 else {config.get(key)}
-    complete = config | {key: dtype, "architectures": config.get("architectures") or [ARCHITECTURES[config["model_type"]]]}
+    (dtype,) = (
+        {str(dtype).removeprefix("torch.") for dtype in dtypes}
+        if len(dtypes) == 1
+        else {config.get(key)}
+    )
+    complete = config | {
+        key: dtype,
+        "architectures": config.get("architectures") or [ARCHITECTURES[config["model_type"]]],
+    }
     if config == complete:
         shutil.copyfile(source / "config.json", directory / "config.json")
     else:
@@ -200,7 +272,9 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} means nothing with --format {arguments.format}; drop it")
-    given = {name: getattr(arguments, name) for name in sizes if getattr(arguments, name) is not None}
+    given = {
+        name: getattr(arguments, name) for name in sizes if getattr(arguments, name) is not None
+    }
     parallel = ParallelConfig(**given)
     with appearing_whole(arguments.target) as directory:
         source = open_source(arguments.source, console.say)
@@ -208,8 +282,13 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         check_model(source.hf, parallel)
         check_tensors(source)
         slots = list(stored_slots(source.hf))
-        described = {name: source.reader.describe(name) for stored in slots for name in stored.slot.names}
-        entries = [Entry(name, DTYPES.get(arguments.dtype, dtype), shape) for name, (dtype, shape) in described.items()]
+        described = {
+            name: source.reader.describe(name) for stored in slots for name in stored.slot.names
+        }
+        entries = [
+            Entry(name, DTYPES.get(arguments.dtype, dtype), shape)
+            for name, (dtype, shape) in described.items()
+        ]
         dtypes = {entry.name: entry.dtype for entry in entries}
         carry_along(source.files, directory, set(dtypes.values()))
         if is_megatron:
@@ -222,8 +301,14 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
                 source.reader.release()
                 progress.advance(note=stored.slot.names[0])
         writer.close()
-    num_bytes, types = sum(entry.num_bytes for entry in entries), sorted(str(dtype) for dtype in set(dtypes.values()))
-    console.say(f"to {arguments.target}: {len(entries)} tensors, {num_bytes / 1e9:.3g} GB, {', '.join(types)}")
+    num_bytes, types = (
+        sum(entry.num_bytes for entry in entries),
+        sorted(str(dtype) for dtype in set(dtypes.values())),
+    )
+    console.say(
+        f"to {arguments.target}: {len(entries)} tensors, {num_bytes / 1e9:.3g} GB,"
+        f" {', '.join(types)}"
+    )
 
 
 def parse_size(text: str) -> int:
@@ -235,16 +320,38 @@ def parse_size(text: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", type=Path, required=True, help="what to convert, see above")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, required=True, help="what to convert, see above"
+    )
     parser.add_argument("--to", dest="target", type=Path, required=True, help="a new directory")
     parser.add_argument("--format", choices=("huggingface", "megatron"), required=True)
-    parser.add_argument("--tensor-model-parallel-size", type=int, help="megatron: cut every matrix in so many (default 1)")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, help="megatron: cut the layers in so many (default 1)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="type of the weights; default: as they are stored, unrounded")
-    parser.add_argument("--max-shard-size", type=parse_size, help="huggingface: largest file, e.g. 500MB (default 5GB)")
+    parser.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        help="megatron: cut every matrix in so many (default 1)",
+    )
+    parser.add_argument(
+        "--pipeline-model-parallel-size",
+        type=int,
+        help="megatron: cut the layers in so many (default 1)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="type of the weights; default: as they are stored, unrounded",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=parse_size,
+        help="huggingface: largest file, e.g. 500MB (default 5GB)",
+    )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing half written stays
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that nothing half written stays
     try:
         convert(arguments, Console(is_writer=True, num_steps=0))
     except (ValueError, OSError) as error:

@@ -1,4 +1,5 @@
-"""What is installed against what was tested, which fused parts are active, and what to install for a target.
+"""What is installed against what was tested, which fused parts are active, and what to install for
+a target.
 
     python tools/doctor.py [--for cpu|h100] [--sglang-python PATH] [--json]
 
@@ -20,7 +21,17 @@ from pathlib import Path
 from packaging.version import Version
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
-REQUIRED = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy", "gymnasium", "tyro", "rich")
+REQUIRED = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "gymnasium",
+    "tyro",
+    "rich",
+)
 """What training needs on every machine."""
 H100 = {
     "torch": "2.11.0",
@@ -31,10 +42,15 @@ H100 = {
     "tokenizers": "0.22.2",
     "numpy": "2.3.5",
 }
-"""What of the h100 extra of setup.py training needs; the other packages are those of constraints.txt."""
+"""What of the h100 extra of setup.py training needs; the other packages are those of
+constraints.txt.
+"""
 SGLANG = "0.5.17"
 ASK_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"
-ASK_SGLANG = "import importlib.metadata as m, sglang.srt.server_args; print(m.version('sglang'), m.version('torch'))"
+ASK_SGLANG = (
+    "import importlib.metadata as m, sglang.srt.server_args; print(m.version('sglang'),"
+    " m.version('torch'))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,9 @@ class Finding:
 
     name: str
     state: str
-    """`ok`; `differs` or `falls back`, with which the target still works; `missing`, with which it does not."""
+    """`ok`; `differs` or `falls back`, with which the target still works; `missing`, with which it
+    does not.
+    """
     detail: str
     remedy: str = ""
 
@@ -70,11 +88,17 @@ def check_packages(target: str) -> list[Finding]:
     for name, tested in tested_versions(target).items():
         found = installed(name)
         if found is None:
-            findings.append(Finding(name, "missing", f"tested: {tested}", f"pip install '{name}=={tested}'"))
+            findings.append(
+                Finding(name, "missing", f"tested: {tested}", f"pip install '{name}=={tested}'")
+            )
         elif Version(found).public == tested:
             findings.append(Finding(name, "ok", found))
         else:
-            findings.append(Finding(name, "differs", f"{found}, tested: {tested}", f"pip install '{name}=={tested}'"))
+            findings.append(
+                Finding(
+                    name, "differs", f"{found}, tested: {tested}", f"pip install '{name}=={tested}'"
+                )
+            )
     return findings
 
 
@@ -85,31 +109,55 @@ def check_gpu(target: str) -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        state, remedy = ("missing", "a driver and a CUDA build of torch") if target == "h100" else ("falls back", "")
+        state, remedy = (
+            ("missing", "a driver and a CUDA build of torch")
+            if target == "h100"
+            else ("falls back", "")
+        )
         return [Finding("CUDA device", state, "none: everything runs on the CPU over gloo", remedy)]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     is_hopper = torch.cuda.get_device_capability() >= (9, 0)
     detail = f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}"
     if target == "h100" and not is_hopper:
-        return [Finding("CUDA device", "missing", f"{detail}: FP8 needs compute capability 9.0", "a Hopper GPU or newer")]
+        return [
+            Finding(
+                "CUDA device",
+                "missing",
+                f"{detail}: FP8 needs compute capability 9.0",
+                "a Hopper GPU or newer",
+            )
+        ]
     return [Finding("CUDA device", "ok", detail)]
 
 
 def apex_finding() -> Finding:
-    """NVIDIA's apex is told by its compiled extension; the package of that name on PyPI is about something else."""
+    """NVIDIA's apex is told by its compiled extension; the package of that name on PyPI is about
+    something else.
+    """
     if find_spec("amp_C") is not None:
         return Finding("apex", "ok", "NVIDIA's, with its extensions")
-    if (found := installed("apex")) is not None and "Pyramid" in (metadata("apex")["Summary"] or ""):
-        return Finding("apex", "differs", f"{found} is an unrelated web toolkit", "pip uninstall apex")
-    return Finding("apex", "falls back", "not there; Transformer Engine or torch take its place, nothing is lost")
+    if (found := installed("apex")) is not None and "Pyramid" in (
+        metadata("apex")["Summary"] or ""
+    ):
+        return Finding(
+            "apex", "differs", f"{found} is an unrelated web toolkit", "pip uninstall apex"
+        )
+    return Finding(
+        "apex",
+        "falls back",
+        "not there; Transformer Engine or torch take its place, nothing is lost",
+    )
 
 
 def loaded(finding: Finding, statement: str) -> Finding:
     """The finding, or `missing` if a fresh interpreter cannot execute `statement`.
 
-    megatron-core imports Transformer Engine wherever it is installed; if a library of it does not load, nothing starts.
+    megatron-core imports Transformer Engine wherever it is installed; if a library of it does not
+    load, nothing starts.
     """
-    answer = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, timeout=600, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", statement], capture_output=True, text=True, timeout=600, check=False
+    )
     if answer.returncode == 0:
         return finding
     last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
@@ -119,21 +167,32 @@ def loaded(finding: Finding, statement: str) -> Finding:
 
 def check_fused_parts(target: str) -> list[Finding]:
     """What is fast when it is there: its absence costs time, never correctness."""
-    on_gpu = any(finding.name == "CUDA device" and finding.state == "ok" for finding in check_gpu(target))
+    on_gpu = any(
+        finding.name == "CUDA device" and finding.state == "ok" for finding in check_gpu(target)
+    )
 
     def part(name: str, distribution: str, module: str, instead: str) -> Finding:
         found = installed(distribution)
         if found is None or find_spec(module) is None:
             return Finding(name, "falls back", instead)
         if not on_gpu:
-            return Finding(name, "falls back", f"{distribution} {found} is installed, no CUDA device; {instead}")
+            return Finding(
+                name,
+                "falls back",
+                f"{distribution} {found} is installed, no CUDA device; {instead}",
+            )
         return Finding(name, "ok", f"{distribution} {found}")
 
     local = "megatron-core's local layers, no FP8"
     engine = part("Transformer Engine layers", "transformer-engine", "transformer_engine", local)
     return [
         loaded(engine, ASK_TRANSFORMER_ENGINE) if find_spec("transformer_engine") else engine,
-        part("flash-attention", "flash-attn", "flash_attn", "cuDNN through Transformer Engine, or torch"),
+        part(
+            "flash-attention",
+            "flash-attn",
+            "flash_attn",
+            "cuDNN through Transformer Engine, or torch",
+        ),
         part("Triton kernels", "triton", "triton", "their references in plain torch"),
         apex_finding(),
     ]
@@ -141,18 +200,33 @@ def check_fused_parts(target: str) -> list[Finding]:
 
 def check_sglang(target: str, python: str | None) -> list[Finding]:
     """SGLang in the interpreter that would run its server, asked by starting it."""
-    chosen = python or os.environ.get("RAGEN_SGLANG_PYTHON") or (sys.executable if target == "h100" else None)
+    chosen = (
+        python
+        or os.environ.get("RAGEN_SGLANG_PYTHON")
+        or (sys.executable if target == "h100" else None)
+    )
     absent = "missing" if target == "h100" or python else "falls back"
-    remedy = "bash tools/setup_sglang_cpu.sh" if target == "cpu" else f"pip install 'sglang=={SGLANG}' or --sglang-python"
+    remedy = (
+        "bash tools/setup_sglang_cpu.sh"
+        if target == "cpu"
+        else f"pip install 'sglang=={SGLANG}' or --sglang-python"
+    )
     if chosen is None:
-        return [Finding("SGLang", absent, "no interpreter named; the embedded engine samples", remedy)]
+        return [
+            Finding("SGLang", absent, "no interpreter named; the embedded engine samples", remedy)
+        ]
     if target == "cpu":
         environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     else:
         environment = dict(os.environ)
     try:
         answer = subprocess.run(
-            [chosen, "-c", ASK_SGLANG], capture_output=True, text=True, timeout=600, env=environment, check=False
+            [chosen, "-c", ASK_SGLANG],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=environment,
+            check=False,
         )
     except OSError as error:
         return [Finding("SGLang", absent, f"{chosen} cannot run: {error.strerror}", remedy)]
@@ -161,14 +235,26 @@ def check_sglang(target: str, python: str | None) -> list[Finding]:
         return [Finding("SGLang", absent, f"{chosen}: {last}", remedy)]
     found, its_torch = answer.stdout.split()[-2:]
     state = "ok" if found == SGLANG else "differs"
-    return [Finding("SGLang", state, f"{found} with torch {its_torch} in {chosen}", "" if state == "ok" else remedy)]
+    return [
+        Finding(
+            "SGLang",
+            state,
+            f"{found} with torch {its_torch} in {chosen}",
+            "" if state == "ok" else remedy,
+        )
+    ]
 
 
 def examine(target: str, sglang_python: str | None) -> dict[str, list[Finding]]:
     """All findings, by heading."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     supported = (3, 11) <= sys.version_info[:2] < (3, 14)
-    interpreter = Finding("Python", "ok" if supported else "missing", python, "" if supported else "Python 3.11 to 3.13")
+    interpreter = Finding(
+        "Python",
+        "ok" if supported else "missing",
+        python,
+        "" if supported else "Python 3.11 to 3.13",
+    )
     return {
         "packages": [interpreter, *check_packages(target)],
         "device": check_gpu(target),
@@ -178,24 +264,47 @@ def examine(target: str, sglang_python: str | None) -> dict[str, list[Finding]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--for", dest="target", choices=("cpu", "h100"), default="cpu", help="what to be ready for")
-    parser.add_argument("--sglang-python", help="Python of the environment with SGLang (default RAGEN_SGLANG_PYTHON)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--for", dest="target", choices=("cpu", "h100"), default="cpu", help="what to be ready for"
+    )
+    parser.add_argument(
+        "--sglang-python",
+        help="Python of the environment with SGLang (default RAGEN_SGLANG_PYTHON)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     arguments = parser.parse_args()
     report = examine(arguments.target, arguments.sglang_python)
-    missing = [finding.name for findings in report.values() for finding in findings if finding.state == "missing"]
+    missing = [
+        finding.name
+        for findings in report.values()
+        for finding in findings
+        if finding.state == "missing"
+    ]
     if arguments.json:
-        print(json.dumps({"target": arguments.target, "ready": not missing} | {
-            heading: [asdict(finding) for finding in findings] for heading, findings in report.items()
-        }, indent=1))
+        print(
+            json.dumps(
+                {"target": arguments.target, "ready": not missing}
+                | {
+                    heading: [asdict(finding) for finding in findings]
+                    for heading, findings in report.items()
+                },
+                indent=1,
+            )
+        )
     else:
         for heading, findings in report.items():
             print(f"{heading}:")
             for finding in findings:
                 remedy = f"  -> {finding.remedy}" if finding.remedy else ""
                 print(f"  {finding.name:<26} {finding.state:<10} {finding.detail}{remedy}")
-        print(f"not ready for {arguments.target}: {', '.join(missing)}" if missing else f"ready for {arguments.target}")
+        print(
+            f"not ready for {arguments.target}: {', '.join(missing)}"
+            if missing
+            else f"ready for {arguments.target}"
+        )
     sys.exit(1 if missing else 0)
 
 

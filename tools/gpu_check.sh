@@ -222,7 +222,7 @@ mismatch() { # fails unless engine and trainer agree in all three steps
     "$python" - "$1" <<'PYTHON'
 import sys
 
-from ragen_mega.metrics import read_metrics
+from ragen_mega.report.metrics import read_metrics
 
 for row in (rows := read_metrics(sys.argv[1])):
     mean, largest = (row[f"mismatch/logprob_{kind}_abs_diff"] for kind in ("mean", "max"))
@@ -273,7 +273,7 @@ for part in "${parts[@]}"; do
         code=skipped
     else # nothing that a part started, ranks and servers with sessions of their own, outlives it
         timeout --kill-after=10 "$((limit < left ? limit : left))" \
-            "$python" -I ragen_mega/engines/supervisor.py "$output/.none" bash -c "$part" <&9 >"$output/$part.log" 2>&1 || code=$?
+            "$python" -I ragen_mega/engines/sglang/supervisor.py "$output/.none" bash -c "$part" <&9 >"$output/$part.log" 2>&1 || code=$?
     fi
     case "$code" in 0) result=passed ;; 124 | 137) result="out of time" ;; skipped) result="no time left" ;; *) result="failed ($code)" ;; esac
     [ "$code" = 0 ] || failed=$((failed + 1))

@@ -1,4 +1,5 @@
-"""torchrun for the launch scripts: threads shared among the ranks, and silent about failures that a rank has explained.
+"""torchrun for the launch scripts: threads shared among the ranks, and silent about failures that a
+rank has explained.
 
     python tools/launch.py [torchrun flags] script [flags of the script]
 
@@ -19,7 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the ranks; returns the exit code of the first that failed, 128 + signal if one was killed."""
+    """Run the ranks; returns the exit code of the first that failed, 128 + signal if one was
+    killed.
+    """
     args = run.parse_args(list(argv))
     num_ranks = run.determine_local_world_size(args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))

@@ -1,9 +1,11 @@
 """Draw boards to evaluate on that no recipe was chosen on.
 
-    python tools/make_boards.py --environment sokoban --first-seed 5000 --num-boards 256 --output fresh.jsonl
-    python tools/evaluate.py --load runs/NAME --environment sokoban --boards fresh.jsonl --json out.json
+    python tools/make_boards.py --environment sokoban --first-seed 5000 --num-boards 256 --output
+    fresh.jsonl python tools/evaluate.py --load runs/NAME --environment sokoban --boards fresh.jsonl
+    --json out.json
 
-Seeds below 100000 belong to neither the warm start nor training. Boards that are among the packaged ones are left out.
+Seeds below 100000 belong to neither the warm start nor training. Boards that are among the packaged
+ones are left out.
 """
 
 from __future__ import annotations
@@ -13,29 +15,44 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ragen_mega.console import fail
-from ragen_mega.environments.base import make
 from ragen_mega.environments.boards import BoardEnvironment, has_packaged_boards, load_boards
-from ragen_mega.environments.frozen_lake import FrozenLake
+from ragen_mega.environments.protocol import make
+from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
+from ragen_mega.report.console import fail
 
 _WARM_START_SEEDS = 100_000
 
 
-def draw_boards(name: str, options: dict[str, Any], first_seed: int, count: int) -> list[dict[str, Any]]:
-    """`count` lines of a boards file, one a seed from `first_seed` on. Raises ValueError if the environment has no boards."""
+def draw_boards(
+    name: str, options: dict[str, Any], first_seed: int, count: int
+) -> list[dict[str, Any]]:
+    """`count` lines of a boards file, one a seed from `first_seed` on. Raises ValueError if the
+    environment has no boards.
+    """
     environment = make(name, **options | {"observation": "grid"})
     if not isinstance(environment, BoardEnvironment):
-        raise ValueError(f"environment {name} does not start from boards; choose sokoban or frozen_lake")
+        raise ValueError(
+            f"environment {name} does not start from boards; choose sokoban or frozen_lake"
+        )
     if first_seed < 0 or count < 1 or first_seed + 2 * count > _WARM_START_SEEDS:
         raise ValueError(
-            f"seeds {first_seed} to {first_seed + 2 * count} must lie in [0, {_WARM_START_SEEDS}), which is neither played in "
-            "the warm start nor in training; lower --first-seed or --num-boards"
+            f"seeds {first_seed} to {first_seed + 2 * count} must lie in [0, {_WARM_START_SEEDS}),"
+            " which is neither played in the warm start nor in training; lower --first-seed or"
+            " --num-boards"
         )
-    seen = {board.rows for board in load_boards(None, name, **options)} if has_packaged_boards(environment) else set()
+    seen = (
+        {board.rows for board in load_boards(None, name, **options)}
+        if has_packaged_boards(environment)
+        else set()
+    )
     lines, seed = [], first_seed
     while len(lines) < count:
         observation = environment.reset(seed)
-        rows = environment.lake.rows() if isinstance(environment, FrozenLake) else tuple(observation.split("\n"))
+        rows = (
+            environment.lake.rows()
+            if isinstance(environment, FrozenLake)
+            else tuple(observation.split("\n"))
+        )
         if rows not in seen:
             seen.add(rows)
             lines.append({"set": environment.board_set, "seed": seed, "board": list(rows)})
@@ -44,16 +61,24 @@ def draw_boards(name: str, options: dict[str, Any], first_seed: int, count: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--environment", required=True, help="sokoban or frozen_lake")
-    parser.add_argument("--environment-options", default="{}", help="JSON object of the environment's options")
+    parser.add_argument(
+        "--environment-options", default="{}", help="JSON object of the environment's options"
+    )
     parser.add_argument("--first-seed", type=int, default=5000)
     parser.add_argument("--num-boards", type=int, default=256)
-    parser.add_argument("--output", type=Path, required=True, help="boards file (JSON lines) to write")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="boards file (JSON lines) to write"
+    )
     arguments = parser.parse_args()
     try:
         options = json.loads(arguments.environment_options)
-        lines = draw_boards(arguments.environment, options, arguments.first_seed, arguments.num_boards)
+        lines = draw_boards(
+            arguments.environment, options, arguments.first_seed, arguments.num_boards
+        )
         arguments.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     except (ValueError, OSError) as error:
         fail(str(error))

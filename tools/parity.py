@@ -1,11 +1,13 @@
-"""Run one packed batch through every parallel layout and compare it with one process and with transformers, in float32.
+"""Run one packed batch through every parallel layout and compare it with one process and with
+transformers, in float32.
 
     python tools/parity.py --json parity.json
 
-For tied Qwen2 and untied Qwen3 models with random weights it reports, per layout, the largest difference of
-log-probabilities, values, losses, gradients and of the parameters after two optimizer steps, and that of the actor's
-gradient by the fused loss from the one through full logits (parity_unfused.py). Exit code 1 beyond tolerance. On GPUs every
-process has one of its own, so that layouts of more processes than GPUs are left out.
+For tied Qwen2 and untied Qwen3 models with random weights it reports, per layout, the largest
+difference of log-probabilities, values, losses, gradients and of the parameters after two optimizer
+steps, and that of the actor's gradient by the fused loss from the one through full logits
+(parity_unfused.py). Exit code 1 beyond tolerance. On GPUs every process has one of its own, so that
+layouts of more processes than GPUs are left out.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from ragen_mega import distributed
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.packing import pack
-from ragen_mega.types import Completion, TokenBatch, Trajectory
+from ragen_mega.data import distributed
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 
 TOLERANCES = {
     "max_diff_logprobs": 1e-5,
@@ -65,17 +67,29 @@ LAYOUTS = {
         Layout("dp2", 2, ParallelConfig()),
         Layout("dp2_distributed_optimizer", 2, ParallelConfig(use_distributed_optimizer=True)),
         Layout("pp4", 4, ParallelConfig(pipeline_model_parallel_size=4)),
-        Layout("tp2_pp2", 4, ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
+        Layout(
+            "tp2_pp2",
+            4,
+            ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+        ),
         Layout(
             "tp2_pp2_sp_recompute",
             4,
             ParallelConfig(
-                tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True, recompute="full"
+                tensor_model_parallel_size=2,
+                pipeline_model_parallel_size=2,
+                sequence_parallel=True,
+                recompute="full",
             ),
         ),
         Layout("dp2_tp2", 4, ParallelConfig(tensor_model_parallel_size=2)),
-        Layout("dp2_tp2_sp_distributed_optimizer", 4, ParallelConfig(
-            tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True)),
+        Layout(
+            "dp2_tp2_sp_distributed_optimizer",
+            4,
+            ParallelConfig(
+                tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True
+            ),
+        ),
     )
 }
 
@@ -83,8 +97,14 @@ LAYOUTS = {
 def random_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     """A small Qwen model whose every parameter, biases and norms too, is random."""
     sizes = dict(
-        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, attn_implementation="eager",
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        attn_implementation="eager",
     )
     if architecture == "qwen2":
         config = Qwen2Config(**sizes, tie_word_embeddings=True)
@@ -112,13 +132,17 @@ def random_trajectories(vocab_size: int, num_trajectories: int, seed: int = 0) -
         for _ in range(draw(1, 4)):
             trajectory.append_observation([draw(0, vocab_size) for _ in range(draw(2, 9))])
             tokens = [draw(0, vocab_size) for _ in range(draw(1, 12))]
-            trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop")).reward = draw(-3, 4) / 2
+            trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop")).reward = (
+                draw(-3, 4) / 2
+            )
         trajectories.append(trajectory)
     return trajectories
 
 
 @torch.no_grad()
-def transformers_logprobs(model: PreTrainedModel, batch: TokenBatch, temperature: float = TEMPERATURE) -> Tensor:
+def transformers_logprobs(
+    model: PreTrainedModel, batch: TokenBatch, temperature: float = TEMPERATURE
+) -> Tensor:
     """[T] log-probabilities of the sampled labels, one trajectory at a time."""
     offsets = batch.cu_seqlens.tolist()
     rows = []
@@ -129,7 +153,9 @@ def transformers_logprobs(model: PreTrainedModel, batch: TokenBatch, temperature
 
 
 def make_batch(model: PreTrainedModel, seed: int = 0) -> TokenBatch:
-    """A batch in which every term of the objective is active: ratios around 1, both signs of advantage, a reference."""
+    """A batch in which every term of the objective is active: ratios around 1, both signs of
+    advantage, a reference.
+    """
     batch = pack(random_trajectories(model.config.vocab_size, 12, seed))
     generator = torch.Generator().manual_seed(seed + 1)
 
@@ -148,7 +174,9 @@ def make_batch(model: PreTrainedModel, seed: int = 0) -> TokenBatch:
 
 
 def run_layout(layout: Layout, directory: Path) -> None:
-    """Body of one rank: compute everything under `layout`; rank 0 writes it to `directory`/<layout>.pt."""
+    """Body of one rank: compute everything under `layout`; rank 0 writes it to
+    `directory`/<layout>.pt.
+    """
     from ragen_mega.megatron.critic import MegatronCritic
     from ragen_mega.megatron.initialize import initialize
     from ragen_mega.megatron.policy import MegatronPolicy
@@ -156,7 +184,9 @@ def run_layout(layout: Layout, directory: Path) -> None:
 
     torch.set_num_threads(1)
     groups = initialize(layout.parallel)
-    train = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=layout.max_tokens, clip_grad=CLIP_GRAD)
+    train = TrainConfig(
+        lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=layout.max_tokens, clip_grad=CLIP_GRAD
+    )
     results: dict[str, dict] = {}
     for architecture in ARCHITECTURES:
         hf = AutoModelForCausalLM.from_pretrained(directory / architecture).config
@@ -166,7 +196,12 @@ def run_layout(layout: Layout, directory: Path) -> None:
         critic = MegatronCritic(hf, groups, layout.parallel, train, LOSS)
         for model in (policy, critic):
             model.load_weights(reader)
-        result = {"logprobs": policy.logprobs(batch), "losses": [], "gradients": {}, "grad_norms": []}
+        result = {
+            "logprobs": policy.logprobs(batch),
+            "losses": [],
+            "gradients": {},
+            "grad_norms": [],
+        }
         for step in range(2):
             for name, model in (("policy", policy), ("critic", critic)):
                 metrics = model.update(batch)
@@ -174,7 +209,9 @@ def run_layout(layout: Layout, directory: Path) -> None:
                 result["grad_norms"].append(metrics["grad_norm"])
                 if step == 0 and not layout.parallel.use_distributed_optimizer:
                     gradients = export_weights(model.module, groups, model.trainer.gradients())
-                    result["gradients"][name] = {key: value.cpu().clone() for key, value in gradients}
+                    result["gradients"][name] = {
+                        key: value.cpu().clone() for key, value in gradients
+                    }
         result["values"] = critic.values(batch)
         result["parameters"] = {
             name: {key: value.cpu().clone() for key, value in export_weights(model.module, groups)}
@@ -188,7 +225,9 @@ def run_layout(layout: Layout, directory: Path) -> None:
 
 
 def compare(name: str, result: dict, baseline: dict, unfused: dict) -> dict[str, float | str]:
-    """Largest differences of one layout from the single process and from `unfused`, over both architectures."""
+    """Largest differences of one layout from the single process and from `unfused`, over both
+    architectures.
+    """
     row: dict[str, float | str] = {"name": name} | dict.fromkeys(TOLERANCES, 0.0)
 
     def record(key: str, value: float) -> None:
@@ -202,51 +241,88 @@ def compare(name: str, result: dict, baseline: dict, unfused: dict) -> dict[str,
         for a, b in zip(ours["grad_norms"], theirs["grad_norms"]):
             record("max_rel_diff_gradients", abs(a - b) / b)
         for model, gradients in ours["gradients"].items():
-            record("max_rel_diff_gradients", relative_difference(gradients, theirs["gradients"][model]))
+            record(
+                "max_rel_diff_gradients", relative_difference(gradients, theirs["gradients"][model])
+            )
         truth, norm = unfused[architecture]
         record("max_rel_diff_unfused", abs(ours["grad_norms"][0] - norm) / norm)
         if "policy" in ours["gradients"]:  # the distributed optimizer leaves only the norm
             record("max_rel_diff_unfused", relative_difference(ours["gradients"]["policy"], truth))
         for model, parameters in ours["parameters"].items():
             for key, parameter in parameters.items():
-                record("max_diff_parameters", float((parameter - theirs["parameters"][model][key]).abs().max()))
+                record(
+                    "max_diff_parameters",
+                    float((parameter - theirs["parameters"][model][key]).abs().max()),
+                )
     return row
 
 
 def relative_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest difference of any tensor's elements, relative to its largest element; the names must agree."""
+    """Largest difference of any tensor's elements, relative to its largest element; the names must
+    agree.
+    """
     if actual.keys() != expected.keys():
-        raise ValueError(f"gradients of other tensors than expected: {sorted(actual.keys() ^ expected.keys())}")
+        raise ValueError(
+            f"gradients of other tensors than expected: {sorted(actual.keys() ^ expected.keys())}"
+        )
     return max(
-        float((actual[name] - x).abs().max()) / max(float(x.abs().max()), 1e-6) for name, x in expected.items()
+        float((actual[name] - x).abs().max()) / max(float(x.abs().max()), 1e-6)
+        for name, x in expected.items()
     )
 
 
 def launch(layout: Layout, directory: Path) -> None:
     """Run `layout` under torchrun; raise RuntimeError with its output when it fails."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.num_processes),
-        "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-        __file__, "--worker", layout.name, "--directory", str(directory),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(layout.num_processes),
+        "--master-port",
+        "0",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        __file__,
+        "--worker",
+        layout.name,
+        "--directory",
+        str(directory),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
-        raise RuntimeError(f"layout {layout.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        raise RuntimeError(
+            f"layout {layout.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        )
 
 
 def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
-    """Those asked for, else all; on GPUs each process needs one of its own, since NCCL takes no two on one."""
+    """Those asked for, else all; on GPUs each process needs one of its own, since NCCL takes no two
+    on one.
+    """
     too_large = [name for name in asked or LAYOUTS if 0 < num_gpus < LAYOUTS[name].num_processes]
     if asked and too_large:
-        raise SystemExit(f"error: {', '.join(too_large)} need a GPU per process, not {num_gpus}; drop them from --layouts")
+        raise SystemExit(
+            f"error: {', '.join(too_large)} need a GPU per process, not {num_gpus}; drop them from"
+            " --layouts"
+        )
     if too_large:
-        print(f"left out, with more processes than the {num_gpus} GPU(s) here: {', '.join(too_large)}", flush=True)
+        print(
+            f"left out, with more processes than the {num_gpus} GPU(s) here:"
+            f" {', '.join(too_large)}",
+            flush=True,
+        )
     return asked or [name for name in list(LAYOUTS)[1:] if name not in too_large]
 
 
 def measure(names: list[str]) -> dict:
     """Run the named layouts beside the single process and return the report."""
-    from parity_unfused import clipped, unfused_gradients  # here, since tests import this file as part of a package
+    from parity_unfused import (  # here, since tests import this file as part of a package
+        clipped,
+        unfused_gradients,
+    )
 
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -257,16 +333,25 @@ def measure(names: list[str]) -> dict:
             batch = make_batch(model)
             torch.save(dict(batch.tensors()), directory / f"{architecture}.batch.pt")
             expected[architecture] = transformers_logprobs(model, batch)
-            unfused[architecture] = clipped(unfused_gradients(model, batch, LOSS, TEMPERATURE), CLIP_GRAD)
+            unfused[architecture] = clipped(
+                unfused_gradients(model, batch, LOSS, TEMPERATURE), CLIP_GRAD
+            )
         launch(LAYOUTS["single"], directory)
         baseline = torch.load(directory / "single.pt")
         rows = []
         for name in names:
             launch(LAYOUTS[name], directory)
             rows.append(compare(name, torch.load(directory / f"{name}.pt"), baseline, unfused))
-            print("  ".join(f"{key} {value:.1e}" if isinstance(value, float) else f"{value:34s}"
-                            for key, value in rows[-1].items()), flush=True)
-        difference = max(float((baseline[a]["logprobs"] - expected[a]).abs().max()) for a in ARCHITECTURES)
+            print(
+                "  ".join(
+                    f"{key} {value:.1e}" if isinstance(value, float) else f"{value:34s}"
+                    for key, value in rows[-1].items()
+                ),
+                flush=True,
+            )
+        difference = max(
+            float((baseline[a]["logprobs"] - expected[a]).abs().max()) for a in ARCHITECTURES
+        )
         print(f"transformers                        max_diff_logprobs {difference:.1e}")
     return {"layouts": rows, "transformers": {"max_diff_logprobs": difference}}
 
@@ -279,9 +364,13 @@ def is_within_tolerance(report: dict) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), help="default: all that fit the GPUs")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=sorted(LAYOUTS), help="default: all that fit the GPUs"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -292,7 +381,10 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     if not is_within_tolerance(report):
-        print(f"beyond tolerance: {TOLERANCES}, transformers {TRANSFORMERS_TOLERANCE}", file=sys.stderr)
+        print(
+            f"beyond tolerance: {TOLERANCES}, transformers {TRANSFORMERS_TOLERANCE}",
+            file=sys.stderr,
+        )
         raise SystemExit(1)
 
 

@@ -1,11 +1,12 @@
 """Does it fit? The memory of a model on a GPU, phase by phase, before anything is rented or built.
 
-    python tools/plan.py --model Qwen2.5-7B --num-gpus 8 --bf16 --tensor-model-parallel-size 4 --rollout-engine sglang
-    python tools/plan.py --recipe qwen2.5_7b --gpu-memory-gb 141
-    python tools/plan.py --model Qwen3-14B --num-gpus 16 --search
+    python tools/plan.py --model Qwen2.5-7B --num-gpus 8 --bf16 --tensor-model-parallel-size 4
+    --rollout-engine sglang python tools/plan.py --recipe qwen2.5_7b --gpu-memory-gb 141 python
+    tools/plan.py --model Qwen3-14B --num-gpus 16 --search
 
-All other flags are those of training. Nothing here was measured on a GPU: see ragen_mega/memory_plan.py for what is exact and
-what is assumed. GB are GiB. Exit code 0 if every phase fits, 1 with remedies if one does not, 2 for bad input.
+All other flags are those of training. Nothing here was measured on a GPU: see
+ragen_mega/models/memory_plan.py for what is exact and what is assumed. GB are GiB. Exit code 0 if every
+phase fits, 1 with remedies if one does not, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -21,45 +22,60 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.console import fail
-from ragen_mega.memory_plan import GIB, Setting, host_bytes, plan, remedies
-from ragen_mega.metrics import write_json
-from ragen_mega.model_shape import ModelShape
-from ragen_mega.recipes import read_flags
+from ragen_mega.config.cli import RECIPES, read_flags
+from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan, remedies
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.report.console import fail
+from ragen_mega.report.metrics import write_json
 
-RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 SHAPES = Path(__file__).with_name("model_shapes.json")
 """Model -> the entries of its config.json that decide its size."""
 
 
 def find_shape(model: str | None, load: str | None) -> ModelShape:
-    """The shape of a model by name, or of the directory or Hugging Face name to load. Raises ValueError if unknown."""
+    """The shape of a model by name, or of the directory or Hugging Face name to load. Raises
+    ValueError if unknown.
+    """
     shapes = json.loads(SHAPES.read_text())
     if load is not None and (path := Path(load) / "config.json").exists():
         return ModelShape.from_config(json.loads(path.read_text()))
     name = model or (load or "").rpartition("/")[2].removesuffix("-Instruct")
     if name not in shapes:
         raise ValueError(
-            f"the size of {name or 'the model'} is not known; give --load a directory with config.json, or --model one of "
-            f"{', '.join(shapes)}"
+            f"the size of {name or 'the model'} is not known; give --load a directory with"
+            f" config.json, or --model one of {', '.join(shapes)}"
         )
     return ModelShape.from_config(shapes[name])
 
 
 def cut_error(shape: ModelShape, tp: int, pp: int) -> str | None:
     """Why a model cannot be cut so, None if it can; the rule of `megatron.model.check_model`."""
-    for what, count in (("heads", shape.num_heads), ("key-value heads", shape.num_kv_heads), ("ffn", shape.ffn_size)):
+    for what, count in (
+        ("heads", shape.num_heads),
+        ("key-value heads", shape.num_kv_heads),
+        ("ffn", shape.ffn_size),
+    ):
         if count % tp:
-            return f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); lower it to a divisor"
+            return (
+                f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); lower"
+                " it to a divisor"
+            )
     if shape.num_layers % pp:
-        return f"pipeline_model_parallel_size ({pp}) must divide the model's layers ({shape.num_layers}); lower it to a divisor"
+        return (
+            f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
+            f" ({shape.num_layers}); lower it to a divisor"
+        )
     return None
 
 
 def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:
-    """The plan as it is printed and written: phases in GiB, host memory, whether it fits, and if not what may help."""
+    """The plan as it is printed and written: phases in GiB, host memory, whether it fits, and if
+    not what may help.
+    """
     layout = setting.parallel
-    if error := cut_error(shape, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size):
+    if error := cut_error(
+        shape, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    ):
         raise ValueError(error)
     phases = plan(shape, setting)
     totals = {phase: sum(terms.values()) / GIB for phase, terms in phases.items()}
@@ -74,7 +90,10 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
         "rollout_tensor_parallel": setting.engine_tp,
         "gpu_memory_gib": capacity,
         "phases_gib": totals,
-        "terms_gib": {phase: {name: size / GIB for name, size in terms.items()} for phase, terms in phases.items()},
+        "terms_gib": {
+            phase: {name: size / GIB for name, size in terms.items()}
+            for phase, terms in phases.items()
+        },
         "peak_gib": max(totals.values()),
         "host_gib_per_rank": host_bytes(shape, setting) / GIB,
         "fits": not tight,
@@ -85,15 +104,19 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
 def summary(report: dict[str, Any]) -> str:
     """The line about memory that a recipe carries."""
     phases = ", ".join(f"{phase} {total:.1f}" for phase, total in report["phases_gib"].items())
-    return f"{phases} GiB of {report['gpu_memory_gib']:g}; host {report['host_gib_per_rank']:.1f} GiB a GPU"
+    return (
+        f"{phases} GiB of {report['gpu_memory_gib']:g}; host {report['host_gib_per_rank']:.1f} GiB"
+        " a GPU"
+    )
 
 
 def show(report: dict[str, Any]) -> None:
     """Print the plan."""
     print(
-        f"{report['parameters'] / 1e9:.2f} billion parameters on {report['num_gpus']} GPUs: TP {report['tensor_parallel']}, "
-        f"PP {report['pipeline_parallel']}, DP {report['data_parallel']}, rollout TP {report['rollout_tensor_parallel']}; GiB "
-        f"on the GPU that needs most ({report['status']})"
+        f"{report['parameters'] / 1e9:.2f} billion parameters on {report['num_gpus']} GPUs: TP"
+        f" {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
+        f" {report['data_parallel']}, rollout TP {report['rollout_tensor_parallel']}; GiB on the"
+        f" GPU that needs most ({report['status']})"
     )
     for phase, terms in report["terms_gib"].items():
         print(f"\n{phase:<26}{report['phases_gib'][phase]:9.2f}")
@@ -102,14 +125,26 @@ def show(report: dict[str, Any]) -> None:
     print(f"\nhost memory a GPU         {report['host_gib_per_rank']:9.2f}")
     for phase, advice in report["remedies"].items():
         print(f"{phase} does not fit: {'; '.join(advice)}")
-    print(f"{'fits' if report['fits'] else 'does not fit'}: peak {report['peak_gib']:.2f} of {report['gpu_memory_gib']:g} GiB")
+    print(
+        f"{'fits' if report['fits'] else 'does not fit'}: peak {report['peak_gib']:.2f} of"
+        f" {report['gpu_memory_gib']:g} GiB"
+    )
     print(f"in one line: {summary(report)}")
 
 
-def search(shape: ModelShape, setting: Setting, capacity: float) -> Iterator[tuple[Setting, dict[str, Any]]]:
-    """Every layout of the GPUs that fits: least model parallelism first, then least recomputation, then least offloading."""
+def search(
+    shape: ModelShape, setting: Setting, capacity: float
+) -> Iterator[tuple[Setting, dict[str, Any]]]:
+    """Every layout of the GPUs that fits: least model parallelism first, then least recomputation,
+    then least offloading.
+    """
     num_ranks = setting.num_ranks
-    sizes = [(tp, pp) for tp in (1, 2, 4, 8) for pp in range(1, num_ranks // tp + 1) if num_ranks % (tp * pp) == 0]
+    sizes = [
+        (tp, pp)
+        for tp in (1, 2, 4, 8)
+        for pp in range(1, num_ranks // tp + 1)
+        if num_ranks % (tp * pp) == 0
+    ]
     offloads = ("none", "rollout", "turns") if setting.has_critic else ("none", "rollout")
     rollouts = [tp for tp in (1, 2, 4, 8) if num_ranks % tp == 0 and shape.num_heads % tp == 0]
     for tp, pp in sorted(sizes, key=lambda cut: (cut[0] * cut[1], cut[1])):
@@ -143,21 +178,34 @@ def show_search(found: Sequence[tuple[Setting, dict[str, Any]]]) -> None:
 
 
 def settings_of(argv: Sequence[str]) -> tuple[argparse.Namespace, StarPOConfig]:
-    """This tool's arguments, and the configuration that the other flags make. Raises ValueError on an unknown flag."""
+    """This tool's arguments, and the configuration that the other flags make. Raises ValueError on
+    an unknown flag.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--model", help="a name from tools/model_shapes.json (default: what --load names)")
-    parser.add_argument("--recipe", help="a recipe of examples/recipes, whose flags come before the others")
-    parser.add_argument("--num-gpus", type=int, help="GPUs of the job (default: of the recipe, else 8)")
+    parser.add_argument(
+        "--model", help="a name from tools/model_shapes.json (default: what --load names)"
+    )
+    parser.add_argument("--recipe", help="a recipe, whose flags come before the others")
+    parser.add_argument(
+        "--num-gpus", type=int, help="GPUs of the job (default: of the recipe, else 8)"
+    )
     parser.add_argument("--gpu-memory-gb", type=float, default=80.0, help="GiB of one GPU")
-    parser.add_argument("--search", action="store_true", help="list the layouts of these GPUs that fit")
+    parser.add_argument(
+        "--search", action="store_true", help="list the layouts of these GPUs that fit"
+    )
     parser.add_argument("--json", type=Path, help="write the plan here")
     arguments, flags = parser.parse_known_args(argv)
     if arguments.recipe:
         path = RECIPES / f"{arguments.recipe}.flags"
         if not path.exists():
-            raise ValueError(f"{path} is no recipe; name one of {', '.join(sorted(p.stem for p in RECIPES.glob('*.flags')))}")
+            raise ValueError(
+                f"{path} is no recipe; name one of"
+                f" {', '.join(sorted(p.stem for p in RECIPES.glob('*.flags')))}"
+            )
         flags = [*read_flags(path), *flags]
         arguments.num_gpus = arguments.num_gpus or planned_gpus(path)
     arguments.num_gpus = arguments.num_gpus or 8
@@ -175,13 +223,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments, config = settings_of(sys.argv[1:] if argv is None else argv)
         shape = find_shape(arguments.model, config.model.load)
         if arguments.search:
-            config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=1, sequence_parallel=False,
-                                                      pipeline_model_parallel_size=1))
+            config = replace(
+                config,
+                parallel=replace(
+                    config.parallel,
+                    tensor_model_parallel_size=1,
+                    sequence_parallel=False,
+                    pipeline_model_parallel_size=1,
+                ),
+            )
         setting = Setting.from_config(config, arguments.num_gpus)
         if arguments.search:
             found = list(search(shape, setting, arguments.gpu_memory_gb))
             show_search(found)
-            result: dict[str, Any] = {"layouts": [report for _, report in found], "fits": bool(found)}
+            result: dict[str, Any] = {
+                "layouts": [report for _, report in found],
+                "fits": bool(found),
+            }
         else:
             result = examine(shape, setting, arguments.gpu_memory_gb)
             show(result)

@@ -1,4 +1,6 @@
-"""A checkpoint of a real model's shape whose random weights never sample a stop token: the workload of tools/bench_step.py."""
+"""A checkpoint of a real model's shape whose random weights never sample a stop token: the workload
+of tools/bench_step.py.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from ragen_mega.config import EnvironmentConfig
-from ragen_mega.huggingface import random_weights, save_huggingface
+from ragen_mega.models.huggingface import random_weights, save_huggingface
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.tasks import episode_maker
+from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -20,34 +22,50 @@ SHAPES = Path(__file__).with_name("model_shapes.json")
 NUM_EPISODES = 60
 """Scripted episodes that the tokenizer learns from."""
 NUM_MERGES = 2000
-"""Of them as many are made as the texts give: then every word of a prompt is one token, as with Qwen's own tokenizer."""
+"""Of them as many are made as the texts give: then every word of a prompt is one token, as with
+Qwen's own tokenizer.
+"""
 STOP = 256.0
 """How far, times an activation of order 1, the logits of stop tokens lie below all others."""
 
 
 def model_config(model: str) -> PretrainedConfig:
-    """The configuration of a name in model_shapes.json or of a directory with a config.json. Raises ValueError for neither."""
+    """The configuration of a name in model_shapes.json or of a directory with a config.json. Raises
+    ValueError for neither.
+    """
     shapes = json.loads(SHAPES.read_text())
     if model in shapes:
         return AutoConfig.for_model(**shapes[model])
     if (Path(model) / "config.json").is_file():
         return AutoConfig.from_pretrained(model)
-    raise ValueError(f"--model must name a directory with a config.json or one of {', '.join(shapes)}, not {model!r}")
+    raise ValueError(
+        f"--model must name a directory with a config.json or one of {', '.join(shapes)}, not"
+        f" {model!r}"
+    )
 
 
-def write_checkpoint(hf: PretrainedConfig, environment: str, directory: Path, *, dtype: torch.dtype, seed: int = 0) -> int:
+def write_checkpoint(
+    hf: PretrainedConfig, environment: str, directory: Path, *, dtype: torch.dtype, seed: int = 0
+) -> int:
     """Write a model directory in Hugging Face format; returns the number of parameters.
 
-    Words that the tokenizer does not have are sampled like all others and decode to nothing. Raises ValueError if the
-    vocabulary is smaller than the tokenizer's.
+    Words that the tokenizer does not have are sampled like all others and decode to nothing. Raises
+    ValueError if the vocabulary is smaller than the tokenizer's.
     """
     episodes = episode_maker(EnvironmentConfig(environments=environment), environment)
-    tokenizer = train_tokenizer(scripted_texts(episodes, range(NUM_EPISODES), skill=0.0), num_merges=NUM_MERGES)
+    tokenizer = train_tokenizer(
+        scripted_texts(episodes, range(NUM_EPISODES), skill=0.0), num_merges=NUM_MERGES
+    )
     if hf.vocab_size < len(tokenizer):
         raise ValueError(
-            f"vocab_size ({hf.vocab_size}) must be at least the tokenizer's {len(tokenizer)}; choose another --model"
+            f"vocab_size ({hf.vocab_size}) must be at least the tokenizer's {len(tokenizer)};"
+            " choose another --model"
         )
-    hf.eos_token_id, hf.pad_token_id, hf.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
+    hf.eos_token_id, hf.pad_token_id, hf.bos_token_id = (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        None,
+    )
     weights = random_weights(hf, seed)
     hf.dtype = str(dtype).removeprefix("torch.")  # drawing them has set float32
     never_stop(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)
@@ -59,14 +77,17 @@ def write_checkpoint(hf: PretrainedConfig, environment: str, directory: Path, *,
 def never_stop(weights: dict[str, Tensor], stop_token_ids: tuple[int, ...]) -> None:
     """Take from a random model, in place, the chance to sample a stop token.
 
-    Coordinate 0 of the residual stream becomes a constant: every word has 1 there, which no layer changes. In the LM head it
-    is 0 or, if that is tied, 1 for all words but those, for which it is -STOP.
+    Coordinate 0 of the residual stream becomes a constant: every word has 1 there, which no layer
+    changes. In the LM head it is 0 or, if that is tied, 1 for all words but those, for which it is
+    -STOP.
     """
     head = weights.get("lm_head.weight")
     weights["model.embed_tokens.weight"][:, 0] = 1.0
     if head is not None:
         head[:, 0] = 0.0
-    (weights["model.embed_tokens.weight"] if head is None else head)[list(stop_token_ids), 0] = -STOP
+    (weights["model.embed_tokens.weight"] if head is None else head)[
+        list(stop_token_ids), 0
+    ] = -STOP
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight[0] = 0.0

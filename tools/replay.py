@@ -1,13 +1,14 @@
 """Repeat a step of a run from its files and compare with what the run logged.
 
-    python tools/replay.py --run runs/NAME --step 12 --json out.json
-    torchrun --nproc-per-node 2 -- tools/replay.py --run runs/NAME --step 12 --tensor-model-parallel-size 2
+    python tools/replay.py --run runs/NAME --step 12 --json out.json torchrun --nproc-per-node 2 --
+    tools/replay.py --run runs/NAME --step 12 --tensor-model-parallel-size 2
 
 (`--`, because torchrun would take --run for one of its own flags.)
 
-Starts from the newest intact checkpoint at or before the step, goes through the rollouts on the disk up to the step, and
-repeats its advantages, losses and gradients. On the layout of the run the numbers are equal to the bit, on another to
-rounding (--tolerance). Writes nothing into the run. Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
+Starts from the newest intact checkpoint at or before the step, goes through the rollouts on the
+disk up to the step, and repeats its advantages, losses and gradients. On the layout of the run the
+numbers are equal to the bit, on another to rounding (--tolerance). Writes nothing into the run.
+Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -21,24 +22,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ragen_mega import distributed
-from ragen_mega.checkpointing import CHECKPOINTS, Checkpoint, on_main, read_checkpoint
-from ragen_mega.cold_start import BASE, find_warm_start
 from ragen_mega.config import ParallelConfig, StarPOConfig
-from ragen_mega.console import Console, fail
-from ragen_mega.engines.embedded import EmbeddedEngine
-from ragen_mega.environments.solvers import Baselines
-from ragen_mega.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.data import distributed
+from ragen_mega.data.distributed import on_main
+from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import CheckpointReader
-from ragen_mega.metrics import CONFIG_FILE, METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
+from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.report.console import Console, fail
+from ragen_mega.report.metrics import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    Metrics,
+    RunLogger,
+    read_metrics,
+    write_json,
+)
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.run import Run
-from ragen_mega.tasks import TaskSampler
+from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.run.run import Run
+from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
 from ragen_mega.train import train
-from ragen_mega.types import TrajectoryGroup
+from ragen_mega.warm_start.small_model import BASE, find_warm_start
 
 STAGES = ("rollout/", "filter/", "mismatch/", "critic/", "actor/", "update/")
 EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, not of the step
@@ -65,8 +74,9 @@ class Replay(Run):
                 return store.read(step).groups
             except FileNotFoundError:
                 raise ValueError(
-                    f"the rollout of step {step} is not in {store.directory}, which has {span(store.steps())}; replay one of "
-                    "these steps, or train with --keep-rollouts 0 or a lower --save-interval to keep more"
+                    f"the rollout of step {step} is not in {store.directory}, which has"
+                    f" {span(store.steps())}; replay one of these steps, or train with"
+                    " --keep-rollouts 0 or a lower --save-interval to keep more"
                 ) from None
 
         return on_main(read)
@@ -103,12 +113,17 @@ def read_config(arguments: argparse.Namespace) -> StarPOConfig:
     """The run's configuration, in its directory of now and under the layout of this job."""
     path = Path(arguments.run) / CONFIG_FILE
     if not path.exists():
-        raise ValueError(f"{arguments.run} holds no run (no {CONFIG_FILE}); give a run directory, e.g. --run runs/NAME")
+        raise ValueError(
+            f"{arguments.run} holds no run (no {CONFIG_FILE}); give a run directory, e.g. --run"
+            " runs/NAME"
+        )
     config = StarPOConfig.from_dict(json.loads(path.read_text()))
     directory = Path(arguments.run).resolve()
     return replace(
         config,
-        logging=replace(config.logging, output=str(directory.parent), name=directory.name, overwrite=False),
+        logging=replace(
+            config.logging, output=str(directory.parent), name=directory.name, overwrite=False
+        ),
         parallel=ParallelConfig(
             tensor_model_parallel_size=arguments.tensor_model_parallel_size,
             pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
@@ -125,7 +140,9 @@ def read_row(path: Path, step: int) -> dict[str, Any]:
     """What the run logged for the step."""
     rows = {row["step"]: row for row in read_metrics(path)} if path.exists() else {}
     if step not in rows:
-        raise ValueError(f"step {step} is not in {path}, which has {span(sorted(rows))}; replay one of these")
+        raise ValueError(
+            f"step {step} is not in {path}, which has {span(sorted(rows))}; replay one of these"
+        )
     return rows[step]
 
 
@@ -141,7 +158,11 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
         hf, groups, config.parallel, config.train, config.loss,
         temperature=config.rollout.temperature, keep_reference=config.needs_reference,
     )  # fmt: skip
-    critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss) if config.advantage.uses_critic else None
+    critic = (
+        MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
+        if config.advantage.uses_critic
+        else None
+    )
     names = config.environment.shares
     run = Replay(
         config, policy, critic, EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
@@ -154,7 +175,9 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
         load_start(run, start)
     if checkpoint:
         run.restore(checkpoint)
-    return run, str(checkpoint.directory) if checkpoint else "the weights that training started from"
+    return run, (
+        str(checkpoint.directory) if checkpoint else "the weights that training started from"
+    )
 
 
 def find_start(directory: Path, step: int) -> Checkpoint | None:
@@ -169,15 +192,17 @@ def find_start(directory: Path, step: int) -> Checkpoint | None:
 
 
 def load_start(run: Replay, start: Path) -> None:
-    """Give policy and critic the weights that training started from; the policy's are also the reference."""
+    """Give policy and critic the weights that training started from; the policy's are also the
+    reference.
+    """
     config = run.config
     critic_start = config.model.critic_load and local_directory(config.model.critic_load)
     if not config.model.load:
         found = find_warm_start(run)
         if found is None:
             raise ValueError(
-                f"no checkpoint at or before step {run.last_step} and no whole warm start in {config.run_directory}; "
-                "replay a later step"
+                f"no checkpoint at or before step {run.last_step} and no whole warm start in"
+                f" {config.run_directory}; replay a later step"
             )
         start, critic_start = found[0], critic_start or found[1]
     run.policy.load_weights(CheckpointReader(start))
@@ -185,8 +210,12 @@ def load_start(run: Replay, start: Path) -> None:
         run.critic.load_weights(CheckpointReader(critic_start or start))
 
 
-def compare(logged: Mapping[str, float | None], replayed: Mapping[str, float]) -> dict[str, dict[str, Any]]:
-    """Key -> logged, replayed and their difference relative to max(1, |logged|); infinite where only one is a number."""
+def compare(
+    logged: Mapping[str, float | None], replayed: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Key -> logged, replayed and their difference relative to max(1, |logged|); infinite where
+    only one is a number.
+    """
     keys = {}
     for key in sorted(logged.keys() | replayed.keys()):
         if not key.startswith(STAGES) or key.endswith("per_second") or key in EXCLUDED:
@@ -209,19 +238,34 @@ def report(result: Mapping[str, Any]) -> None:
     """Print the numbers that differ and a line about all."""
     for key, row in result["keys"].items():
         if row["difference"] > 0:
-            print(f"{key:40} logged {row['logged']}  replayed {row['replayed']}  difference {row['difference']:.1e}")
+            print(
+                f"{key:40} logged {row['logged']}  replayed {row['replayed']}  difference"
+                f" {row['difference']:.1e}"
+            )
     print(
-        f"step {result['step']} of {result['run']}, replayed from {result['from']}: {len(result['keys'])} numbers, largest "
-        f"difference {result['largest_difference']:.1e}, {'within' if result['equal'] else 'beyond'} {result['tolerance']:g}"
+        f"step {result['step']} of {result['run']}, replayed from {result['from']}:"
+        f" {len(result['keys'])} numbers, largest difference {result['largest_difference']:.1e},"
+        f" {'within' if result['equal'] else 'beyond'} {result['tolerance']:g}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", required=True, help="run directory")
-    parser.add_argument("--step", required=True, type=int, help="the step to repeat, as metrics.jsonl numbers it")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of a number, relative to max(1, |logged|)")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="of the replay; the run's may differ")
+    parser.add_argument(
+        "--step", required=True, type=int, help="the step to repeat, as metrics.jsonl numbers it"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="of a number, relative to max(1, |logged|)"
+    )
+    parser.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        default=1,
+        help="of the replay; the run's may differ",
+    )
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--use-distributed-optimizer", action="store_true")
     parser.add_argument("--json", type=Path, help="write the comparison here")

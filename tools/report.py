@@ -1,9 +1,11 @@
-"""Summarise finished runs: one table row each, the mean over seeds, and a plot of learning curves and stability signals.
+"""Summarise finished runs: one table row each, the mean over seeds, and a plot of learning curves
+and stability signals.
 
     python tools/report.py runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
 
-Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run allows for samples of one prompt being
-alike; mean and standard deviation are over runs, and given where these differ by their seed only.
+Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run allows for
+samples of one prompt being alike; mean and standard deviation are over runs, and given where these
+differ by their seed only.
 """
 
 from __future__ import annotations
@@ -22,9 +24,14 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from ragen_mega.console import fail
-from ragen_mega.metrics import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
-
+from ragen_mega.report.console import fail
+from ragen_mega.report.metrics import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    read_metrics,
+    write_json,
+)
 
 SIGNALS = {
     "rollout/in_group_std": "in-group std of returns",
@@ -37,7 +44,9 @@ SIGNALS = {
 def read_run(directory: Path) -> list[dict[str, Any]]:
     """One row per evaluated set of a finished run. Raises ValueError if it is not finished."""
     if not (directory / SUMMARY_FILE).exists():
-        raise ValueError(f"{directory} holds no {SUMMARY_FILE}: it is no run, or has not finished; leave it out")
+        raise ValueError(
+            f"{directory} holds no {SUMMARY_FILE}: it is no run, or has not finished; leave it out"
+        )
     summary = json.loads((directory / SUMMARY_FILE).read_text())
     config = json.loads((directory / CONFIG_FILE).read_text())
     return [
@@ -61,8 +70,14 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
 
 def hardware() -> str:
     """Machine and versions, for the head of a report."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core", "transformers"))
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "megatron-core", "transformers")
+    )
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},"
+        f" {versions}"
+    )
 
 
 def differ_by_seed_only(directories: list[Path]) -> bool:
@@ -82,31 +97,46 @@ def markdown(title: str, rows: list[dict[str, Any]], *, has_mean: bool) -> str:
         "",
         hardware(),
         "",
-        "| run | set | success (95% CI) | warm start | random | optimum | prompts | steps | minutes |",
+        (
+            "| run | set | success (95% CI) | warm start | random | optimum | prompts | steps |"
+            " minutes |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         optimum = "-" if row["optimum"] is None else f"{row['optimum']:.1%}"
         lines.append(
-            f"| {row['run']} | {row['set']} | {row['success']:.1%} ({row['ci_low']:.1%} - {row['ci_high']:.1%}) | "
-            f"{row['warm_start']:.1%} | {row['random']:.1%} | {optimum} | {row['num_prompts']} | {row['steps']} | "
-            f"{row['minutes']:.1f} |"
+            f"| {row['run']} | {row['set']} | {row['success']:.1%} ({row['ci_low']:.1%} -"
+            f" {row['ci_high']:.1%}) | {row['warm_start']:.1%} | {row['random']:.1%} | {optimum} |"
+            f" {row['num_prompts']} | {row['steps']} | {row['minutes']:.1f} |"
         )
     successes = [row["success"] for row in rows]
     if len(successes) > 1 and has_mean:
-        lines += ["", f"Mean {statistics.mean(successes):.1%}, standard deviation over {len(successes)} runs "
-                      f"{statistics.stdev(successes):.1%}."]
+        lines += [
+            "",
+            (
+                f"Mean {statistics.mean(successes):.1%}, standard deviation over {len(successes)}"
+                f" runs {statistics.stdev(successes):.1%}."
+            ),
+        ]
     return "\n".join([*lines, "", f"![learning curves]({title}.svg)", ""])
 
 
 def plot(directories: list[Path], rows: list[dict[str, Any]], path: Path) -> None:
-    """Success in training (per step) and on the held-out boards (marked), beside random and optimal play; and SIGNALS."""
+    """Success in training (per step) and on the held-out boards (marked), beside random and optimal
+    play; and SIGNALS.
+    """
     figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
     axes, panels = grid[0, 0], dict(zip(SIGNALS, grid.flat[1:]))
     for directory in directories:
         records = read_metrics(directory / METRICS_FILE)
         (line,) = axes.plot(*series(records, "rollout/success"), alpha=0.35)
-        axes.plot(*series(records, "eval/success"), marker="o", color=line.get_color(), label=directory.name)
+        axes.plot(
+            *series(records, "eval/success"),
+            marker="o",
+            color=line.get_color(),
+            label=directory.name,
+        )
         for key, panel in panels.items():
             panel.plot(*series(records, key), color=line.get_color())
     for key, style in (("random", ":"), ("optimum", "--")):
@@ -130,10 +160,14 @@ def series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     parser.add_argument("--output", type=Path, default=Path("docs/results"))
-    parser.add_argument("--title", required=True, help="name of the files and heading of the report")
+    parser.add_argument(
+        "--title", required=True, help="name of the files and heading of the report"
+    )
     arguments = parser.parse_args()
     try:
         rows = [row for directory in arguments.runs for row in read_run(directory)]

@@ -1,10 +1,12 @@
-"""Find out with which settings SGLang serves on this GPU: with all CUDA graphs or none, weights by IPC or files, able to sleep.
+"""Find out with which settings SGLang serves on this GPU: with all CUDA graphs or none, weights by
+IPC or files, able to sleep.
 
     python tools/sglang_probe.py --python PYTHON --json probe.json
 
-A small model is served as in training, twice: weights sent, two turns sampled and compared with transformers, asleep. What
-fails is tried again with less, and every attempt is reported with its reason and the end of the server's log. Standard output
-is two lines for tools/gpu_check.sh, the way of the weights and the change of server flags; exit code 1 if nothing works.
+A small model is served as in training, twice: weights sent, two turns sampled and compared with
+transformers, asleep. What fails is tried again with less, and every attempt is reported with its
+reason and the end of the server's log. Standard output is two lines for tools/gpu_check.sh, the way
+of the weights and the change of server flags; exit code 1 if nothing works.
 """
 
 from __future__ import annotations
@@ -21,24 +23,33 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from ragen_mega.engines.engine_shards import cut_stream
-from ragen_mega.engines.sglang import SGLangEngine
-from ragen_mega.engines.sglang_server import ServerFailed, ServerSettings
+from ragen_mega.data.types import SamplingParams
+from ragen_mega.engines.sglang.engine import SGLangEngine
+from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
-from ragen_mega.types import SamplingParams
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "": {},
     "--disable-prefill-cuda-graph": {"disable-prefill-cuda-graph": True},
     "--disable-cuda-graph": {"disable-cuda-graph": True},
-    "without --enable-memory-saver": {"enable-memory-saver": False},  # asleep it then keeps its memory
+    "without --enable-memory-saver": {
+        "enable-memory-saver": False
+    },  # asleep it then keeps its memory
 }
 """What is said of them -> further server options."""
 TRANSFERS = ("ipc", "file")
 MAX_CONTEXT, TURN = 256, 32
 CONFIG = Qwen2Config(  # heads as in Qwen2.5-0.5B, so that its kernels are compiled here
-    vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512,
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    initializer_range=0.1,
+    max_position_embeddings=512,
 )
 LARGEST_MEAN = 0.15
 """Of the differences of log-probabilities in bfloat16; under other weights it is above 0.5."""
@@ -57,7 +68,8 @@ def first_that_works(
 ) -> tuple[str, str] | None:
     """The first (way of the weights, key of OPTIONS) for which `attempt` does not raise Failed.
 
-    Options under which the server has not started are not tried again with another way of the weights.
+    Options under which the server has not started are not tried again with another way of the
+    weights.
     """
     for options in OPTIONS:
         for transfer in TRANSFERS:
@@ -90,14 +102,23 @@ def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
             times.append(time.monotonic())
             memory["asleep_free_gib"] = free_gib()
             names = ("start_or_wake", "send", "generate", "sleep")
-            seconds = {f"{name}_seconds": end - start for name, start, end in zip(names, times, times[1:], strict=False)}
+            seconds = {
+                f"{name}_seconds": end - start
+                for name, start, end in zip(names, times, times[1:], strict=False)
+            }
             rollouts.append(seconds | memory | {"logprob_mean_abs_diff": mean})
             if mean > LARGEST_MEAN:
-                raise RuntimeError(f"log-probabilities differ from transformers' by {mean:.3f} in the mean")
+                raise RuntimeError(
+                    f"log-probabilities differ from transformers' by {mean:.3f} in the mean"
+                )
         if engine.server.num_starts > 1:
             raise RuntimeError("the server was lost and replaced")
     except (RuntimeError, ArithmeticError) as error:
-        told = error if isinstance(error, ServerFailed) else engine.server.failure(f"{type(error).__name__}: {error}")
+        told = (
+            error
+            if isinstance(error, ServerFailed)
+            else engine.server.failure(f"{type(error).__name__}: {error}")
+        )
         raise (Failed if is_started else NotStarted)(str(told)) from error
     finally:
         engine.shutdown()
@@ -111,16 +132,22 @@ def build_model(seed: int, dtype: torch.dtype) -> PreTrainedModel:
 
 
 async def mean_difference(engine: SGLangEngine, model: PreTrainedModel) -> float:
-    """Between the log-probabilities of the engine and of `model`, over eight conversations of two turns."""
+    """Between the log-probabilities of the engine and of `model`, over eight conversations of two
+    turns.
+    """
 
     async def converse(session: int) -> list[torch.Tensor]:
         tokens, found = [(7 * session + 3 * i) % CONFIG.vocab_size for i in range(40 + session)], []
         for turn in range(2):  # the second finds the first in the radix cache
             prompt = list(tokens)
-            answer = await engine.generate(prompt, SamplingParams(TURN, seed=2 * session + turn), session=session)
+            answer = await engine.generate(
+                prompt, SamplingParams(TURN, seed=2 * session + turn), session=session
+            )
             tokens += answer.tokens + [session] * 5
             with torch.inference_mode():
-                logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
+                logits = model(torch.tensor([prompt + answer.tokens])).logits[
+                    0, len(prompt) - 1 : -1
+                ]
             expected = logits.log_softmax(-1).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
             found.append((torch.tensor(answer.logprobs) - expected).abs())
         return found
@@ -135,11 +162,20 @@ def free_gib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", type=Path, required=True, help="of an environment with SGLang")
-    parser.add_argument("--directory", type=Path, default=Path("sglang_probe"), help="for the servers (default: %(default)s)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("sglang_probe"),
+        help="for the servers (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, help="write all attempts here")
-    parser.add_argument("--start-timeout", type=float, default=120.0, help="seconds (default: %(default)s)")
+    parser.add_argument(
+        "--start-timeout", type=float, default=120.0, help="seconds (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     on_gpu, attempts = torch.cuda.is_available(), list[dict[str, Any]]()
 
@@ -155,7 +191,9 @@ def main() -> None:
     def report(about: dict[str, Any]) -> None:
         attempts.append(about)
         failed = f"{about['weight_transfer']} {about['options']}: {about['error']}"
-        print(failed if about["error"] else json.dumps(about, indent=1), file=sys.stderr, flush=True)
+        print(
+            failed if about["error"] else json.dumps(about, indent=1), file=sys.stderr, flush=True
+        )
         if arguments.json:
             arguments.json.write_text(json.dumps({"attempts": attempts}, indent=1) + "\n")
 
@@ -164,7 +202,10 @@ def main() -> None:
         print("error: SGLang serves with none of these settings", file=sys.stderr)
         raise SystemExit(1)
     if any(attempt["error"] for attempt in attempts):
-        print(f"what works is {' '.join(works)}; the parts that use SGLang go on with that", file=sys.stderr)
+        print(
+            f"what works is {' '.join(works)}; the parts that use SGLang go on with that",
+            file=sys.stderr,
+        )
     print(*works, sep="\n")
 
 

@@ -1,4 +1,5 @@
-"""Fused policy-loss, advantage and value-loss operations for StarPO: Triton for CUDA tensors, plain torch for others.
+"""Fused policy-loss, advantage and value-loss operations for StarPO: Triton for CUDA tensors, plain
+torch for others.
 
 The plain-torch modules `reference*.py` define every operation and hold its documentation.
 """

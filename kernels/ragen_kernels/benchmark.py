@@ -1,7 +1,9 @@
-"""Interleaved timing of several implementations of one job, with the ceilings that the hardware sets in the same run.
+"""Interleaved timing of several implementations of one job, with the ceilings that the hardware
+sets in the same run.
 
-Protocol: providers take turns inside every repetition, inputs rotate over sets that together exceed L2, what an
-in-place operation destroys is restored outside the timed region, and medians are reported with the 20 % quantiles.
+Protocol: providers take turns inside every repetition, inputs rotate over sets that together exceed
+L2, what an in-place operation destroys is restored outside the timed region, and medians are
+reported with the 20 % quantiles.
 """
 
 from __future__ import annotations
@@ -19,17 +21,24 @@ from ragen_kernels.device import accumulate_matmul, matmul_into
 
 WARMUPS = 5
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
-FLUSH_BYTES = {"cuda": 4 << 30, "cpu": 0}  # evicts L2, and lets the host run ahead of the device by about 1 ms
+FLUSH_BYTES = {
+    "cuda": 4 << 30,
+    "cpu": 0,
+}  # evicts L2, and lets the host run ahead of the device by about 1 ms
 
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation. `prepare` turns an input set into the state that the timed `run` consumes."""
+    """One implementation. `prepare` turns an input set into the state that the timed `run`
+    consumes.
+    """
 
     name: str
     run: Callable[[Any], Any]
     prepare: Callable[[Any], Any] = lambda inputs: inputs
-    error: Callable[[Any, Any], float] | None = None  # (inputs, output of run) -> relative error against float64
+    error: Callable[[Any, Any], float] | None = (
+        None  # (inputs, output of run) -> relative error against float64
+    )
     remark: str = ""
 
 
@@ -43,12 +52,16 @@ class Case:
     providers: tuple[Provider, ...]
     min_bytes: float = 0.0
     flops: float = 0.0
-    gemms: tuple[int, int, int] | None = None  # (N, V, H), when the job contains the three GEMMs of an LM head
+    gemms: tuple[int, int, int] | None = (
+        None  # (N, V, H), when the job contains the three GEMMs of an LM head
+    )
 
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over repetitions; rates count the least possible bytes and FLOPs, not those that were spent."""
+    """Medians over repetitions; rates count the least possible bytes and FLOPs, not those that were
+    spent.
+    """
 
     case: str
     shape: dict[str, int | float]
@@ -106,12 +119,18 @@ def copy_bandwidth(clock: Clock, repetitions: int) -> float:
     """Bytes per second of a device copy, read plus write."""
     source = torch.zeros(COPY_BYTES[clock.device], dtype=torch.int8, device=clock.device)
     target = torch.empty_like(source)
-    milliseconds = median_time(clock, lambda pair: pair[0].copy_(pair[1]), (target, source), repetitions)
+    milliseconds = median_time(
+        clock, lambda pair: pair[0].copy_(pair[1]), (target, source), repetitions
+    )
     return 2 * source.numel() / milliseconds * 1e3
 
 
-def gemm_milliseconds(clock: Clock, shape: tuple[int, int, int], dtype: torch.dtype, repetitions: int) -> float:
-    """The three GEMMs of an LM head, back to back: logits, d_hidden, and d_weight accumulated in float32."""
+def gemm_milliseconds(
+    clock: Clock, shape: tuple[int, int, int], dtype: torch.dtype, repetitions: int
+) -> float:
+    """The three GEMMs of an LM head, back to back: logits, d_hidden, and d_weight accumulated in
+    float32.
+    """
     num_rows, vocab, width = shape
     hidden = torch.randn(num_rows, width, device=clock.device).to(dtype)
     weight = torch.randn(vocab, width, device=clock.device).to(dtype)
@@ -131,7 +150,9 @@ def relative_error(actual: Tensor, truth: Tensor) -> float:
     return float((actual.double() - truth).norm() / truth.norm())
 
 
-def first_call(clock: Clock, provider: Provider, inputs: Any) -> tuple[float, float | None, float | None]:
+def first_call(
+    clock: Clock, provider: Provider, inputs: Any
+) -> tuple[float, float | None, float | None]:
     """(seconds with compilation, peak extra GiB, error): the checks, before any timing."""
     start = time.perf_counter()
     provider.run(provider.prepare(inputs))
@@ -149,12 +170,19 @@ def first_call(clock: Clock, provider: Provider, inputs: Any) -> tuple[float, fl
 
 
 def run_case(
-    case: Case, clock: Clock, copy_rate: float, gemm_ms: float | None, repetitions: int, num_sets: int
+    case: Case,
+    clock: Clock,
+    copy_rate: float,
+    gemm_ms: float | None,
+    repetitions: int,
+    num_sets: int,
 ) -> list[Result]:
     """Check every provider once, then time them in turns."""
     sets = [case.make_inputs(seed) for seed in range(num_sets)]
     checks = {provider.name: first_call(clock, provider, sets[0]) for provider in case.providers}
-    readings: dict[str, list[Callable[[], float]]] = {provider.name: [] for provider in case.providers}
+    readings: dict[str, list[Callable[[], float]]] = {
+        provider.name: [] for provider in case.providers
+    }
     for repetition in range(WARMUPS + repetitions):
         for provider in case.providers:
             state = provider.prepare(sets[repetition % num_sets])
@@ -165,7 +193,12 @@ def run_case(
     clock.synchronize()
     return [
         summarize(
-            case, provider, [read() for read in readings[provider.name]], checks[provider.name], copy_rate, gemm_ms
+            case,
+            provider,
+            [read() for read in readings[provider.name]],
+            checks[provider.name],
+            copy_rate,
+            gemm_ms,
         )
         for provider in case.providers
     ]

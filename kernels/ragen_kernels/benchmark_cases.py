@@ -1,4 +1,6 @@
-"""The jobs and shapes of the kernel benchmark, with our implementation and the one that a torch user would write."""
+"""The jobs and shapes of the kernel benchmark, with our implementation and the one that a torch
+user would write.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int
     return LossInputs(labels, old_logprobs, advantages, is_active / is_active.sum().clamp(min=1))
 
 
-def torch_logprob_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def torch_logprob_entropy(
+    logits: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """What a torch user writes; in float64, the truth."""
     all_logprobs = torch.log_softmax(logits.to(dtype), dim=1)
     logprobs = all_logprobs.gather(1, labels[:, None]).squeeze(1)
@@ -110,7 +114,9 @@ def forward_error(inputs: LossInputs, output: tuple[Tensor, Tensor]) -> float:
     """Larger error of log-probabilities and entropies on the sampled rows."""
     rows = sampled_rows(inputs)
     truth = torch_logprob_entropy(inputs.logits[rows], inputs.labels[rows], torch.float64)
-    return max(relative_error(actual[rows], exact) for actual, exact in zip(output, truth, strict=True))
+    return max(
+        relative_error(actual[rows], exact) for actual, exact in zip(output, truth, strict=True)
+    )
 
 
 def logits_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> float:
@@ -132,7 +138,9 @@ def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, leaves)
 
 
-def logits_inputs(num_rows: int, vocab: int, active: float, device: str) -> Callable[[int], LossInputs]:
+def logits_inputs(
+    num_rows: int, vocab: int, active: float, device: str
+) -> Callable[[int], LossInputs]:
     """Maker of input sets that share one buffer for what an in-place operation destroys."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     scratch = torch.empty(num_rows, vocab, dtype=dtype, device=device)
@@ -161,9 +169,15 @@ def logits_cases(device: str, compiled: Callable[[Any], Any] | None) -> Iterator
             Provider("torch", forward(torch_logprob_entropy), error=forward_error),
         ]
         if compiled is not None:
-            providers.append(Provider("torch.compile", forward(compiled(torch_logprob_entropy)), error=forward_error))
+            providers.append(
+                Provider(
+                    "torch.compile", forward(compiled(torch_logprob_entropy)), error=forward_error
+                )
+            )
         yield Case("logprob+entropy forward", shape, make, tuple(providers), min_bytes=one_pass)
-        yield Case("logprob+entropy backward", shape, make, backward_providers(), min_bytes=2 * one_pass)
+        yield Case(
+            "logprob+entropy backward", shape, make, backward_providers(), min_bytes=2 * one_pass
+        )
         for active in (1.0, 0.3):
             make = logits_inputs(num_rows, vocab, active, device)
             yield Case(
@@ -178,7 +192,9 @@ def logits_cases(device: str, compiled: Callable[[Any], Any] | None) -> Iterator
 def backward_providers() -> tuple[Provider, ...]:
     """Backward alone: the graph is built outside the timed region."""
 
-    def graph(function: Callable[..., Any], **options: bool) -> Callable[[LossInputs], tuple[Tensor, Tensor]]:
+    def graph(
+        function: Callable[..., Any], **options: bool
+    ) -> Callable[[LossInputs], tuple[Tensor, Tensor]]:
         def prepare(inputs: LossInputs) -> tuple[Tensor, Tensor]:
             logits = inputs.fresh_logits()
             logprobs, entropy = function(logits, inputs.labels, **options)
@@ -203,10 +219,16 @@ def policy_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, .
 
     def fused(state: tuple[Tensor, LossInputs]) -> tuple[Tensor, ...]:
         logits, inputs = state
-        return gradients(ours.policy_loss(logits, inputs.labels, *inputs.constants, OBJECTIVE)[0], logits)
+        return gradients(
+            ours.policy_loss(logits, inputs.labels, *inputs.constants, OBJECTIVE)[0], logits
+        )
 
-    def unfused(function: Callable[..., Tensor]) -> Callable[[tuple[Tensor, LossInputs]], tuple[Tensor, ...]]:
-        return lambda state: gradients(function(state[0], state[1].labels, *state[1].constants), state[0])
+    def unfused(
+        function: Callable[..., Tensor],
+    ) -> Callable[[tuple[Tensor, LossInputs]], tuple[Tensor, ...]]:
+        return lambda state: gradients(
+            function(state[0], state[1].labels, *state[1].constants), state[0]
+        )
 
     providers = [
         Provider("ragen", fused, prepare, logits_gradient_error),
@@ -214,12 +236,19 @@ def policy_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, .
     ]
     if compiled is not None:
         providers.append(
-            Provider("torch.compile", unfused(compiled(torch_policy_loss)), prepare, logits_gradient_error)
+            Provider(
+                "torch.compile",
+                unfused(compiled(torch_policy_loss)),
+                prepare,
+                logits_gradient_error,
+            )
         )
     return tuple(providers)
 
 
-def hidden_inputs(num_rows: int, vocab: int, width: int, active: float, device: str) -> Callable[[int], LossInputs]:
+def hidden_inputs(
+    num_rows: int, vocab: int, width: int, active: float, device: str
+) -> Callable[[int], LossInputs]:
     """Maker of input sets of hidden states and an LM head."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
@@ -257,7 +286,9 @@ def hidden_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, .
     def fused(**options: Any) -> Callable[[LossInputs], tuple[Tensor, ...]]:
         def run(inputs: LossInputs) -> tuple[Tensor, ...]:
             hidden, weight = leaves(inputs)
-            loss, _ = ours.linear_policy_loss(hidden, weight, inputs.labels, *inputs.constants, OBJECTIVE, **options)
+            loss, _ = ours.linear_policy_loss(
+                hidden, weight, inputs.labels, *inputs.constants, OBJECTIVE, **options
+            )
             return gradients(loss, hidden, weight)
 
         return run
@@ -265,12 +296,17 @@ def hidden_providers(compiled: Callable[[Any], Any] | None) -> tuple[Provider, .
     def unfused(function: Callable[..., Tensor]) -> Callable[[LossInputs], tuple[Tensor, ...]]:
         def run(inputs: LossInputs) -> tuple[Tensor, ...]:
             hidden, weight = leaves(inputs)
-            return gradients(function(hidden @ weight.T, inputs.labels, *inputs.constants), hidden, weight)
+            return gradients(
+                function(hidden @ weight.T, inputs.labels, *inputs.constants), hidden, weight
+            )
 
         return run
 
     named = {f"ragen {mode}": fused(mode=mode) for mode in ("save", "chunk", "recompute")}
-    named |= {"ragen chunk, fp32 logits": fused(fp32_logits=True), "torch": unfused(torch_policy_loss)}
+    named |= {
+        "ragen chunk, fp32 logits": fused(fp32_logits=True),
+        "torch": unfused(torch_policy_loss),
+    }
     if compiled is not None:
         named["torch.compile"] = unfused(compiled(torch_policy_loss))
     return tuple(Provider(name, run, error=hidden_gradient_error) for name, run in named.items())

@@ -1,7 +1,7 @@
 """Public implementations of the same jobs, each added to the cases it can do when it is installed.
 
-None of them computes all of our objective; the remark says what a peer leaves out. A peer that is not installed, or
-that refuses a shape, is listed with its reason instead of a time.
+None of them computes all of our objective; the remark says what a peer leaves out. A peer that is
+not installed, or that refuses a shape, is listed with its reason instead of a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 from ragen_kernels.benchmark import Case, Provider
 from ragen_kernels.benchmark_cases import OBJECTIVE, LossInputs, gradients
 
-LIGER_LENGTH = 1024  # rows per sequence, of which the last is a padding row by its calling convention
+LIGER_LENGTH = (
+    1024  # rows per sequence, of which the last is a padding row by its calling convention
+)
 CROSS_ENTROPY_ONLY = "cross entropy only: no ratio, no entropy, no advantage"
 
 
@@ -61,16 +63,28 @@ def liger_grpo() -> Provider:
         )
         return gradients(loss, logits)
 
-    return Provider("liger grpo", run, prepare, remark="no entropy, one advantage per sequence, 1023 of 1024 rows")
+    return Provider(
+        "liger grpo",
+        run,
+        prepare,
+        remark="no entropy, one advantage per sequence, 1023 of 1024 rows",
+    )
 
 
-def linear_cross_entropy(name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor], remark: str) -> Provider:
+def linear_cross_entropy(
+    name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor], remark: str
+) -> Provider:
     """A fused LM head with cross entropy; rows of weight 0 are ignored labels."""
 
     def run(inputs: LossInputs) -> tuple[Tensor, ...]:
-        hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
+        hidden, weight = (
+            inputs.hidden.detach().requires_grad_(),
+            inputs.weight.detach().requires_grad_(),
+        )
         return gradients(
-            function(hidden, weight, torch.where(inputs.weights != 0, inputs.labels, -100)), hidden, weight
+            function(hidden, weight, torch.where(inputs.weights != 0, inputs.labels, -100)),
+            hidden,
+            weight,
         )
 
     return Provider(name, run, remark=remark)
@@ -78,14 +92,20 @@ def linear_cross_entropy(name: str, function: Callable[[Tensor, Tensor, Tensor],
 
 def liger_linear() -> Provider:
     """Liger's fused linear cross entropy."""
-    function = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
-    return linear_cross_entropy("liger flce", lambda h, w, y: function.apply(h, w, y)[0], CROSS_ENTROPY_ONLY)
+    function = import_module(
+        "liger_kernel.ops.fused_linear_cross_entropy"
+    ).LigerFusedLinearCrossEntropyFunction
+    return linear_cross_entropy(
+        "liger flce", lambda h, w, y: function.apply(h, w, y)[0], CROSS_ENTROPY_ONLY
+    )
 
 
 def cut_cross_entropy() -> Provider:
     """Apple's cut cross entropy."""
     function = import_module("cut_cross_entropy").linear_cross_entropy
-    return linear_cross_entropy("cut-cross-entropy", function, CROSS_ENTROPY_ONLY + ", drops small gradients")
+    return linear_cross_entropy(
+        "cut-cross-entropy", function, CROSS_ENTROPY_ONLY + ", drops small gradients"
+    )
 
 
 def torch_linear() -> Provider:
@@ -95,11 +115,16 @@ def torch_linear() -> Provider:
 
 
 def verl_linear() -> Provider:
-    """verl's linear cross entropy: log-probabilities and entropies of all rows from hidden states, no loss."""
+    """verl's linear cross entropy: log-probabilities and entropies of all rows from hidden states,
+    no loss.
+    """
     function = import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
     def run(inputs: LossInputs) -> tuple[Tensor, ...]:
-        hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
+        hidden, weight = (
+            inputs.hidden.detach().requires_grad_(),
+            inputs.weight.detach().requires_grad_(),
+        )
         logprobs, entropy = function(hidden, weight, inputs.labels, 1.0, "none")
         ratio = torch.exp(logprobs - inputs.old_logprobs)
         clipped = ratio.clamp(1 - OBJECTIVE.clip_ratio_low, 1 + OBJECTIVE.clip_ratio_high)
@@ -117,9 +142,15 @@ PEERS: dict[str, tuple[Callable[[], Provider], ...]] = {
 
 
 def peer_failures() -> tuple[type[Exception], ...]:
-    """How a peer says no: it is absent, its interface changed, or it refuses the device, the shape or the memory."""
+    """How a peer says no: it is absent, its interface changed, or it refuses the device, the shape
+    or the memory.
+    """
     expected = (ImportError, AttributeError, TypeError, ValueError, AssertionError, RuntimeError)
-    return expected if find_spec("triton") is None else (*expected, import_module("triton.errors").TritonError)
+    return (
+        expected
+        if find_spec("triton") is None
+        else (*expected, import_module("triton.errors").TritonError)
+    )
 
 
 def add_peers(case: Case, check: Callable[[Provider], None]) -> tuple[Case, dict[str, str]]:

@@ -51,12 +51,23 @@ def returns_cases(device: str) -> Iterator[Case]:
         def value_step(function: Callable[..., Any]) -> Callable[[dict[str, Tensor]], Any]:
             def run(x: dict[str, Tensor]) -> Any:
                 values = x["values"].detach().requires_grad_()
-                return gradients(function(values, x["old_values"], x["rewards"], x["weights"], clip=0.5)[0], values)
+                return gradients(
+                    function(values, x["old_values"], x["rewards"], x["weights"], clip=0.5)[0],
+                    values,
+                )
 
             return run
 
-        yield Case("gae", shape, make, (Provider("ragen", estimate(False)),), min_bytes=17.0 * total)
-        yield Case("bi-level gae", shape, make, (Provider("ragen", estimate(True)),), min_bytes=18.0 * total)
+        yield Case(
+            "gae", shape, make, (Provider("ragen", estimate(False)),), min_bytes=17.0 * total
+        )
+        yield Case(
+            "bi-level gae",
+            shape,
+            make,
+            (Provider("ragen", estimate(True)),),
+            min_bytes=18.0 * total,
+        )
         yield Case(
             "value loss forward+backward",
             shape,

@@ -1,4 +1,6 @@
-"""The few facts that differ between a GPU and the CPU, on which Triton's interpreter runs the same kernels."""
+"""The few facts that differ between a GPU and the CPU, on which Triton's interpreter runs the same
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ INTERPRETER_PROGRAMS = 3
 
 
 def num_persistent_programs(device: torch.device) -> int:
-    """One program per multiprocessor: the rows in flight then fit into L2, where the second pass finds them."""
+    """One program per multiprocessor: the rows in flight then fit into L2, where the second pass
+    finds them.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return INTERPRETER_PROGRAMS

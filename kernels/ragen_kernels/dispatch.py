@@ -1,4 +1,5 @@
-"""The device decides, by the first tensor of a call: CUDA runs Triton, everything else the plain-torch definition.
+"""The device decides, by the first tensor of a call: CUDA runs Triton, everything else the
+plain-torch definition.
 
 Triton is imported by the first CUDA call, so that CPU users need not have it.
 """
@@ -19,13 +20,17 @@ R = TypeVar("R")
 
 
 def by_device(definition: Callable[P, R], triton_module: str) -> Callable[P, R]:
-    """`definition` for CPU tensors, and the function of the same name in `triton_module` for CUDA tensors."""
+    """`definition` for CPU tensors, and the function of the same name in `triton_module` for CUDA
+    tensors.
+    """
 
     @wraps(definition)
     def dispatched(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0] if args else next(iter(kwargs.values()))
         if isinstance(first, Tensor) and first.is_cuda:
-            return getattr(import_module(f"ragen_kernels.{triton_module}"), definition.__name__)(*args, **kwargs)
+            return getattr(import_module(f"ragen_kernels.{triton_module}"), definition.__name__)(
+                *args, **kwargs
+            )
         return definition(*args, **kwargs)
 
     return dispatched

@@ -1,8 +1,9 @@
 """Every kernel in every configuration that is launched, and what its machine code may cost at most.
 
-The limits on instructions and exponentials per element are those below which an H200 (4.3 TB/s, 132 multiprocessors at
-1.755 GHz) waits for memory, not for arithmetic: 13.8 instructions and 1.7 exponentials for 2 bytes of HBM traffic per
-element; the budgets leave a margin for what a loop does not show.
+The limits on instructions and exponentials per element are those below which an H200 (4.3 TB/s, 132
+multiprocessors at 1.755 GHz) waits for memory, not for arithmetic: 13.8 instructions and 1.7
+exponentials for 2 bytes of HBM traffic per element; the budgets leave a margin for what a loop does
+not show.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from ragen_kernels import triton_policy, triton_returns, triton_rows, triton_tok
 from ragen_kernels.static_analysis import KernelReport, analyse, compile_kernel
 
 MAX_SHARED_BYTES = 232448  # of one program on sm_90
-ALIGNED = frozenset({"stride", "dx_stride", "num_valid", "num_columns", "num_entries", "vocab_start"})
+ALIGNED = frozenset(
+    {"stride", "dx_stride", "num_valid", "num_columns", "num_entries", "vocab_start"}
+)
 TYPES = {
     **dict.fromkeys(("X", "DX"), "*bf16"),
     **dict.fromkeys(("LABELS", "GROUPS"), "*i64"),
@@ -25,7 +28,9 @@ TYPES = {
 
 
 def argument_type(name: str) -> str:
-    """Types by the naming of the kernels: pointers in capitals, float32 unless listed; counts and strides int32."""
+    """Types by the naming of the kernels: pointers in capitals, float32 unless listed; counts and
+    strides int32.
+    """
     if name in TYPES:
         return TYPES[name]
     if name.isupper():
@@ -35,7 +40,9 @@ def argument_type(name: str) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """Upper bounds; `instructions` and `exponentials` are per element, summed over the streaming loops."""
+    """Upper bounds; `instructions` and `exponentials` are per element, summed over the streaming
+    loops.
+    """
 
     registers: int
     shared_bytes: int = 0
@@ -53,10 +60,20 @@ class Budget:
             "stack bytes": (report.stack_bytes, 0),
             "shared bytes": (report.shared_bytes, min(self.shared_bytes, MAX_SHARED_BYTES)),
             "shuffles in streaming loops": (shuffles if self.is_wide else 0, 0),
-            "instructions per element": (sum(loop.instructions for loop in report.streams), self.instructions),
-            "exponentials per element": (sum(loop.exponentials for loop in report.streams), self.exponentials),
+            "instructions per element": (
+                sum(loop.instructions for loop in report.streams),
+                self.instructions,
+            ),
+            "exponentials per element": (
+                sum(loop.exponentials for loop in report.streams),
+                self.exponentials,
+            ),
         }
-        found = [f"{name} {value:g} > {limit:g}" for name, (value, limit) in checks.items() if value > limit]
+        found = [
+            f"{name} {value:g} > {limit:g}"
+            for name, (value, limit) in checks.items()
+            if value > limit
+        ]
         if len(report.streams) != self.streams:
             found.append(f"{len(report.streams)} streaming loops instead of {self.streams}")
         if self.streams and self.is_wide and not report.wide_loads:
@@ -78,8 +95,12 @@ class KernelConfig:
 
     def compile(self, max_registers: int | None = None) -> Any:
         """Triton's compiled kernel for sm_90, with all stages in `asm`."""
-        signature = {name: self.types.get(name, argument_type(name)) for name in self.kernel.arg_names}
-        return compile_kernel(self.kernel, signature, self.constants, self.num_warps, self.aligned, max_registers)
+        signature = {
+            name: self.types.get(name, argument_type(name)) for name in self.kernel.arg_names
+        }
+        return compile_kernel(
+            self.kernel, signature, self.constants, self.num_warps, self.aligned, max_registers
+        )
 
     def report(self, max_registers: int | None = None) -> KernelReport:
         """Compile for sm_90 and count."""
@@ -99,7 +120,11 @@ def row_configs() -> Iterator[KernelConfig]:
         triton_policy.policy_row_kernel,
     )
     yield KernelConfig(
-        "statistics bf16", statistics, {"BLOCK": block, "GROUP": 8}, warps, Budget(64, 32768, 1, 10.0, 1.25)
+        "statistics bf16",
+        statistics,
+        {"BLOCK": block, "GROUP": 8},
+        warps,
+        Budget(64, 32768, 1, 10.0, 1.25),
     )
     yield KernelConfig(
         "statistics fp32",
@@ -170,7 +195,9 @@ def other_row_configs() -> Iterator[KernelConfig]:
     named = {config.name: config for config in row_configs()}
     gradient, policy = named["gradient bf16, entropy"], named["policy_row bf16, everything"]
     fp32, four = {"X": "*fp32", "DX": "*fp32"}, {**policy.constants, "GROUP": 4}
-    yield replace(gradient, name="gradient fp32, entropy", types=fp32, budget=Budget(96, 65536, 1, 11.0, 1.1))
+    yield replace(
+        gradient, name="gradient fp32, entropy", types=fp32, budget=Budget(96, 65536, 1, 11.0, 1.1)
+    )
     yield replace(
         policy,
         name="policy_row fp32, everything",
@@ -193,7 +220,9 @@ def other_row_configs() -> Iterator[KernelConfig]:
         aligned=padded,
         budget=Budget(255, 32768, 2, 21.0, 2.4),
     )
-    yield replace(gradient, name="gradient bf16, odd rows", aligned=frozenset(), budget=Budget(128, 64))
+    yield replace(
+        gradient, name="gradient bf16, odd rows", aligned=frozenset(), budget=Budget(128, 64)
+    )
     odd = {"BLOCK": triton_policy.ODD_ROWS_BLOCK}
     yield replace(
         policy,
@@ -219,22 +248,46 @@ def token_configs() -> Iterator[KernelConfig]:
     token = {"BLOCK": triton_token.BLOCK}
     for name, objective in (("policy_tokens", PLAIN), ("policy_tokens, everything", EVERYTHING)):
         yield KernelConfig(
-            name, triton_token.token_kernel, {**token, **objective}, triton_token.NUM_WARPS, Budget(64, 1024)
+            name,
+            triton_token.token_kernel,
+            {**token, **objective},
+            triton_token.NUM_WARPS,
+            Budget(64, 1024),
         )
     yield KernelConfig(
-        "scale bf16", triton_rows.scale_kernel, {"BLOCK": triton_rows.SCALE_BLOCK}, triton_rows.NUM_WARPS, Budget(64)
+        "scale bf16",
+        triton_rows.scale_kernel,
+        {"BLOCK": triton_rows.SCALE_BLOCK},
+        triton_rows.NUM_WARPS,
+        Budget(64),
     )
     scan, warps = {"BLOCK": triton_returns.SCAN_BLOCK}, triton_returns.SCAN_WARPS
     yield KernelConfig(
-        "gae", triton_returns.gae_kernel, {**scan, "BI_LEVEL": False, "TURN_ENDS": None}, warps, Budget(128, 16384)
+        "gae",
+        triton_returns.gae_kernel,
+        {**scan, "BI_LEVEL": False, "TURN_ENDS": None},
+        warps,
+        Budget(128, 16384),
     )
-    yield KernelConfig("gae bi-level", triton_returns.gae_kernel, {**scan, "BI_LEVEL": True}, warps, Budget(168, 16384))
+    yield KernelConfig(
+        "gae bi-level",
+        triton_returns.gae_kernel,
+        {**scan, "BI_LEVEL": True},
+        warps,
+        Budget(168, 16384),
+    )
     block, warps = {"BLOCK": triton_returns.TOKEN_BLOCK}, triton_returns.TOKEN_WARPS
     yield KernelConfig("whiten", triton_returns.whiten_kernel, block, warps, Budget(64))
     yield KernelConfig(
-        "group_normalize", triton_returns.group_normalize_kernel, {**block, "SCALE": True}, warps, Budget(64, 1024)
+        "group_normalize",
+        triton_returns.group_normalize_kernel,
+        {**block, "SCALE": True},
+        warps,
+        Budget(64, 1024),
     )
-    yield KernelConfig("value_loss", triton_returns.value_loss_kernel, {**block, "CLIP": True}, warps, Budget(64))
+    yield KernelConfig(
+        "value_loss", triton_returns.value_loss_kernel, {**block, "CLIP": True}, warps, Budget(64)
+    )
 
 
 def all_configs() -> Iterator[KernelConfig]:

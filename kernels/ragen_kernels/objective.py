@@ -1,7 +1,8 @@
 """The StarPO token objective and its statistics, shared by every implementation.
 
-Clipped surrogate: PPO, arXiv:1707.06347 eq. (7), with the decoupled bounds of DAPO, arXiv:2503.14476 eq. (8); dual
-clip: arXiv:1912.09729 eq. (5); KL estimators k1, k2, k3: http://joschu.net/blog/kl-approx.html.
+Clipped surrogate: PPO, arXiv:1707.06347 eq. (7), with the decoupled bounds of DAPO,
+arXiv:2503.14476 eq. (8); dual clip: arXiv:1912.09729 eq. (5); KL estimators k1, k2, k3:
+http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ KL_KINDS: tuple[str, ...] = ("k1", "k2", "k3")
 LINEAR_MODES: tuple[str, ...] = ("save", "chunk", "recompute")
 
 MAX_LOG_RATIO = 20.0
-"""Every difference of log-probabilities is clamped to +-20 before `exp`; outside, its gradient is zero."""
+"""Every difference of log-probabilities is clamped to +-20 before `exp`; outside, its gradient is
+zero.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
     """What one sampled token contributes to the loss, before its weight.
 
-    token_loss = importance * max(-A r, -A clip(r, 1 - low, 1 + high)) + kl_coef * KL(ref) - entropy_coef * H
+    token_loss = importance * max(-A r, -A clip(r, 1 - low, 1 + high)) + kl_coef * KL(ref) -
+    entropy_coef * H
 
     with r = exp(logprob - old_logprob). At a tie the unclipped branch is taken.
 
     Attributes:
-        clip_ratio_low: r is clipped from below at 1 - clip_ratio_low.
-        clip_ratio_high: r is clipped from above at 1 + clip_ratio_high.
-        dual_clip: for A < 0 the surrogate is bounded by -A * dual_clip; None leaves it unbounded.
-        kl_kind: estimator of the KL divergence to the reference policy; None means no KL term.
-        kl_coef: factor of that KL term. With 0 the divergence is only reported.
-        entropy_coef: factor of the entropy bonus.
-        importance_cap: the surrogate is multiplied with min(exp(old_logprob - rollout_logprob), importance_cap), the
-            truncated correction for an engine that samples with other numerics; None means no correction.
+        clip_ratio_low: r is clipped from below at 1 - clip_ratio_low. clip_ratio_high: r is clipped
+        from above at 1 + clip_ratio_high. dual_clip: for A < 0 the surrogate is bounded by -A *
+        dual_clip; None leaves it unbounded. kl_kind: estimator of the KL divergence to the
+        reference policy; None means no KL term. kl_coef: factor of that KL term. With 0 the
+        divergence is only reported. entropy_coef: factor of the entropy bonus. importance_cap: the
+        surrogate is multiplied with min(exp(old_logprob - rollout_logprob), importance_cap), the
+            truncated correction for an engine that samples with other numerics; None means no
+            correction.
     """
 
     clip_ratio_low: float = 0.2
@@ -52,28 +56,40 @@ class PolicyObjective:
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_ratio_low < 1.0:
             raise ValueError(
-                f"clip_ratio_low must be in [0, 1), got {self.clip_ratio_low}: the lower bound of the ratio is "
-                "1 - clip_ratio_low and a ratio is positive; use 0.2"
+                f"clip_ratio_low must be in [0, 1), got {self.clip_ratio_low}: the lower bound of"
+                " the ratio is 1 - clip_ratio_low and a ratio is positive; use 0.2"
             )
         if not (self.clip_ratio_high >= 0.0 and math.isfinite(self.clip_ratio_high)):
-            raise ValueError(f"clip_ratio_high must be finite and >= 0, got {self.clip_ratio_high}; use 0.28")
+            raise ValueError(
+                f"clip_ratio_high must be finite and >= 0, got {self.clip_ratio_high}; use 0.28"
+            )
         if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ValueError(f"dual_clip must be > 1, got {self.dual_clip}; use 3.0, or None to disable it")
+            raise ValueError(
+                f"dual_clip must be > 1, got {self.dual_clip}; use 3.0, or None to disable it"
+            )
         if self.kl_kind is not None and self.kl_kind not in KL_KINDS:
             raise ValueError(f"kl_kind must be one of {KL_KINDS} or None, got {self.kl_kind!r}")
         if not (self.kl_coef >= 0.0 and math.isfinite(self.kl_coef)):
             raise ValueError(f"kl_coef must be finite and >= 0, got {self.kl_coef}; use 0.001")
         if self.kl_kind is None and self.kl_coef != 0.0:
-            raise ValueError(f"kl_coef={self.kl_coef} needs a kl_kind, got None; choose one of {KL_KINDS}")
+            raise ValueError(
+                f"kl_coef={self.kl_coef} needs a kl_kind, got None; choose one of {KL_KINDS}"
+            )
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}; use 0.001")
         if self.importance_cap is not None and not self.importance_cap > 0.0:
-            raise ValueError(f"importance_cap must be > 0, got {self.importance_cap}; use 2.0, or None to disable it")
+            raise ValueError(
+                f"importance_cap must be > 0, got {self.importance_cap}; use 2.0, or None to"
+                " disable it"
+            )
 
     def check_inputs(self, ref_logprobs: Tensor | None, rollout_logprobs: Tensor | None) -> None:
         """Raise ValueError when a term of the objective lacks the log-probabilities it needs."""
         if self.kl_kind is not None and ref_logprobs is None:
-            raise ValueError(f"kl_kind={self.kl_kind!r} needs ref_logprobs, got None; pass them or set kl_kind=None")
+            raise ValueError(
+                f"kl_kind={self.kl_kind!r} needs ref_logprobs, got None; pass them or set"
+                " kl_kind=None"
+            )
         if self.importance_cap is not None and rollout_logprobs is None:
             raise ValueError(
                 f"importance_cap={self.importance_cap} needs rollout_logprobs, got None; "
@@ -83,7 +99,8 @@ class PolicyObjective:
 
 @dataclass(frozen=True, slots=True)
 class PolicyStats:
-    """Per-token facts of one loss evaluation: all [T] float32, detached, 0 where the token's weight is 0.
+    """Per-token facts of one loss evaluation: all [T] float32, detached, 0 where the token's weight
+    is 0.
 
     Attributes:
         logprobs: log-probability of the label under the current weights.

@@ -1,7 +1,7 @@
 """The policy loss in plain torch: the specification of every kernel, and what CPU tensors run.
 
-Differentiable in any float dtype; arithmetic is float64 for float64 inputs and float32 for all others. Definitions of
-the terms: `objective.py`; of the split softmax: `vocab.py`.
+Differentiable in any float dtype; arithmetic is float64 for float64 inputs and float32 for all
+others. Definitions of the terms: `objective.py`; of the split softmax: `vocab.py`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def policy_loss_from_logprobs(
     """sum(weights * token_loss), differentiable in `logprobs` and `entropy`.
 
     Args:
-        logprobs, entropy: [T], of the current weights.
-        old_logprobs, advantages: [T], constants.
-        weights: [T]; mask, aggregation and global normaliser in one factor. 0 takes the token out: nothing of it, not
+        logprobs, entropy: [T], of the current weights. old_logprobs, advantages: [T], constants.
+        weights: [T]; mask, aggregation and global normaliser in one factor. 0 takes the token out:
+        nothing of it, not
             even a NaN, reaches the loss, the gradients or the statistics.
         objective: the token objective.
         ref_logprobs: [T], needed with `objective.kl_kind`.
@@ -60,7 +60,9 @@ def policy_loss_from_logprobs(
     log_ratio = torch.clamp(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = torch.exp(log_ratio)
     unclipped = -advantages * ratio
-    clipped = -advantages * torch.clamp(ratio, 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high)
+    clipped = -advantages * torch.clamp(
+        ratio, 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
+    )
     surrogate = torch.where(unclipped >= clipped, unclipped, clipped)
 
     is_dual_clipped = torch.zeros_like(active)
@@ -97,7 +99,9 @@ def policy_loss_from_logprobs(
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens of the policy, log-ratio clamped to +-20."""
+    """Per-token estimate of KL(policy || reference) from tokens of the policy, log-ratio clamped to
+    +-20.
+    """
     log_ratio = torch.clamp(ref_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
         return -log_ratio
@@ -106,7 +110,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def row_statistics(logits: Tensor, labels: Tensor, vocab_start: int) -> tuple[RowStatistics, Tensor, Tensor]:
+def row_statistics(
+    logits: Tensor, labels: Tensor, vocab_start: int
+) -> tuple[RowStatistics, Tensor, Tensor]:
     """Reduce one vocabulary shard to its statistics.
 
     Args:
@@ -115,11 +121,16 @@ def row_statistics(logits: Tensor, labels: Tensor, vocab_start: int) -> tuple[Ro
         vocab_start: global id of the first column.
 
     Returns:
-        The shard's statistics, exp(logits - peak) [T, V/tp] and peak [T], the largest logit of each row.
+        The shard's statistics, exp(logits - peak) [T, V/tp] and peak [T], the largest logit of each
+        row.
     """
     if logits.shape[1] == 0:
         zeros = logits.new_zeros(logits.shape[0])
-        return RowStatistics(torch.full_like(zeros, -torch.inf), zeros, zeros), logits.clone(), zeros
+        return (
+            RowStatistics(torch.full_like(zeros, -torch.inf), zeros, zeros),
+            logits.clone(),
+            zeros,
+        )
     peak = logits.amax(dim=1)
     exps = torch.exp_(logits - peak[:, None])
     total = exps.sum(dim=1)
@@ -130,7 +141,9 @@ def row_statistics(logits: Tensor, labels: Tensor, vocab_start: int) -> tuple[Ro
 
 
 def local_labels(labels: Tensor, vocab_start: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each label in this shard (0 where it has none) and whether it has one: [T] int64 and bool."""
+    """Column of each label in this shard (0 where it has none) and whether it has one: [T] int64
+    and bool.
+    """
     local = labels - vocab_start
     is_local = (local >= 0) & (local < num_columns)
     return torch.where(is_local, local, 0), is_local
@@ -148,8 +161,9 @@ def logits_gradient_(
 ) -> Tensor:
     """d loss / d logits, written over `exps` = exp(logits - peak); shapes as in `row_statistics`.
 
-    d = d_logprob * (onehot - p) - d_entropy * p * (logits - mean), with p = exp(logits - lse) over the whole
-    vocabulary. The one-hot is added in the compute dtype: rounding to a narrower dtype comes after the subtraction.
+    d = d_logprob * (onehot - p) - d_entropy * p * (logits - mean), with p = exp(logits - lse) over
+    the whole vocabulary. The one-hot is added in the compute dtype: rounding to a narrower dtype
+    comes after the subtraction.
     """
     if exps.shape[1] == 0:
         return exps
@@ -177,7 +191,14 @@ class _LogprobEntropy(torch.autograd.Function):
     def backward(ctx, d_logprobs, d_entropy):
         logits, scaled, exps, peak, labels, *rows = ctx.saved_tensors
         d_scaled = logits_gradient_(
-            exps.clone(), peak, scaled, labels, ctx.vocab_start, RowStatistics(*rows), d_logprobs, d_entropy
+            exps.clone(),
+            peak,
+            scaled,
+            labels,
+            ctx.vocab_start,
+            RowStatistics(*rows),
+            d_logprobs,
+            d_entropy,
         )
         d_logits = logits.detach() if ctx.inplace else torch.empty_like(logits)
         d_logits[:, : d_scaled.shape[1]] = d_scaled / ctx.temperature
@@ -198,13 +219,12 @@ def logprob_entropy(
     """Log-probability of each label and entropy of each row, differentiable in `logits`.
 
     Args:
-        logits: [T, V/tp], this rank's vocabulary shard.
-        labels: [T] int64 global ids.
-        temperature: divides the logits.
-        vocab_start: global id of the shard's first column.
-        vocab_valid: size of the whole vocabulary without padding; padded columns get probability 0.
-        group: tensor-parallel group, for one all-gather of [3, T]. None: `logits` is the whole vocabulary.
-        inplace_backward: write the gradient over `logits`. Saves [T, V/tp]; for logits that nothing else will read.
+        logits: [T, V/tp], this rank's vocabulary shard. labels: [T] int64 global ids. temperature:
+        divides the logits. vocab_start: global id of the shard's first column. vocab_valid: size of
+        the whole vocabulary without padding; padded columns get probability 0. group:
+        tensor-parallel group, for one all-gather of [3, T]. None: `logits` is the whole vocabulary.
+        inplace_backward: write the gradient over `logits`. Saves [T, V/tp]; for logits that nothing
+        else will read.
 
     Returns:
         logprobs [T] and entropy [T], float64 for float64 logits and float32 for all others.
@@ -233,14 +253,18 @@ def policy_loss(
     vocab_valid: int | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """`policy_loss_from_logprobs` of `logprob_entropy`, differentiable in `logits`, which it may overwrite.
+    """`policy_loss_from_logprobs` of `logprob_entropy`, differentiable in `logits`, which it may
+    overwrite.
 
-    On CUDA the gradient is written over `logits` while the loss is computed: use it on logits that nothing else reads.
+    On CUDA the gradient is written over `logits` while the loss is computed: use it on logits that
+    nothing else reads.
 
     Args:
-        logits, labels, temperature, vocab_start, vocab_valid, group: see `logprob_entropy`. The labels of rows with
+        logits, labels, temperature, vocab_start, vocab_valid, group: see `logprob_entropy`. The
+        labels of rows with
             weight 0 are ignored.
-        old_logprobs, advantages, weights, objective, ref_logprobs, rollout_logprobs: see `policy_loss_from_logprobs`.
+        old_logprobs, advantages, weights, objective, ref_logprobs, rollout_logprobs: see
+        `policy_loss_from_logprobs`.
 
     Raises:
         ValueError: see both functions.

@@ -1,7 +1,8 @@
 """Advantage estimation and the value loss in plain torch: the specification of the scan kernels.
 
-GAE: arXiv:1506.02438 eq. (16), over the sampled tokens of a trajectory: the successor of a sampled token is the next
-sampled token, whatever the environment wrote in between. Bi-level GAE (turns, then tokens): RAGEN, arXiv:2504.20073.
+GAE: arXiv:1506.02438 eq. (16), over the sampled tokens of a trajectory: the successor of a sampled
+token is the next sampled token, whatever the environment wrote in between. Bi-level GAE (turns,
+then tokens): RAGEN, arXiv:2504.20073.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ CONSTANT_STD = 1e-6
 
 
 class AdvantageEstimate(NamedTuple):
-    """Attributes:
-    advantages: [T], 0 where not sampled; float32, or float64 where the reference gets float64 rewards.
-    returns: [T], advantages + values, 0 where not sampled; same dtype.
-    moments: [S, 3], per trajectory the count, sum and sum of squares of its advantages, for whitening; same dtype.
+    """Attributes: advantages: [T], 0 where not sampled; float32, or float64 where the reference
+    gets float64 rewards. returns: [T], advantages + values, 0 where not sampled; same dtype.
+    moments: [S, 3], per trajectory the count, sum and sum of squares of its advantages, for
+    whitening; same dtype.
     """
 
     advantages: Tensor
@@ -64,10 +65,11 @@ def gae(
 ) -> AdvantageEstimate:
     """Generalised advantage estimation over packed trajectories, token-level or bi-level.
 
-    Token level: A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1} over the sampled tokens i of a trajectory, with
-    V = A = 0 behind the last. Bi-level, with `turn_ends`: the last token e_k of turn k gets the turn's advantage
-    A_{e_k} = r_{e_k} + turn_gamma V_{e_{k+1}} - V_{e_k} + turn_gamma turn_lam A_{e_{k+1}}, and the other tokens follow
-    the token-level rule, which starts anew from it in every turn. All in float64, by doubling instead of a loop.
+    Token level: A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1} over the sampled tokens i of a
+    trajectory, with V = A = 0 behind the last. Bi-level, with `turn_ends`: the last token e_k of
+    turn k gets the turn's advantage A_{e_k} = r_{e_k} + turn_gamma V_{e_{k+1}} - V_{e_k} +
+    turn_gamma turn_lam A_{e_{k+1}}, and the other tokens follow the token-level rule, which starts
+    anew from it in every turn. All in float64, by doubling instead of a loop.
 
     Args:
         rewards, values: [T] float; entries that were not sampled are ignored.
@@ -96,7 +98,9 @@ def gae(
         ends = is_end.nonzero().squeeze(1)  # [K]
         r_end, v_end, has_next_turn = r[ends], v[ends], _continues(owners[ends])
         turn_deltas = r_end + turn_gamma * _next(v_end, has_next_turn) - v_end
-        turn_advantages = _accumulate_from_right(turn_deltas, turn_gamma * turn_lam, has_next_turn, longest)
+        turn_advantages = _accumulate_from_right(
+            turn_deltas, turn_gamma * turn_lam, has_next_turn, longest
+        )
         deltas = deltas.index_copy(0, ends, turn_advantages)
         in_chain = in_chain & ~is_end
     advantages = _accumulate_from_right(deltas, gamma * lam, in_chain, longest)
@@ -127,8 +131,9 @@ def _next(x: Tensor, continues: Tensor) -> Tensor:
 def _accumulate_from_right(deltas: Tensor, decay: float, continues: Tensor, longest: int) -> Tensor:
     """Solve x_i = deltas_i + decay x_{i+1} for all i at once, x_{i+1} = 0 where the chain ends.
 
-    Doubling: after n rounds `totals` sums up to 2^n terms of a chain and `decays` holds decay^(2^n), 0 behind a chain's
-    end, so log2(`longest`) rounds reach every end of chains of at most that length.
+    Doubling: after n rounds `totals` sums up to 2^n terms of a chain and `decays` holds
+    decay^(2^n), 0 behind a chain's end, so log2(`longest`) rounds reach every end of chains of at
+    most that length.
     """
     totals, decays = deltas, decay * continues.to(deltas.dtype)
     shift = 1
@@ -147,13 +152,14 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def whiten(advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+def whiten(
+    advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8
+) -> Tensor:
     """(A - mean) / sqrt(var + epsilon) at the sampled tokens, 0 elsewhere; float64 inside.
 
     Args:
-        advantages: [T].
-        loss_mask: [T] bool.
-        moments: [3] count, sum and sum of squares over all ranks: the sum of `AdvantageEstimate.moments`. With fewer
+        advantages: [T]. loss_mask: [T] bool. moments: [3] count, sum and sum of squares over all
+        ranks: the sum of `AdvantageEstimate.moments`. With fewer
             than two tokens the (unbiased) variance counts as 1.
 
     Returns:
@@ -169,11 +175,13 @@ def whiten(advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: f
 
 @torch.no_grad()
 def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
-    """Group-relative advantage of whole trajectories: (score - group mean) / group std; float64 inside.
+    """Group-relative advantage of whole trajectories: (score - group mean) / group std; float64
+    inside.
 
-    GRPO, arXiv:2402.03300 section 4.1.2; without the division Dr.GRPO, arXiv:2503.20783. The standard deviation is the
-    unbiased one. A group whose standard deviation is at most CONSTANT_STD is constant, also the only trajectory of a
-    group, and gets 0: the threshold takes the place of an epsilon in the divisor, which would scale every other group.
+    GRPO, arXiv:2402.03300 section 4.1.2; without the division Dr.GRPO, arXiv:2503.20783. The
+    standard deviation is the unbiased one. A group whose standard deviation is at most CONSTANT_STD
+    is constant, also the only trajectory of a group, and gets 0: the threshold takes the place of
+    an epsilon in the divisor, which would scale every other group.
 
     Args:
         scores: [S] float, one per trajectory.
@@ -198,7 +206,10 @@ def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = T
 def check_groups(scores: Tensor, group_ids: Tensor) -> None:
     """Raise ValueError unless every trajectory has one score and one group."""
     if scores.shape != group_ids.shape or scores.dim() != 1:
-        raise ValueError(f"need scores [S] and group_ids [S], got {tuple(scores.shape)} and {tuple(group_ids.shape)}")
+        raise ValueError(
+            f"need scores [S] and group_ids [S], got {tuple(scores.shape)} and"
+            f" {tuple(group_ids.shape)}"
+        )
 
 
 def check_value_clip(clip: float | None) -> None:
@@ -212,8 +223,8 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Half squared error of the critic with the clipped branch of PPO, differentiable in `values`.
 
-    loss = sum(weights * 0.5 * max((v - R)^2, (v_clipped - R)^2)) with v_clipped = old + clip(v - old, -clip, clip). At
-    a tie the unclipped branch is taken.
+    loss = sum(weights * 0.5 * max((v - R)^2, (v_clipped - R)^2)) with v_clipped = old + clip(v -
+    old, -clip, clip). At a tie the unclipped branch is taken.
 
     Args:
         values, old_values, returns: [T].

@@ -1,7 +1,8 @@
 """Compile a Triton kernel for sm_90 without a GPU and count what its machine code uses.
 
-A row kernel at the limit of HBM has 13.8 instructions and 1.7 exponentials per bf16 element before arithmetic, not
-memory, becomes the bottleneck of an H200; these counts are that test without the device.
+A row kernel at the limit of HBM has 13.8 instructions and 1.7 exponentials per bf16 element before
+arithmetic, not memory, becomes the bottleneck of an H200; these counts are that test without the
+device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class KernelReport:
 
     @property
     def streams(self) -> tuple[LoopCount, ...]:
-        """The loops that walk a row through asynchronous copies; tails and zero fills are not among them."""
+        """The loops that walk a row through asynchronous copies; tails and zero fills are not among
+        them.
+        """
         return tuple(loop for loop in self.loops if loop.async_copies)
 
 
@@ -61,7 +64,9 @@ def compile_kernel(
     aligned: frozenset[str],
     max_registers: int | None = None,
 ) -> Any:
-    """Compile for sm_90 as a launch would whose integers `aligned`, and whose pointers, are divisible by 16."""
+    """Compile for sm_90 as a launch would whose integers `aligned`, and whose pointers, are
+    divisible by 16.
+    """
     names = kernel.arg_names
     attributes = {
         (index,): [["tt.divisibility", 16]]
@@ -75,12 +80,16 @@ def compile_kernel(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs=attributes,
     )
-    options = {"num_warps": num_warps} | ({} if max_registers is None else {"maxnreg": max_registers})
+    options = {"num_warps": num_warps} | (
+        {} if max_registers is None else {"maxnreg": max_registers}
+    )
     return triton.compile(source, target=HOPPER, options=options)
 
 
 def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
-    """Disassemble a compiled kernel. `elements_per_thread`: row elements that one pass of an inner loop covers."""
+    """Disassemble a compiled kernel. `elements_per_thread`: row elements that one pass of an inner
+    loop covers.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -102,7 +111,9 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
 
 def run_tool(name: str, *arguments: str) -> str:
     """Standard output of a CUDA binary utility that triton ships."""
-    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [TOOLS / name, *arguments], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def ptxas_version() -> str:
@@ -125,7 +136,11 @@ def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:
         start = labels.get(branch.group(1), end + 1) if branch else end + 1
         if end - start >= MIN_LOOP_INSTRUCTIONS:
             spans.append((start, end))
-    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in spans)]
+    inner = [
+        (a, b)
+        for a, b in spans
+        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in spans)
+    ]
     loops = []
     for start, end in inner:
         body = instructions[start : end + 1]

@@ -1,4 +1,6 @@
-"""What the machine code of every kernel uses on sm_90, as rows for a report, as text and as Markdown. Needs no GPU."""
+"""What the machine code of every kernel uses on sm_90, as rows for a report, as text and as
+Markdown. Needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 
 from ragen_kernels.kernel_budgets import KernelConfig, all_configs
 
-HEADER = f"{'kernel':38s} {'regs':>5s} {'spill':>6s} {'smem':>7s} {'instr/elem':>11s} {'ex2/elem':>9s}"
+HEADER = (
+    f"{'kernel':38s} {'regs':>5s} {'spill':>6s} {'smem':>7s} {'instr/elem':>11s} {'ex2/elem':>9s}"
+)
 COLUMNS = (
     "kernel", "configuration", "warps", "registers", "spills", "shared memory", "instructions / element",
     "exponentials / element", "asynchronous copies", "wgmma", "TMA",
@@ -71,7 +75,9 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, Any]) -> str:
     page = PREAMBLE.format(**{name: versions[name] for name in ("date", "triton", "ptxas")})
     lines = [COLUMNS, ("---",) * len(COLUMNS)]
     for row in rows:
-        counts = [f"{row[key]:.2f}" for key in ("instructions_per_element", "exponentials_per_element")]
+        counts = [
+            f"{row[key]:.2f}" for key in ("instructions_per_element", "exponentials_per_element")
+        ]
         kernel, _, configuration = row["name"].partition(" ")
         lines.append((
             kernel.rstrip(","), configuration or "-", row["num_warps"], row["registers"], row["spill_instructions"],

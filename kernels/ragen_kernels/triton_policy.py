@@ -1,9 +1,10 @@
 """Logits to log-probabilities or to the policy loss, on Triton.
 
-`policy_loss` needs one read of the logits from HBM: a program reduces a row, evaluates the token objective in
-registers, and writes the gradient over the row while that is still in L2. One persistent program per multiprocessor
-keeps the rows in flight (132 x 304 KB at V = 151936) below the capacity of L2. Under tensor parallelism the statistics
-of a row cross ranks in between, so there it is two kernels.
+`policy_loss` needs one read of the logits from HBM: a program reduces a row, evaluates the token
+objective in registers, and writes the gradient over the row while that is still in L2. One
+persistent program per multiprocessor keeps the rows in flight (132 x 304 KB at V = 151936) below
+the capacity of L2. Under tensor parallelism the statistics of a row cross ranks in between, so
+there it is two kernels.
 """
 
 from __future__ import annotations
@@ -37,13 +38,21 @@ from ragen_kernels.triton_token import (
     token_objective,
     unpack_outputs,
 )
-from ragen_kernels.vocab import RowStatistics, VocabShard, check_rows, reduce_over_group, vocab_shard
+from ragen_kernels.vocab import (
+    RowStatistics,
+    VocabShard,
+    check_rows,
+    reduce_over_group,
+    vocab_shard,
+)
 
-# One program per multiprocessor has to keep enough bytes in flight alone: wider than the kernels of one row each.
+# One program per multiprocessor has to keep enough bytes in flight alone: wider than the kernels of
+# one row each.
 BLOCK = 16384
 NUM_WARPS = 16
-# Every odd size costs registers, of which half as many threads have twice as many: in vocabularies of which the last block has
-# an odd rest, and in rows that start anywhere, which are loaded element by element.
+# Every odd size costs registers, of which half as many threads have twice as many: in vocabularies
+# of which the last block has an odd rest, and in rows that start anywhere, which are loaded element
+# by element.
 ODD_VOCABULARY_BLOCK = 8192
 ODD_ROWS_BLOCK = 4096
 ODD_WARPS = 8
@@ -66,7 +75,9 @@ def policy_row_kernel(
     DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
     ENTROPY_GRADIENT: tl.constexpr, WRITE_GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Rows of logits -> outputs [10, T] and, over DX, the gradient of the weighted loss; weight 0 gives zeros."""
+    """Rows of logits -> outputs [10, T] and, over DX, the gradient of the weighted loss; weight 0
+    gives zeros.
+    """
     inverse_temperature = scale * LN2
     first = tl.program_id(0).to(tl.int64)
     for turn in range(0, tl.cdiv(num_rows - tl.program_id(0), tl.num_programs(0))):
@@ -117,9 +128,13 @@ def launch_policy_rows(
     shard: VocabShard,
     temperature: float,
 ) -> Tensor:
-    """Outputs [10, T] of an unsplit vocabulary; the gradient goes to `out` (`logits`, another buffer, or None)."""
+    """Outputs [10, T] of an unsplit vocabulary; the gradient goes to `out` (`logits`, another
+    buffer, or None).
+    """
     assert shard.start == 0, "a split vocabulary needs its statistics reduced first"
-    assert logits.stride(1) == 1 and (out is None or out.stride(1) == 1), "rows must have contiguous columns"
+    assert logits.stride(1) == 1 and (out is None or out.stride(1) == 1), (
+        "rows must have contiguous columns"
+    )
     num_rows = len(labels)
     outputs = logits.new_empty((NUM_OUTPUTS, num_rows), dtype=torch.float32)
     if num_rows:
@@ -185,7 +200,9 @@ class _LogprobEntropy(torch.autograd.Function):
         if ctx.inplace:
             out = logits.detach()
             torch.autograd.graph.increment_version(logits)
-        d_logits = launch_gradient(logits, out, labels, rows, d_logprobs, d_entropy, ctx.shard, ctx.temperature)
+        d_logits = launch_gradient(
+            logits, out, labels, rows, d_logprobs, d_entropy, ctx.shard, ctx.temperature
+        )
         return d_logits, None, None, None, None
 
 
@@ -199,7 +216,8 @@ def logprob_entropy(
     group: ProcessGroup | None = None,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.logprob_entropy`; results are float32. A label outside the vocabulary gives NaN.
+    """See `reference.logprob_entropy`; results are float32. A label outside the vocabulary gives
+    NaN.
 
     Checking the labels here would make the host wait for the device.
     """
@@ -213,13 +231,21 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(ctx, logits, labels, terms, objective, shard, temperature):
         d_logits = logits.detach() if ctx.needs_input_grad[0] else None
         if is_split(shard):
-            rows = reduce_over_group(launch_statistics(logits, labels, shard, temperature), shard.group)
-            outputs, d_logprobs, d_entropy = launch_tokens(rows.logprobs, rows.entropy, terms, objective)
+            rows = reduce_over_group(
+                launch_statistics(logits, labels, shard, temperature), shard.group
+            )
+            outputs, d_logprobs, d_entropy = launch_tokens(
+                rows.logprobs, rows.entropy, terms, objective
+            )
             if d_logits is not None:
                 d_entropy = d_entropy if objective.entropy_coef else None
-                launch_gradient(logits, d_logits, labels, rows, d_logprobs, d_entropy, shard, temperature)
+                launch_gradient(
+                    logits, d_logits, labels, rows, d_logprobs, d_entropy, shard, temperature
+                )
         else:
-            outputs = launch_policy_rows(logits, d_logits, labels, terms, objective, shard, temperature)
+            outputs = launch_policy_rows(
+                logits, d_logits, labels, terms, objective, shard, temperature
+            )
         if d_logits is not None:
             torch.autograd.graph.increment_version(logits)
         ctx.d_logits = d_logits
@@ -229,7 +255,9 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss, _):
         if ctx.d_logits is None:
-            raise RuntimeError("the gradient of policy_loss was handed out already: evaluate the loss again")
+            raise RuntimeError(
+                "the gradient of policy_loss was handed out already: evaluate the loss again"
+            )
         d_logits, ctx.d_logits = ctx.d_logits, None
         return scale_(d_logits, d_loss), None, None, None, None, None
 
@@ -254,10 +282,14 @@ def policy_loss(
     vocab_valid: int | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """See `reference.policy_loss`. The gradient overwrites `logits`; an active label out of range gives NaN."""
+    """See `reference.policy_loss`. The gradient overwrites `logits`; an active label out of range
+    gives NaN.
+    """
     check_rows(logits, labels, temperature)
     objective.check_inputs(ref_logprobs, rollout_logprobs)
     shard = vocab_shard(logits.shape[1], vocab_start, vocab_valid, group)
     terms = contiguous_terms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs)
-    loss, outputs = _PolicyLoss.apply(logits, labels.contiguous(), terms, objective, shard, temperature)
+    loss, outputs = _PolicyLoss.apply(
+        logits, labels.contiguous(), terms, objective, shard, temperature
+    )
     return loss, unpack_outputs(outputs, objective)

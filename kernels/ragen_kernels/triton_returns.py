@@ -1,7 +1,8 @@
 """Advantages and the value loss on Triton: launch-bound work in one launch each.
 
-GAE is a composition of affine maps g -> a g + b, hence an associative scan; a token that was not sampled is the
-identity (1, 0). One program walks one trajectory from its end in blocks, each block a parallel scan.
+GAE is a composition of affine maps g -> a g + b, hence an associative scan; a token that was not
+sampled is the identity (1, 0). One program walks one trajectory from its end in blocks, each block
+a parallel scan.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from torch import Tensor
 
 from ragen_kernels import reference_returns
 from ragen_kernels.arguments import PER_TOKEN
-from ragen_kernels.reference_returns import AdvantageEstimate, check_gae_arguments, check_groups, check_value_clip
+from ragen_kernels.reference_returns import (
+    AdvantageEstimate,
+    check_gae_arguments,
+    check_groups,
+    check_value_clip,
+)
 
 SCAN_BLOCK = 2048
 SCAN_WARPS = 8
@@ -50,8 +56,9 @@ def gae_kernel(
     BI_LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per trajectory. The carries are those of the block to the right: advantages at its first token, values
-    behind it, since the lane on the left has read the first token's itself."""
+    """One program per trajectory. The carries are those of the block to the right: advantages at
+    its first token, values behind it, since the lane on the left has read the first token's itself.
+    """
     trajectory = tl.program_id(0)
     begin = tl.load(OFFSETS + trajectory).to(tl.int64)
     length = (tl.load(OFFSETS + trajectory + 1) - begin).to(tl.int32)
@@ -69,7 +76,9 @@ def gae_kernel(
         has_next = local + 1 < length
         next_sampled = tl.load(MASK + t + 1, mask=has_next, other=0) != 0
         v_right = tl.load(VALUES + t + 1, mask=next_sampled, other=0.0).to(tl.float32)
-        a, b = tl.associative_scan((tl.where(next_sampled, 0.0, 1.0), v_right), 0, compose, reverse=True)
+        a, b = tl.associative_scan(
+            (tl.where(next_sampled, 0.0, 1.0), v_right), 0, compose, reverse=True
+        )
         next_value = b + a * value_carry
         delta = r + gamma * next_value - v
         decay = tl.zeros((BLOCK,), tl.float32) + gamma * lam
@@ -77,7 +86,10 @@ def gae_kernel(
             is_end = sampled & (tl.load(TURN_ENDS + t, mask=inside, other=0) != 0)
             next_is_end = next_sampled & (tl.load(TURN_ENDS + t + 1, mask=has_next, other=0) != 0)
             a, b = tl.associative_scan(
-                (tl.where(next_is_end, 0.0, 1.0), tl.where(next_is_end, v_right, 0.0)), 0, compose, reverse=True
+                (tl.where(next_is_end, 0.0, 1.0), tl.where(next_is_end, v_right, 0.0)),
+                0,
+                compose,
+                reverse=True,
             )
             next_turn_value = b + a * turn_value_carry
             turn_delta = r + turn_gamma * next_turn_value - v
@@ -123,12 +135,17 @@ def whiten_kernel(ADVANTAGES, MASK, MOMENTS, OUT, size, epsilon, BLOCK: tl.const
     mask = token < size
     sampled = tl.load(MASK + token, mask=mask, other=0) != 0
     advantage = tl.load(ADVANTAGES + token, mask=sampled, other=0.0).to(tl.float32)
-    tl.store(OUT + token, tl.where(sampled, (advantage - mean) * factor, 0.0).to(tl.float32), mask=mask)
+    tl.store(
+        OUT + token, tl.where(sampled, (advantage - mean) * factor, 0.0).to(tl.float32), mask=mask
+    )
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
-def group_normalize_kernel(SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per trajectory, which looks for its group's members among all: no sorting, no atomics.
+def group_normalize_kernel(
+    SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per trajectory, which looks for its group's members among all: no sorting, no
+    atomics.
 
     In float64: the float32 mean of equal scores is off by enough to give them a standard deviation.
     """
@@ -156,7 +173,17 @@ def group_normalize_kernel(SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.co
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def value_loss_kernel(
-    VALUES, OLD, RETURNS, WEIGHTS, LOSSES, CLIPPED, D_VALUES, size, clip, CLIP: tl.constexpr, BLOCK: tl.constexpr
+    VALUES,
+    OLD,
+    RETURNS,
+    WEIGHTS,
+    LOSSES,
+    CLIPPED,
+    D_VALUES,
+    size,
+    clip,
+    CLIP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Weighted loss, clip flag and gradient of BLOCK tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -225,7 +252,9 @@ def as_bytes(mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whiten(advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+def whiten(
+    advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8
+) -> Tensor:
     """See `reference_returns.whiten`; the result is float32."""
     out = torch.empty_like(advantages, dtype=torch.float32)
     if len(out):

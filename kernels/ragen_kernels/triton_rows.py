@@ -1,8 +1,10 @@
-"""Kernels over rows of logits: softmax statistics with one read, and the gradient with one read and one write.
+"""Kernels over rows of logits: softmax statistics with one read, and the gradient with one read and
+one write.
 
-Base-2 exponentials, temperature folded into the exponent's factor. The statistics are a grouped online softmax: the
-elements of one 16-byte load share a running peak, so the rescaling costs one exponential per group instead of one per
-element and no lane talks to another before the end of the row.
+Base-2 exponentials, temperature folded into the exponent's factor. The statistics are a grouped
+online softmax: the elements of one 16-byte load share a running peak, so the rescaling costs one
+exponential per group instead of one per element and no lane talks to another before the end of the
+row.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ SCALE_PROGRAMS_PER_UNIT = 8
 
 @triton.jit
 def accumulate(x, peak, total, moment, scale, IS_TAIL: tl.constexpr):
-    """Add a tile x [groups, group] to the running peak of x * scale, sum of exponentials and sum of those times x."""
+    """Add a tile x [groups, group] to the running peak of x * scale, sum of exponentials and sum of
+    those times x.
+    """
     new_peak = tl.maximum(peak, tl.max(x, 1) * scale)
     rescale = tl.exp2(peak - new_peak)
     e = tl.exp2(x * scale - new_peak[:, None])
@@ -38,7 +42,9 @@ def accumulate(x, peak, total, moment, scale, IS_TAIL: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(X, num_valid, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, EVICTION: tl.constexpr):
+def row_statistics(
+    X, num_valid, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, EVICTION: tl.constexpr
+):
     """Base-2 log-sum-exp and mean of x * scale over one row of logits."""
     NUM_GROUPS: tl.constexpr = BLOCK // GROUP
     peak = tl.full((NUM_GROUPS,), LOWEST, tl.float32)
@@ -48,21 +54,31 @@ def row_statistics(X, num_valid, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr
     whole = (num_valid // BLOCK) * BLOCK
     for start in tl.range(0, whole, BLOCK, num_stages=3):
         x = tl.load(X + start + columns, eviction_policy=EVICTION).to(tl.float32)
-        peak, total, moment = accumulate(tl.reshape(x, (NUM_GROUPS, GROUP)), peak, total, moment, scale, False)
+        peak, total, moment = accumulate(
+            tl.reshape(x, (NUM_GROUPS, GROUP)), peak, total, moment, scale, False
+        )
     if whole < num_valid:
         mask = whole + columns < num_valid
-        x = tl.load(X + whole + columns, mask=mask, other=-float("inf"), eviction_policy=EVICTION).to(tl.float32)
-        peak, total, moment = accumulate(tl.reshape(x, (NUM_GROUPS, GROUP)), peak, total, moment, scale, True)
+        x = tl.load(
+            X + whole + columns, mask=mask, other=-float("inf"), eviction_policy=EVICTION
+        ).to(tl.float32)
+        peak, total, moment = accumulate(
+            tl.reshape(x, (NUM_GROUPS, GROUP)), peak, total, moment, scale, True
+        )
     row_peak = tl.max(peak, 0)
     factor = tl.exp2(peak - row_peak)
     row_total = tl.sum(total * factor, 0)
     row_moment = tl.sum(moment * factor, 0)
-    return row_peak + tl.log2(row_total), tl.where(row_total > 0, scale * row_moment / row_total, 0.0)
+    return row_peak + tl.log2(row_total), tl.where(
+        row_total > 0, scale * row_moment / row_total, 0.0
+    )
 
 
 @triton.jit
 def load_target(X, label, vocab_start, num_valid, num_entries):
-    """(column of the label in this shard, is it here, its logit: 0 elsewhere and NaN for an impossible label)."""
+    """(column of the label in this shard, is it here, its logit: 0 elsewhere and NaN for an
+    impossible label).
+    """
     is_local = (label >= vocab_start) & (label < vocab_start + num_valid)
     column = tl.where(is_local, label - vocab_start, 0).to(tl.int32)
     target = tl.load(X + column, mask=is_local, other=0.0).to(tl.float32)
@@ -86,10 +102,11 @@ def write_gradient(
     BLOCK: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
 ):
-    """p * (constant + slope * x) over one row, d_target more at the label, 0 in the padding. DX may be X.
+    """p * (constant + slope * x) over one row, d_target more at the label, 0 in the padding. DX may
+    be X.
 
-    The label's element is computed again in float32 and stored last, so that no element pays for the comparison and
-    the subtraction p - 1 is not rounded to the dtype of DX before it happens.
+    The label's element is computed again in float32 and stored last, so that no element pays for
+    the comparison and the subtraction p - 1 is not rounded to the dtype of DX before it happens.
     """
     columns = tl.arange(0, BLOCK)
     whole = (num_valid // BLOCK) * BLOCK
@@ -112,7 +129,11 @@ def write_gradient(
                 d_tail = p_tail * (constant + slope * x_tail)
             else:
                 d_tail = p_tail * constant
-            tl.store(DX + start + columns, d_tail.to(DX.dtype.element_ty), mask=start + columns < num_columns)
+            tl.store(
+                DX + start + columns,
+                d_tail.to(DX.dtype.element_ty),
+                mask=start + columns < num_columns,
+            )
     tl.debug_barrier()
     p_target = tl.exp2(target * scale - lse2)
     if WITH_ENTROPY:
@@ -166,11 +187,15 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
 ):
-    """One program per row: d loss / d logits from the global statistics and the gradients of (logprob, entropy)."""
+    """One program per row: d loss / d logits from the global statistics and the gradients of
+    (logprob, entropy).
+    """
     row = tl.program_id(0).to(tl.int64)
     X += row * stride
     inverse_temperature = scale * LN2
-    column, is_local, target = load_target(X, tl.load(LABELS + row), vocab_start, num_valid, num_entries)
+    column, is_local, target = load_target(
+        X, tl.load(LABELS + row), vocab_start, num_valid, num_entries
+    )
     d_target = tl.load(D_LOGPROBS + row).to(tl.float32) * inverse_temperature
     constant, slope = -d_target, 0.0
     if WITH_ENTROPY:
@@ -212,11 +237,21 @@ def scale_kernel(X, FACTOR, num_rows, num_columns, stride, BLOCK: tl.constexpr):
 
 
 def scale_(rows: Tensor, factor: Tensor) -> Tensor:
-    """Multiply [T, N] in place with a scalar tensor; nearly free where that is 1, without asking the device."""
+    """Multiply [T, N] in place with a scalar tensor; nearly free where that is 1, without asking
+    the device.
+    """
     if rows.numel():
-        num_programs = min(len(rows), SCALE_PROGRAMS_PER_UNIT * num_persistent_programs(rows.device))
+        num_programs = min(
+            len(rows), SCALE_PROGRAMS_PER_UNIT * num_persistent_programs(rows.device)
+        )
         scale_kernel[(num_programs,)](
-            rows, factor, len(rows), rows.shape[1], rows.stride(0), BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS
+            rows,
+            factor,
+            len(rows),
+            rows.shape[1],
+            rows.stride(0),
+            BLOCK=SCALE_BLOCK,
+            num_warps=NUM_WARPS,
         )
     return rows
 
@@ -226,7 +261,9 @@ def group_size(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
-def launch_statistics(logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> RowStatistics:
+def launch_statistics(
+    logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float
+) -> RowStatistics:
     """Shard statistics of logits [T, V/tp] with unit column stride; [T] float32 each."""
     assert logits.stride(1) == 1, "the kernel walks rows of contiguous columns"
     statistics = RowStatistics(*logits.new_empty((3, logits.shape[0]), dtype=torch.float32))
@@ -258,7 +295,9 @@ def launch_gradient(
     temperature: float,
 ) -> Tensor:
     """d loss / d logits [T, V/tp] into `out`, which may be `logits`."""
-    assert logits.stride(1) == 1 and out.stride(1) == 1, "the kernel walks rows of contiguous columns"
+    assert logits.stride(1) == 1 and out.stride(1) == 1, (
+        "the kernel walks rows of contiguous columns"
+    )
     if len(labels):
         gradient_kernel[(len(labels),)](
             logits,

@@ -1,4 +1,6 @@
-"""The token objective of `objective.py` as Triton code: one definition for the row kernel and the token kernel."""
+"""The token objective of `objective.py` as Triton code: one definition for the row kernel and the
+token kernel.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK = 256
 NUM_WARPS = 4
 
-# Rows of the [10, T] float32 output buffer: the weighted loss, then the fields of PolicyStats in their order.
+# Rows of the [10, T] float32 output buffer: the weighted loss, then the fields of PolicyStats in
+# their order.
 NUM_OUTPUTS = 10
 
 
@@ -24,7 +27,9 @@ NUM_OUTPUTS = 10
 def clamped_difference(a, b):
     """a - b clamped to +-20, and whether it was inside, where the clamp has gradient 1."""
     difference = a - b
-    return tl.minimum(tl.maximum(difference, -BOUND), BOUND), (difference >= -BOUND) & (difference <= BOUND)
+    return tl.minimum(tl.maximum(difference, -BOUND), BOUND), (difference >= -BOUND) & (
+        difference <= BOUND
+    )
 
 
 @triton.jit
@@ -45,7 +50,9 @@ def token_objective(
     KL: tl.constexpr,
     IMPORTANCE: tl.constexpr,
 ):
-    """(token loss, its derivative in logprob, ratio, low, high, dual, kl, importance, ref_kl) of one token or many."""
+    """(token loss, its derivative in logprob, ratio, low, high, dual, kl, importance, ref_kl) of
+    one token or many.
+    """
     log_ratio, is_inside = clamped_difference(logprob, old_logprob)
     ratio = tl.exp2(log_ratio * LOG2E)
     unclipped = -advantage * ratio
@@ -84,7 +91,9 @@ def token_objective(
 
 
 @triton.jit
-def store_outputs(OUT, size, token, mask, loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl):
+def store_outputs(
+    OUT, size, token, mask, loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl
+):
     """Write the [10, size] outputs of the tokens where `mask`."""
     tl.store(OUT + token, loss, mask=mask)
     tl.store(OUT + size + token, logprob, mask=mask)
@@ -122,7 +131,9 @@ def token_kernel(
     IMPORTANCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens; all 0 where the weight is 0."""
+    """Weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens; all 0 where
+    the weight is 0.
+    """
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = token < size
     weight = tl.load(WEIGHTS + token, mask=mask, other=0.0).to(tl.float32)
@@ -132,7 +143,9 @@ def token_kernel(
     old_logprob = tl.load(OLD + token, mask=active, other=0.0).to(tl.float32)
     advantage = tl.load(ADVANTAGES + token, mask=active, other=0.0).to(tl.float32)
     ref_logprob = tl.load(REF + token, mask=active, other=0.0).to(tl.float32) if KL else logprob
-    rollout_logprob = tl.load(ROLLOUT + token, mask=active, other=0.0).to(tl.float32) if IMPORTANCE else logprob
+    rollout_logprob = (
+        tl.load(ROLLOUT + token, mask=active, other=0.0).to(tl.float32) if IMPORTANCE else logprob
+    )
     loss, d_logprob, ratio, low, high, dual, kl, importance, ref_kl = token_objective(
         logprob,
         entropy,
@@ -172,7 +185,9 @@ def token_kernel(
 
 
 def objective_arguments(objective: PolicyObjective) -> dict[str, float | bool | int]:
-    """The objective as kernel arguments: numbers at run time, so that only its shape is compiled in."""
+    """The objective as kernel arguments: numbers at run time, so that only its shape is compiled
+    in.
+    """
     return {
         "lower": 1.0 - objective.clip_ratio_low,
         "upper": 1.0 + objective.clip_ratio_high,
@@ -245,10 +260,14 @@ def policy_loss_from_logprobs(
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """See `reference.policy_loss_from_logprobs`; arithmetic is float32, one launch for loss and gradients."""
+    """See `reference.policy_loss_from_logprobs`; arithmetic is float32, one launch for loss and
+    gradients.
+    """
     objective.check_inputs(ref_logprobs, rollout_logprobs)
     terms = contiguous_terms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs)
-    loss, outputs = _PolicyLossFromLogprobs.apply(logprobs.contiguous(), entropy.contiguous(), terms, objective)
+    loss, outputs = _PolicyLossFromLogprobs.apply(
+        logprobs.contiguous(), entropy.contiguous(), terms, objective
+    )
     return loss, unpack_outputs(outputs, objective)
 
 
@@ -267,4 +286,6 @@ def contiguous_terms(
         "ref_logprobs": ref_logprobs,
         "rollout_logprobs": rollout_logprobs,
     }
-    return {name: None if term is None else term.detach().contiguous() for name, term in terms.items()}
+    return {
+        name: None if term is None else term.detach().contiguous() for name, term in terms.items()
+    }

@@ -1,8 +1,9 @@
 """One softmax over a vocabulary that is split over tensor-parallel ranks.
 
-Every rank reduces its shard to three numbers per row; one all-gather of [3, T] makes them global. With shard
-log-sum-exps l_r and shard means m_r = E_{p_r}[x]: l = logsumexp_r(l_r), m = sum_r exp(l_r - l) m_r, and the target
-logit is the sum over ranks, because every rank but its owner contributes 0. The entropy is l - m.
+Every rank reduces its shard to three numbers per row; one all-gather of [3, T] makes them global.
+With shard log-sum-exps l_r and shard means m_r = E_{p_r}[x]: l = logsumexp_r(l_r), m = sum_r
+exp(l_r - l) m_r, and the target logit is the sum over ranks, because every rank but its owner
+contributes 0. The entropy is l - m.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def combine_shards(lse: Tensor, mean: Tensor, target: Tensor) -> RowStatistics:
 
 
 def reduce_over_group(local: RowStatistics, group: dist.ProcessGroup | None) -> RowStatistics:
-    """Make shard statistics global with one all-gather; the identity without rows, without a group, or alone in it."""
+    """Make shard statistics global with one all-gather; the identity without rows, without a group,
+    or alone in it.
+    """
     if group is None or dist.get_world_size(group) == 1 or local.lse.numel() == 0:
         return local
     packed = torch.stack(tuple(local))  # [3, T]
@@ -55,10 +58,9 @@ class VocabShard:
     """The columns of the vocabulary that this rank holds.
 
     Attributes:
-        start: global id of the first column.
-        num_valid: leading columns that are real entries; those behind are padding with probability 0.
-        num_entries: real entries of the whole vocabulary.
-        group: tensor-parallel group, None for an unsplit vocabulary.
+        start: global id of the first column. num_valid: leading columns that are real entries;
+        those behind are padding with probability 0. num_entries: real entries of the whole
+        vocabulary. group: tensor-parallel group, None for an unsplit vocabulary.
     """
 
     start: int
@@ -70,8 +72,9 @@ class VocabShard:
         """Raise ValueError for a label outside the vocabulary. Reads the labels on the host."""
         if labels.numel() and not (0 <= int(labels.min()) and int(labels.max()) < self.num_entries):
             raise ValueError(
-                f"labels must be in [0, {self.num_entries}), got {int(labels.min())}..{int(labels.max())}; "
-                "give masked rows weight 0 (or active=False), or a valid label"
+                f"labels must be in [0, {self.num_entries}), got"
+                f" {int(labels.min())}..{int(labels.max())}; give masked rows weight 0 (or"
+                " active=False), or a valid label"
             )
 
 
@@ -88,8 +91,8 @@ def vocab_shard(
     num_entries = num_columns * size if vocab_valid is None else vocab_valid
     if not 1 <= num_entries <= num_columns * size:
         raise ValueError(
-            f"vocab_valid must be in [1, {num_columns * size}], the columns of all {size} shards, got {vocab_valid}; "
-            "pass the size of the vocabulary without padding"
+            f"vocab_valid must be in [1, {num_columns * size}], the columns of all {size} shards,"
+            f" got {vocab_valid}; pass the size of the vocabulary without padding"
         )
     num_valid = min(max(num_entries - vocab_start, 0), num_columns)
     return VocabShard(vocab_start, num_valid, num_entries, group)
@@ -99,8 +102,11 @@ def check_rows(rows: Tensor, labels: Tensor, temperature: float) -> None:
     """Raise ValueError unless there is one label per row and the temperature is usable."""
     if rows.dim() != 2 or labels.shape != rows.shape[:1]:
         raise ValueError(
-            f"need one label per row: rows [T, .] and labels [T], got {tuple(rows.shape)} and {tuple(labels.shape)}; "
-            "flatten batch and sequence first"
+            f"need one label per row: rows [T, .] and labels [T], got {tuple(rows.shape)} and"
+            f" {tuple(labels.shape)}; flatten batch and sequence first"
         )
     if not temperature > 0.0:
-        raise ValueError(f"temperature must be > 0, got {temperature}; use 1.0, greedy decoding has no log-probability")
+        raise ValueError(
+            f"temperature must be > 0, got {temperature}; use 1.0, greedy decoding has no"
+            " log-probability"
+        )

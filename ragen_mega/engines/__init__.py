@@ -1,0 +1,3 @@
+"""Rollout engines behind the protocol of `rollout.engine`: one in this process, one that serves by
+SGLang.
+"""

@@ -1,7 +1,7 @@
 """Turn a model's text into actions: `<think> ... </think> <answer> a || b </answer>`.
 
-The accepted language is RAGEN's (arXiv:2504.20073, appendix B); the search is linear in the text instead of a
-backtracking expression, whose cost on repeated tags grows with the cube of the length.
+The accepted language is RAGEN's (arXiv:2504.20073, appendix B); the search is linear in the text
+instead of a backtracking expression, whose cost on repeated tags grows with the cube of the length.
 """
 
 from __future__ import annotations
@@ -39,28 +39,38 @@ class ParsedResponse:
         return not (self.is_format_valid and self.is_action_valid)
 
 
-def parse_response(text: str, *, legal_actions: Sequence[str], think: bool, max_actions: int) -> ParsedResponse:
+def parse_response(
+    text: str, *, legal_actions: Sequence[str], think: bool, max_actions: int
+) -> ParsedResponse:
     """Parse what the model generated in one turn; no text raises.
 
-    With `think`, `text` follows a forced `<think>` tag that it does not contain itself. The first `max_actions` pieces
-    of the answer count; unknown ones among them are dropped and the rest still runs.
+    With `think`, `text` follows a forced `<think>` tag that it does not contain itself. The first
+    `max_actions` pieces of the answer count; unknown ones among them are dropped and the rest still
+    runs.
     """
     spans = _find_thought_and_answer("<think>" + text) if think else _find_answer(text)
     if spans is None:
         return ParsedResponse((), "", is_format_valid=False, has_invalid_action=False)
     thought, answer = (_MARKERS.sub("", span).strip() for span in spans)
     spelling = {name.lower(): name for name in legal_actions}
-    pieces = [piece for part in answer.split(ACTION_SEPARATOR) if (piece := part.strip())][:max_actions]
+    pieces = [piece for part in answer.split(ACTION_SEPARATOR) if (piece := part.strip())][
+        :max_actions
+    ]
     known = tuple(spelling[piece.lower()] for piece in pieces if piece.lower() in spelling)
-    return ParsedResponse(known, thought, is_format_valid=True, has_invalid_action=len(known) < len(pieces))
+    return ParsedResponse(
+        known, thought, is_format_valid=True, has_invalid_action=len(known) < len(pieces)
+    )
 
 
 def _find_thought_and_answer(text: str) -> tuple[str, str] | None:
     """What `<think>(.*?)</think>\\s*<answer>(.*?)</answer>` captures first.
 
-    Each tag may be matched at its first occurrence: whatever follows a later occurrence also follows the first one.
+    Each tag may be matched at its first occurrence: whatever follows a later occurrence also
+    follows the first one.
     """
-    thought_start = len("<think>")  # the forced tag opens the text, so the leftmost match starts there
+    thought_start = len(
+        "<think>"
+    )  # the forced tag opens the text, so the leftmost match starts there
     middle = _THOUGHT_TO_ANSWER.search(text, thought_start)
     if middle is None:
         return None

@@ -2,9 +2,10 @@
 
     {"set": "sokoban_6x6_1box", "seed": 123, "board": ["######", "##P_##", ...]}
 
-`seed` is the prompt seed that goes with the board; other keys are ignored. Sokoban boards use `# _ O X P S` and the
-check mark, FrozenLake boards `S F H G`. The packaged sets are the rooms and lakes that RAGEN (arXiv:2504.20073)
-validates on: seeds 123 to 378, without the 29 large rooms whose drawing depended on the process.
+`seed` is the prompt seed that goes with the board; other keys are ignored. Sokoban boards use `# _
+O X P S` and the check mark, FrozenLake boards `S F H G`. The packaged sets are the rooms and lakes
+that RAGEN (arXiv:2504.20073) validates on: seeds 123 to 378, without the 29 large rooms whose
+drawing depended on the process.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ragen_mega.environments.base import Environment, make
-from ragen_mega.environments.frozen_lake import parse_lake
-from ragen_mega.environments.sokoban_rooms import parse_room
+from ragen_mega.environments.protocol import Environment, make
+from ragen_mega.environments.worlds.frozen_lake.world import parse_lake
+from ragen_mega.environments.worlds.sokoban.rooms import parse_room
 
-_DATA = Path(__file__).parent / "data"
+_WORLDS = Path(__file__).parent / "worlds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class BoardEnvironment(Environment, Protocol):
 
 def packaged_sets() -> list[str]:
     """Names of the sets that come with the package."""
-    return sorted(path.stem for path in _DATA.glob("*.jsonl"))
+    return sorted(path.stem for path in _WORLDS.glob("*/boards/*.jsonl"))
 
 
 def has_packaged_boards(environment: Environment) -> bool:
@@ -55,10 +56,11 @@ def has_packaged_boards(environment: Environment) -> bool:
 
 
 def load_boards(path: str | Path | None, environment_name: str, **options: Any) -> list[Board]:
-    """The boards in `path` (None: the packaged ones) that fit the environment `environment_name` with `options`.
+    """The boards in `path` (None: the packaged ones) that fit the environment `environment_name`
+    with `options`.
 
-    A file may hold several sets; boards of another kind or size are left out. Raises ValueError, in one line, if a line
-    breaks a rule, the file cannot be read or nothing fits.
+    A file may hold several sets; boards of another kind or size are left out. Raises ValueError, in
+    one line, if a line breaks a rule, the file cannot be read or nothing fits.
     """
     environment = make(environment_name, **options)
     if not isinstance(environment, BoardEnvironment):
@@ -66,30 +68,37 @@ def load_boards(path: str | Path | None, environment_name: str, **options: Any) 
     if path is None:
         if not has_packaged_boards(environment):
             raise ValueError(
-                f"no packaged boards {environment.board_set} for environment {environment_name}; there are "
-                f"{', '.join(packaged_sets())}: pass a boards file or use seeds"
+                f"no packaged boards {environment.board_set} for environment {environment_name};"
+                f" there are {', '.join(packaged_sets())}: pass a boards file or use seeds"
             )
-        path = _DATA / f"{environment.board_set}.jsonl"
+        (path,) = _WORLDS.glob(f"*/boards/{environment.board_set}.jsonl")
     boards = read_boards(path)
     fitting = [board for board in boards if environment.accepts_board(board.rows)]
     if not fitting:
         raise ValueError(
-            f"{path}: none of its {len(boards)} boards (sets {', '.join(sorted({b.set for b in boards}))}) fits "
-            f"environment {environment_name} ({environment.board_set}); choose another file or other options"
+            f"{path}: none of its {len(boards)} boards (sets"
+            f" {', '.join(sorted({b.set for b in boards}))}) fits environment {environment_name}"
+            f" ({environment.board_set}); choose another file or other options"
         )
     return fitting
 
 
 def read_boards(path: str | Path) -> list[Board]:
-    """Every board of a file, strictly validated. Raises ValueError naming file, line, rule and value."""
+    """Every board of a file, strictly validated. Raises ValueError naming file, line, rule and
+    value.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot read the boards file as UTF-8 text ({error}); check the path") from error
+        raise ValueError(
+            f"{path}: cannot read the boards file as UTF-8 text ({error}); check the path"
+        ) from error
     lines = text.split("\n")  # not splitlines: JSON strings may hold other line separators
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
-        raise ValueError(f"{path}: a boards file holds one JSON object a line, but this one is empty")
+        raise ValueError(
+            f"{path}: a boards file holds one JSON object a line, but this one is empty"
+        )
     boards = []
     for number, line in numbered:
         try:
@@ -103,7 +112,9 @@ def _parse_line(line: str) -> Board:
     try:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not a JSON object ({error}): {line[:60]!r}; write one object a line") from error
+        raise ValueError(
+            f"not a JSON object ({error}): {line[:60]!r}; write one object a line"
+        ) from error
     if not isinstance(record, dict):
         raise ValueError(f"a line is a JSON object, not {line[:60]!r}")
     missing = [key for key in ("set", "seed", "board") if key not in record]
@@ -114,8 +125,14 @@ def _parse_line(line: str) -> Board:
         raise ValueError(f"set must be a name, not {_shown(name)}")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed must be a non-negative integer, not {_shown(seed)}")
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, str) and row for row in rows):
-        raise ValueError(f"board must be a list of rows, each a non-empty string, not {_shown(rows)}")
+    if (
+        not isinstance(rows, list)
+        or not rows
+        or not all(isinstance(row, str) and row for row in rows)
+    ):
+        raise ValueError(
+            f"board must be a list of rows, each a non-empty string, not {_shown(rows)}"
+        )
     if any("#" in row for row in rows):
         parse_room(rows)
     else:

@@ -1,7 +1,9 @@
-"""The multi-turn text protocol around one environment: prompts out, responses in, rewards and budgets kept.
+"""The multi-turn text protocol around one environment: prompts out, responses in, rewards and
+budgets kept.
 
-Source: RAGEN (arXiv:2504.20073, appendix B): at most 5 turns, 5 actions a turn and 10 actions a trajectory, -0.1 for a
-turn without a well-formed answer. Unlike the original the prompt announces the budget that is enforced.
+Source: RAGEN (arXiv:2504.20073, appendix B): at most 5 turns, 5 actions a turn and 10 actions a
+trajectory, -0.1 for a turn without a well-formed answer. Unlike the original the prompt announces
+the budget that is enforced.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, parse_response
-from ragen_mega.environments.base import Environment, StepResult
+from ragen_mega.environments.protocol import Environment, StepResult
 
 PromptStyle = Literal["full", "system", "compact"]
 
@@ -38,7 +40,9 @@ class EpisodeConfig:
     think: bool = True
     """The response follows a forced `<think>`; otherwise it is an answer alone."""
     prompt_style: PromptStyle = "full"
-    """full: task in the first user message; system: task in the system message; compact: state and budget only."""
+    """full: task in the first user message; system: task in the system message; compact: state and
+    budget only.
+    """
     max_response_words: int = 200
     """Announced in the prompt; the engine's token limit is what binds."""
 
@@ -48,12 +52,13 @@ class EpisodeConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not math.isfinite(self.format_penalty) or self.format_penalty > 0:
             raise ValueError(
-                f"format_penalty is added to the reward and must be finite and <= 0, not {self.format_penalty}; "
-                "write -0.1 for a penalty of 0.1"
+                "format_penalty is added to the reward and must be finite and <= 0, not"
+                f" {self.format_penalty}; write -0.1 for a penalty of 0.1"
             )
         if self.prompt_style not in get_args(PromptStyle):
             raise ValueError(
-                f"prompt_style must be one of {', '.join(get_args(PromptStyle))}, not {self.prompt_style!r}"
+                f"prompt_style must be one of {', '.join(get_args(PromptStyle))}, not"
+                f" {self.prompt_style!r}"
             )
 
     @property
@@ -73,7 +78,9 @@ class TurnResult:
     terminated: bool
     truncated: bool
     info: dict[str, Any]
-    """success, is_format_valid, is_action_valid, is_action_effective, num_actions, actions, thought."""
+    """success, is_format_valid, is_action_valid, is_action_effective, num_actions, actions,
+    thought.
+    """
 
 
 class Episode:
@@ -89,11 +96,18 @@ class Episode:
 
     @property
     def actions_left(self) -> int:
-        """Actions that can still be executed: the budget, or what the remaining turns can hold if that is less."""
+        """Actions that can still be executed: the budget, or what the remaining turns can hold if
+        that is less.
+        """
         turns_left = self.config.max_turns - self._num_turns
-        return min(self.config.max_actions - self._num_actions, turns_left * self.config.max_actions_per_turn)
+        return min(
+            self.config.max_actions - self._num_actions,
+            turns_left * self.config.max_actions_per_turn,
+        )
 
-    def start(self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None) -> list[Message]:
+    def start(
+        self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None
+    ) -> list[Message]:
         """Reset the environment; an optional system message and the first user message."""
         self._observation = self.environment.reset(seed, outcome_seed=outcome_seed, board=board)
         self._num_turns = self._num_actions = 0
@@ -103,12 +117,16 @@ class Episode:
             return [Message("user", prompt)]
         if self.config.prompt_style == "system":
             return [Message("system", self._task_prompt()), Message("user", prompt)]
-        return [Message("system", "You're a helpful assistant."), Message("user", self._task_prompt() + prompt)]
+        return [
+            Message("system", "You're a helpful assistant."),
+            Message("user", self._task_prompt() + prompt),
+        ]
 
     def respond(self, text: str) -> TurnResult:
         """Execute the model's text of this turn. Any text is legal.
 
-        Raises RuntimeError if the episode is over and FloatingPointError if the environment's reward is no number.
+        Raises RuntimeError if the episode is over and FloatingPointError if the environment's
+        reward is no number.
         """
         if self.done:
             raise RuntimeError("the episode is over; call start before the next response")
@@ -122,17 +140,24 @@ class Episode:
         self._num_turns += 1
         environment_reward = math.fsum(result.reward for result in results)
         if not math.isfinite(environment_reward):
-            raise FloatingPointError(f"the environment's reward must be a finite number, not {environment_reward}")
+            raise FloatingPointError(
+                f"the environment's reward must be a finite number, not {environment_reward}"
+            )
         terminated = bool(results) and results[-1].terminated
-        truncated = not terminated and ((bool(results) and results[-1].truncated) or self.actions_left == 0)
+        truncated = not terminated and (
+            (bool(results) and results[-1].truncated) or self.actions_left == 0
+        )
         self.done = terminated or truncated
         message = None if self.done else Message("user", self._next_prompt(environment_reward))
         return TurnResult(
-            reward=environment_reward + (self.config.format_penalty if parsed.is_penalised else 0.0),
+            reward=environment_reward
+            + (self.config.format_penalty if parsed.is_penalised else 0.0),
             message=message,
             terminated=terminated,
             truncated=truncated,
-            info=_turn_info(parsed, results, success=terminated and bool(results[-1].info["success"])),
+            info=_turn_info(
+                parsed, results, success=terminated and bool(results[-1].info["success"])
+            ),
         )
 
     def _execute(self, actions: Sequence[str]) -> list[StepResult]:
@@ -159,10 +184,11 @@ class Episode:
         actions_now = min(actions_left, self.config.max_actions_per_turn)
         thoughts = "<think> [Your thoughts] </think> " if self.config.think else ""
         return (
-            f"Turn {self._num_turns + 1}:\nState:\n{self._observation}\n"
-            f"You have {_count(actions_left, 'action')} left and may use at most {actions_now} in this turn. "
-            f"Always output: {thoughts}<answer> [your answer] </answer> with no extra text. "
-            f"Strictly follow this format. Max response length: {self.config.max_response_words} words (tokens).\n"
+            f"Turn {self._num_turns + 1}:\nState:\n{self._observation}\nYou have"
+            f" {_count(actions_left, 'action')} left and may use at most {actions_now} in this"
+            f" turn. Always output: {thoughts}<answer> [your answer] </answer> with no extra text."
+            f" Strictly follow this format. Max response length: {self.config.max_response_words}"
+            " words (tokens).\n"
         )
 
     def _task_prompt(self) -> str:
@@ -170,8 +196,10 @@ class Episode:
         per_turn = min(config.max_actions_per_turn, config.action_budget)
         return (
             f"{self.environment.instruction}\n"
-            f"You have {_count(config.max_turns, 'turn')}. You can make up to {_count(per_turn, 'action')} in one turn "
-            f'and {_count(config.action_budget, "action")} in total, separated by the action separator '
+            f"You have {_count(config.max_turns, 'turn')}. You can make up to"
+            f" {_count(per_turn, 'action')} in one turn "
+            f"and {_count(config.action_budget, 'action')} in total, separated by the action"
+            " separator "
             f'" {ACTION_SEPARATOR} "\n'
         )
 
@@ -180,12 +208,16 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult], *, success: bool) -> dict[str, Any]:
+def _turn_info(
+    parsed: ParsedResponse, results: Sequence[StepResult], *, success: bool
+) -> dict[str, Any]:
     return {
         "success": success,
         "is_format_valid": parsed.is_format_valid,
         "is_action_valid": parsed.is_action_valid,
-        "is_action_effective": any(bool(result.info.get("is_action_effective")) for result in results),
+        "is_action_effective": any(
+            bool(result.info.get("is_action_effective")) for result in results
+        ),
         "num_actions": len(results),
         "actions": parsed.actions[: len(results)],
         "thought": parsed.thought,

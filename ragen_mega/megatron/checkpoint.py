@@ -1,14 +1,17 @@
-"""Trainers <-> checkpoint files through megatron-core's sharded state dicts: written on any layout, read on any other.
+"""Trainers <-> checkpoint files through megatron-core's sharded state dicts: written on any layout,
+read on any other.
 
-megatron-core says which box of which global tensor every rank holds and checks that all boxes together are the whole;
-the boxes go to safetensors files (`shard_files`). Kept of a trainer: its parameters, Adam's moments in the shape of the
-parameters, the float32 originals of bfloat16 parameters, how many steps optimizer and schedule have taken. Everything
-else of an optimizer follows from the configuration, which is why the same files serve with and without the distributed
+megatron-core says which box of which global tensor every rank holds and checks that all boxes
+together are the whole; the boxes go to safetensors files (`shard_files`). Kept of a trainer: its
+parameters, Adam's moments in the shape of the parameters, the float32 originals of bfloat16
+parameters, how many steps optimizer and schedule have taken. Everything else of an optimizer
+follows from the configuration, which is why the same files serve with and without the distributed
 optimizer.
 
-megatron-core's own state dict of the distributed optimizer is not used: with torch's AdamW (0.16.1) it asserts before the
-first step, its loader fails on the entry `step`, and afterwards all parameters share one step tensor, which then advances
-once per parameter. `_AdamState` reads and writes the moments where they are instead.
+megatron-core's own state dict of the distributed optimizer is not used: with torch's AdamW (0.16.1)
+it asserts before the first step, its loader fails on the entry `step`, and afterwards all
+parameters share one step tensor, which then advances once per parameter. `_AdamState` reads and
+writes the moments where they are instead.
 """
 
 from __future__ import annotations
@@ -24,16 +27,22 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+)
+from megatron.core.dist_checkpointing.utils import (
+    add_prefix_for_sharding,
+    extract_sharded_tensors_and_factories,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from ragen_mega import distributed
-from ragen_mega.megatron.shard_files import Piece, PieceReader, file_name, write_pieces
+from ragen_mega.data import distributed
 from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_pieces
 
 BACKEND, VERSION = "ragen_mega_safetensors", 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,12 +52,16 @@ _STEPS = "steps"
 
 
 def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path]:
-    """Copy the trainers' state to host memory. The returned function writes this rank's file, from any thread.
+    """Copy the trainers' state to host memory. The returned function writes this rank's file, from
+    any thread.
 
-    `directory` exists on all ranks and is empty. Collective; the returned function is not. Afterwards the trainers may
-    go on: what is written is their state of now.
+    `directory` exists on all ranks and is empty. Collective; the returned function is not.
+    Afterwards the trainers may go on: what is written is their state of now.
     """
-    state = {role: _sharded_state(role, trainer, placeholders=False) for role, trainer in trainers.items()}
+    state = {
+        role: _sharded_state(role, trainer, placeholders=False)
+        for role, trainer in trainers.items()
+    }
     # The same number on every rank, also on one that holds no parameter of a trainer's optimizer.
     state[_STEPS] = {
         role: {"optimizer": _AdamState(trainer).step(), "schedule": trainer.schedule.num_steps}
@@ -66,11 +79,15 @@ def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path
 
 
 def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
-    """Give the trainers the state that `stage` wrote, under any layout, with or without the distributed optimizer.
+    """Give the trainers the state that `stage` wrote, under any layout, with or without the
+    distributed optimizer.
 
-    Collective. Raises ValueError if the files do not fit these trainers: another model, estimator or precision.
+    Collective. Raises ValueError if the files do not fit these trainers: another model, estimator
+    or precision.
     """
-    state = {role: _sharded_state(role, trainer, placeholders=True) for role, trainer in trainers.items()}
+    state = {
+        role: _sharded_state(role, trainer, placeholders=True) for role, trainer in trainers.items()
+    }
     try:
         loaded = dist_checkpointing.load(
             state, str(directory), sharded_strategy=_Read(), strict=StrictHandling.RAISE_ALL
@@ -96,16 +113,22 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
 
 
 def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
-    """Name -> this rank's part of a parameter; `.data` is the parameter itself. States of layers are not kept."""
+    """Name -> this rank's part of a parameter; `.data` is the parameter itself. States of layers
+    are not kept.
+    """
     sharded, _ = extract_sharded_tensors_and_factories(trainer.module.sharded_state_dict())
-    assert {id(part.data) for part in sharded.values()} == {id(parameter) for parameter in trainer.module.parameters()}
+    assert {id(part.data) for part in sharded.values()} == {
+        id(parameter) for parameter in trainer.module.parameters()
+    }
     return sharded
 
 
 def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[str, dict]:
-    """Parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors under keys `<role>.`.
+    """Parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors under keys
+    `<role>.`.
 
-    Copies in host memory, or placeholders: the next trainer may push this one's tensors off the device.
+    Copies in host memory, or placeholders: the next trainer may push this one's tensors off the
+    device.
     """
     trainer.memory.require("parameters", "optimizer")
     parameters, adam = _sharded_parameters(trainer), _AdamState(trainer)
@@ -116,36 +139,54 @@ def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[s
             kind: make_sharded_optimizer_tensor(sharded, value, prefix=f"optimizer.state.{kind}")
             for kind, value in values.items()
         }
-        sharded.data = sharded.data.detach().to("meta") if placeholders else sharded.data.detach().to("cpu", copy=True)
+        sharded.data = (
+            sharded.data.detach().to("meta")
+            if placeholders
+            else sharded.data.detach().to("cpu", copy=True)
+        )
     state = {"model": parameters, "optimizer": optimizer}
     add_prefix_for_sharding(state, f"{role}.")
     return state
 
 
 class _AdamState:
-    """Adam's tensors of a trainer, one parameter at a time, whichever optimizer of megatron-core holds them."""
+    """Adam's tensors of a trainer, one parameter at a time, whichever optimizer of megatron-core
+    holds them.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         optimizer = trainer.optimizer
-        self._optimizers: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._optimizers: list[MegatronOptimizer] = getattr(
+            optimizer, "chained_optimizers", [optimizer]
+        )
 
     def placeholders(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Kind -> tensor of the parameter's shape without contents."""
-        return {kind: torch.empty(parameter.shape, dtype=torch.float32, device="meta") for kind in _kinds(parameter)}
+        return {
+            kind: torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+            for kind in _kinds(parameter)
+        }
 
     def read(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Kind -> tensor of the parameter's shape. With the distributed optimizer a collective over its ranks."""
+        """Kind -> tensor of the parameter's shape. With the distributed optimizer a collective over
+        its ranks.
+        """
         optimizer, main, part = self._locate(parameter)
         state = {} if main is None else optimizer.optimizer.state.get(main, {})
         values = {}
         for kind in _kinds(parameter):
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if main is not None and (kind == _MAIN or kind in state):  # Adam holds nothing before the first step
+            if main is not None and (
+                kind == _MAIN or kind in state
+            ):  # Adam holds nothing before the first step
                 whole[part] = (main if kind == _MAIN else state[kind]).detach().flatten()
             if isinstance(optimizer, DistributedOptimizer):
-                # Every element is zero on all ranks but one; as integers their sum is exact to the bit (-0.0 too).
+                # Every element is zero on all ranks but one; as integers their sum is exact to the
+                # bit (-0.0 too).
                 dist.all_reduce(whole.view(torch.int32), group=optimizer.data_parallel_group)
-            values[kind] = whole.reshape(parameter.shape).cpu()  # on the device never more than one of them
+            values[kind] = whole.reshape(
+                parameter.shape
+            ).cpu()  # on the device never more than one of them
         return values
 
     def write(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int) -> None:
@@ -153,7 +194,10 @@ class _AdamState:
         optimizer, main, part = self._locate(parameter)
         if main is None:
             return
-        local = {kind: value.flatten()[part].reshape(main.shape).to(main.device) for kind, value in values.items()}
+        local = {
+            kind: value.flatten()[part].reshape(main.shape).to(main.device)
+            for kind, value in values.items()
+        }
         if _MAIN in local:
             main.copy_(local.pop(_MAIN))
         inner = optimizer.optimizer
@@ -168,13 +212,19 @@ class _AdamState:
         """How many optimizer steps were taken. Collective."""
         counts = [0]
         for optimizer in self._optimizers:
-            counts += [int(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state]
-            counts += [int(group["step"]) for group in optimizer.optimizer.param_groups if "step" in group]
+            counts += [
+                int(state["step"])
+                for state in optimizer.optimizer.state.values()
+                if "step" in state
+            ]
+            counts += [
+                int(group["step"]) for group in optimizer.optimizer.param_groups if "step" in group
+            ]
         return max(distributed.gather_objects(max(counts)))
 
     def _locate(self, parameter: nn.Parameter) -> tuple[MegatronOptimizer, Tensor | None, slice]:
-        """The optimizer of a parameter, the tensor that Adam updates for it, and which part of the flattened parameter
-        that is; no tensor if other data-parallel ranks hold all of it."""
+        """The optimizer of a parameter, the tensor that Adam updates for it, and which part of the
+        flattened parameter that is; no tensor if other data-parallel ranks hold all of it."""
         for optimizer in self._optimizers:
             if isinstance(optimizer, DistributedOptimizer):
                 if not any(parameter in buffer.param_index_map for buffer in optimizer.buffers):
@@ -184,7 +234,11 @@ class _AdamState:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 return optimizer, main, slice(owned.start, owned.end)
             main = getattr(parameter, "main_param", parameter)
-            if any(main is other for group in optimizer.optimizer.param_groups for other in group["params"]):
+            if any(
+                main is other
+                for group in optimizer.optimizer.param_groups
+                for other in group["params"]
+            ):
                 return optimizer, main, slice(None)
         raise AssertionError(f"no optimizer updates a parameter of shape {list(parameter.shape)}")
 
@@ -192,14 +246,16 @@ class _AdamState:
 def _shards(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
     """Model parameter -> the part of it that this rank updates.
 
-    Its own `model_param_group_index_map` names the wrong part where float32 parameters (the value head) stand among
-    bfloat16 ones: the inner optimizer lists those first.
+    Its own `model_param_group_index_map` names the wrong part where float32 parameters (the value
+    head) stand among bfloat16 ones: the inner optimizer lists those first.
     """
     groups = (
         *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
     )
-    return {parameter: shard for models, shards in groups for parameter, shard in zip(models, shards)}
+    return {
+        parameter: shard for models, shards in groups for parameter, shard in zip(models, shards)
+    }
 
 
 def _kinds(parameter: nn.Parameter) -> tuple[str, ...]:
@@ -218,7 +274,14 @@ class _Stage(SaveShardedStrategy):
             if _is_main(part):
                 data = part.data.contiguous()
                 shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-                self.pieces.append(Piece(part.key, tuple(part.global_offset), tuple(part.global_shape), data.reshape(shape)))
+                self.pieces.append(
+                    Piece(
+                        part.key,
+                        tuple(part.global_offset),
+                        tuple(part.global_shape),
+                        data.reshape(shape),
+                    )
+                )
 
 
 def _is_main(part: ShardedTensor) -> bool:
@@ -232,11 +295,17 @@ class _Read(LoadShardedStrategy):
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:
-            raise ValueError(f"checkpoints of this program have the backend {BACKEND}, not {loaded_backend}; convert it first")
+            raise ValueError(
+                f"checkpoints of this program have the backend {BACKEND}, not {loaded_backend};"
+                " convert it first"
+            )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version != VERSION:
-            raise ValueError(f"this program reads checkpoint version {VERSION}, not {loaded_version}; use its writer")
+            raise ValueError(
+                f"this program reads checkpoint version {VERSION}, not {loaded_version}; use its"
+                " writer"
+            )
 
     def load(self, sharded_state_dict: dict, checkpoint_dir: str | Path) -> dict[str, Any]:
         reader = PieceReader(Path(checkpoint_dir))
@@ -248,7 +317,8 @@ class _Read(LoadShardedStrategy):
                 (1,) * part.prepend_axis_num + tuple(part.local_shape),
                 dtype=part.dtype,
                 global_shape=part.global_shape,
-                allow_padding=part.allow_shape_mismatch,  # rows of the vocabulary that only fill up tensor-parallel ranks
+                # rows of the vocabulary that only fill up tensor-parallel ranks
+                allow_padding=part.allow_shape_mismatch,
             )
             return data.reshape(part.local_shape)
 
@@ -257,9 +327,11 @@ class _Read(LoadShardedStrategy):
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
         reader = PieceReader(Path(checkpoint_dir))
         return {
-            key: ShardedTensor.from_rank_offsets(
-                key, torch.empty(shape, dtype=reader.dtype(key), device="meta")
-            ).without_data()
+            key: (
+                ShardedTensor.from_rank_offsets(
+                    key, torch.empty(shape, dtype=reader.dtype(key), device="meta")
+                ).without_data()
+            )
             for key, shape in reader.global_shapes.items()
         }
 

@@ -1,8 +1,9 @@
 """Everything that megatron-core needs to run on a CPU over gloo; no other file knows of it.
 
-megatron-core 0.16 creates some tensors on the literal device "cuda", asks for `torch.cuda.current_device()` and compares
-type names with "torch.cuda.FloatTensor". `install()` rebinds the name `torch` inside the modules that do so to a proxy
-with CPU answers; the real `torch` is never changed, and where CUDA exists nothing happens at all.
+megatron-core 0.16 creates some tensors on the literal device "cuda", asks for
+`torch.cuda.current_device()` and compares type names with "torch.cuda.FloatTensor". `install()`
+rebinds the name `torch` inside the modules that do so to a proxy with CPU answers; the real `torch`
+is never changed, and where CUDA exists nothing happens at all.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def is_active() -> bool:
 
 
 def install() -> None:
-    """Make megatron-core usable without CUDA; idempotent, and without effect where CUDA is available."""
+    """Make megatron-core usable without CUDA; idempotent, and without effect where CUDA is
+    available.
+    """
     if not is_active():
         return
     proxy = _TorchOnCpu("torch")
@@ -76,10 +79,17 @@ def install() -> None:
             module.torch = proxy
 
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # The one CPU generator is the forked one here, so megatron-core's warning about it is always raised and never true.
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
+    # The one CPU generator is the forked one here, so megatron-core's warning about it is always
+    # raised and never true.
+    logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
 
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
     optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
@@ -95,7 +105,11 @@ def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:
 
 class _CudaLiteralMode(TorchFunctionMode):
     def __torch_function__(
-        self, func: Callable[..., Any], types_: Iterable[type], args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types_: Iterable[type],
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
@@ -127,11 +141,16 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 @torch.no_grad()
 def _clip_grad_by_total_norm(
-    parameters: Iterable[torch.nn.Parameter], max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+    parameters: Iterable[torch.nn.Parameter],
+    max_norm: float,
+    total_norm: float,
+    use_decoupled_grad: bool = False,
 ) -> None:
     """megatron-core's clipping without its assertion that gradients are CUDA tensors."""
     scale = max_norm / (total_norm + 1.0e-6)
     if scale < 1.0:
         attribute = "decoupled_grad" if use_decoupled_grad else "grad"
-        gradients = [getattr(p, attribute) for p in parameters if getattr(p, attribute, None) is not None]
+        gradients = [
+            getattr(p, attribute) for p in parameters if getattr(p, attribute, None) is not None
+        ]
         torch._foreach_mul_(gradients, scale)

@@ -11,16 +11,18 @@ from ragen_kernels import value_loss
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron.model import QwenCritic, transformer_config
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_weights, load_weights
-from ragen_mega.starpo.loss import aggregation_weights
-from ragen_mega.types import TokenBatch
 
 
 class MegatronCritic:
-    """A value model with the policy's backbone and layout and an optimizer of its own. All methods are collective."""
+    """A value model with the policy's backbone and layout and an optimizer of its own. All methods
+    are collective.
+    """
 
     def __init__(
         self,
@@ -36,13 +38,17 @@ class MegatronCritic:
         self.trainer = Trainer(self.module, groups, parallel, train, lr=train.critic_lr)
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
-        """Start from the Hugging Face tensors that `read` returns; without a value head in them values start at 0."""
+        """Start from the Hugging Face tensors that `read` returns; without a value head in them
+        values start at 0.
+        """
         self.trainer.memory.require("parameters", "optimizer")
         load_weights(self.module, read)
         self.trainer.optimizer.reload_model_params()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor), value head included; every rank must consume it."""
+        """Stream of (Hugging Face name, full tensor), value head included; every rank must consume
+        it.
+        """
         self.trainer.memory.require("parameters")
         return export_weights(self.module, self.groups)
 
@@ -61,7 +67,9 @@ class MegatronCritic:
         )
 
         def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
-            value, is_clipped = value_loss(output, micro.values, micro.returns, micro.weights, clip=self.value_clip)
+            value, is_clipped = value_loss(
+                output, micro.values, micro.returns, micro.weights, clip=self.value_clip
+            )
             return value, torch.stack([value.detach().float(), is_clipped.sum()])
 
         sums, grad_norm = self.trainer.step(minibatch.with_fields(weights=weights), loss, 2)
@@ -72,7 +80,9 @@ class MegatronCritic:
         return {
             "loss": float(sums[0]),
             "clip_fraction": float(sums[1]) / num_tokens,
-            "explained_variance": 1.0 - float(residual.var(unbiased=False)) / variance if variance > 0 else 0.0,
+            "explained_variance": (
+                1.0 - float(residual.var(unbiased=False)) / variance if variance > 0 else 0.0
+            ),
             "grad_norm": grad_norm,
             "skipped": float(not math.isfinite(grad_norm)),
         }

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
+from ragen_mega.data import distributed
 from ragen_mega.megatron import cpu, precision
 
 _groups_are_for: tuple[dist.ProcessGroup | None, int, int] | None = None
@@ -17,15 +17,20 @@ _groups_are_for: tuple[dist.ProcessGroup | None, int, int] | None = None
 def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollection:
     """Build the tensor-, pipeline- and data-parallel groups of this job and return them.
 
-    Those of the same layout are used again: each set has threads of its own, which poll as long as the process lives.
-    Raises ValueError when the layout does not fit the number of ranks, or the precision this machine.
+    Those of the same layout are used again: each set has threads of its own, which poll as long as
+    the process lives. Raises ValueError when the layout does not fit the number of ranks, or the
+    precision this machine.
     """
     distributed.start()
     parallel.check_world(distributed.world_size())
     precision.choose_implementation(parallel, precision.Machine.here())
     cpu.install()
     global _groups_are_for
-    wanted = (dist.group.WORLD, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    wanted = (
+        dist.group.WORLD,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
     if not parallel_state.model_parallel_is_initialized() or _groups_are_for != wanted:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
@@ -39,7 +44,9 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
 
 
 def shutdown() -> None:
-    """Leave the job. A process that is to be forked must have left it: gloo's threads do not survive a fork."""
+    """Leave the job. A process that is to be forked must have left it: gloo's threads do not
+    survive a fork.
+    """
     global _groups_are_for
     _groups_are_for = None
     parallel_state.destroy_model_parallel()

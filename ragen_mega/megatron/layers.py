@@ -1,16 +1,24 @@
-"""The transformer layers: Transformer Engine's fused ones, or megatron-core's local ones with the parts of `attention`.
+"""The transformer layers: Transformer Engine's fused ones, or megatron-core's local ones with the
+parts of `attention`.
 
-Both hold the same parameters. Transformer Engine keeps each norm inside the linear layer behind it, which `layout` maps to
-the same Hugging Face names, and its attention takes packed sequences (`thd`) to cuDNN or flash-attn with a padding-causal
-mask. Its layers add `_extra_state` to state dicts, never a parameter: nothing here reads or stores it.
+Both hold the same parameters. Transformer Engine keeps each norm inside the linear layer behind it,
+which `layout` maps to the same Hugging Face names, and its attention takes packed sequences (`thd`)
+to cuDNN or flash-attn with a padding-causal mask. Its layers add `_extra_state` to state dicts,
+never a parameter: nothing here reads or stores it.
 """
 
 from __future__ import annotations
 
 from megatron.core.extensions.transformer_engine import TENorm
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -27,7 +35,8 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 def drop_quantised_weights(model: nn.Module) -> None:
-    """Free the FP8 copies of weights that Transformer Engine keeps between the microbatches of a pass.
+    """Free the FP8 copies of weights that Transformer Engine keeps between the microbatches of a
+    pass.
 
     The first microbatch of the next pass makes them again from the weights.
     """

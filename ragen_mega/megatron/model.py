@@ -1,7 +1,9 @@
-"""Qwen2, Qwen2.5 and Qwen3 dense models on megatron-core, as a policy that returns hidden states and as a critic.
+"""Qwen2, Qwen2.5 and Qwen3 dense models on megatron-core, as a policy that returns hidden states
+and as a critic.
 
-The policy stops before the vocabulary: its loss is computed from hidden states and the LM-head weight by
-`ragen_kernels.linear_policy_loss`, which never holds the full logits. Architecture: arXiv:2407.10671, arXiv:2505.09388.
+The policy stops before the vocabulary: its loss is computed from hidden states and the LM-head
+weight by `ragen_kernels.linear_policy_loss`, which never holds the full logits. Architecture:
+arXiv:2407.10671, arXiv:2505.09388.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import layer_spec
-from ragen_mega.model_shape import trainer_vocab_size
-from ragen_mega.types import TokenBatch
+from ragen_mega.models.shape import head_dim, rope_parameters, trainer_vocab_size
 
 SUPPORTED = ("qwen2", "qwen3")
 
@@ -32,8 +34,8 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Raise ValueError unless this architecture can be cut as `parallel` says."""
     if hf.model_type not in SUPPORTED:
         raise ValueError(
-            f"model_type must be one of {', '.join(SUPPORTED)} (dense Qwen2, Qwen2.5, Qwen3), not {hf.model_type!r}; "
-            "pick another --load"
+            f"model_type must be one of {', '.join(SUPPORTED)} (dense Qwen2, Qwen2.5, Qwen3), not"
+            f" {hf.model_type!r}; pick another --load"
         )
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     for what, count in (
@@ -44,17 +46,22 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
         if count % tp:
             raise ValueError(
                 f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); "
-                f"lower --tensor-model-parallel-size to a divisor"
+                "lower --tensor-model-parallel-size to a divisor"
             )
     if hf.num_hidden_layers % pp:
         raise ValueError(
-            f"pipeline_model_parallel_size ({pp}) must divide the model's layers ({hf.num_hidden_layers}); "
-            "lower --pipeline-model-parallel-size to a divisor"
+            f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
+            f" ({hf.num_hidden_layers}); lower --pipeline-model-parallel-size to a divisor"
         )
     if getattr(hf, "use_sliding_window", False):
-        raise ValueError("sliding-window attention is not supported; set use_sliding_window to false in config.json")
+        raise ValueError(
+            "sliding-window attention is not supported; set use_sliding_window to false in"
+            " config.json"
+        )
     if rope_parameters(hf).get("rope_type", "default") != "default":
-        raise ValueError(f"rope scaling {rope_parameters(hf)} is not supported; load a checkpoint without it")
+        raise ValueError(
+            f"rope scaling {rope_parameters(hf)} is not supported; load a checkpoint without it"
+        )
     heads, groups = hf.num_attention_heads // tp, hf.num_key_value_heads // tp
     widths = {
         "hidden size": hf.hidden_size,
@@ -65,23 +72,15 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     precision.check_widths(widths, parallel)
 
 
-def rope_parameters(hf: PretrainedConfig) -> dict[str, Any]:
-    """RoPE settings of a transformers config (`rope_theta` moved into a dictionary in transformers 5)."""
-    return getattr(hf, "rope_parameters", None) or {"rope_theta": hf.rope_theta}
-
-
-def head_dim(hf: PretrainedConfig) -> int:
-    """Channels of one attention head; older configurations leave it to be derived."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-
-
 def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model."""
     check_model(hf, parallel)
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
     recompute: dict[str, Any] = {}
     if parallel.recompute == "full":
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        recompute = dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
     elif parallel.recompute == "selective":
         recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
     return TransformerConfig(
@@ -104,8 +103,10 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # megatron-core demands it with variable lengths, dense models too
-        calculate_per_token_loss=True,  # gradients are summed over microbatches and ranks; weights[t] normalises
+        # megatron-core demands it with variable lengths, dense models too
+        moe_token_dispatcher_type="alltoall",
+        # gradients are summed over microbatches and ranks; weights[t] normalises
+        calculate_per_token_loss=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=parallel.bf16,
@@ -114,7 +115,9 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         gradient_accumulation_fusion=False,  # megatron-core's own LM head would need apex for it
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **precision.layer_fields(parallel, precision.choose_implementation(parallel, precision.Machine.here())),
+        **precision.layer_fields(
+            parallel, precision.choose_implementation(parallel, precision.Machine.here())
+        ),
         **recompute,
     )
 
@@ -123,7 +126,11 @@ class QwenModel(GPTModel):
     """This rank's part of the policy; on the last stage its output is hidden states, not logits."""
 
     def __init__(
-        self, hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection, share_embeddings: bool
+        self,
+        hf: PretrainedConfig,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        share_embeddings: bool,
     ) -> None:
         super().__init__(
             config=config,
@@ -153,25 +160,37 @@ class QwenModel(GPTModel):
         return self.output_layer.weight
 
     def head_input(self, output: Tensor) -> Tensor:
-        """Hidden states [T, H] of all positions, with the collective in backward that a column-parallel head needs."""
+        """Hidden states [T, H] of all positions, with the collective in backward that a
+        column-parallel head needs.
+        """
         if self.config.sequence_parallel:
-            output = tensor_parallel.gather_from_sequence_parallel_region(output, group=self.tp_group)
+            output = tensor_parallel.gather_from_sequence_parallel_region(
+                output, group=self.tp_group
+            )
         else:
-            output = tensor_parallel.copy_to_tensor_model_parallel_region(output, group=self.tp_group)
+            output = tensor_parallel.copy_to_tensor_model_parallel_region(
+                output, group=self.tp_group
+            )
         return output.squeeze(1)
 
     def vocab_arguments(self) -> dict[str, Any]:
-        """Where this rank's rows of the vocabulary start, how many ids are real, and who holds the others."""
+        """Where this rank's rows of the vocabulary start, how many ids are real, and who holds the
+        others.
+        """
         rows = self.vocab_size // self.tp_group.size()
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return dict(vocab_start=self.tp_group.rank() * rows, vocab_valid=self.hf.vocab_size, group=group)
+        return dict(
+            vocab_start=self.tp_group.rank() * rows, vocab_valid=self.hf.vocab_size, group=group
+        )
 
 
 class ValueHead(nn.Linear):
     """Hidden state -> value in float32, equal on all tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config.hidden_size, 1, bias=False, dtype=torch.float32, device=distributed.device())
+        super().__init__(
+            config.hidden_size, 1, bias=False, dtype=torch.float32, device=distributed.device()
+        )
         self.sequence_parallel = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel
         nn.init.zeros_(self.weight)  # an untrained critic predicts 0, the same on every rank
@@ -179,14 +198,18 @@ class ValueHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:  # [T/sp, 1, H] -> [T]
         values = super().forward(hidden.float())
         if self.sequence_parallel:
-            values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+            values = tensor_parallel.gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False
+            )
         return values.flatten()
 
 
 class QwenCritic(QwenModel):
     """The same backbone with a scalar head in place of the vocabulary."""
 
-    def __init__(self, hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self, hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
+    ) -> None:
         super().__init__(hf, config, groups, share_embeddings=False)
         if self.post_process:
             self.output_layer = ValueHead(config)

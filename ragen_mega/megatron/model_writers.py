@@ -1,7 +1,9 @@
-"""A model written tensor by tensor, in Hugging Face's format or in Megatron's; what is in memory is one tensor at a time.
+"""A model written tensor by tensor, in Hugging Face's format or in Megatron's; what is in memory is
+one tensor at a time.
 
-Both writers are told all types and shapes first and write the header of every file from them, so that no file has to be
-in memory to be written. Source of the file format: https://github.com/huggingface/safetensors#format
+Both writers are told all types and shapes first and write the header of every file from them, so
+that no file has to be in memory to be written. Source of the file format:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from transformers import PretrainedConfig
 
 from ragen_mega import __version__
 from ragen_mega.config import ParallelConfig
-from ragen_mega.integrity import describe_file, manifest_sha256
-from ragen_mega.megatron.checkpoint import BACKEND, VERSION as BACKEND_VERSION
-from ragen_mega.megatron.layout import StoredSlot, shard, stored_slots
-from ragen_mega.megatron.model_readers import FORMAT, MANIFEST, ROLE, VERSION
-from ragen_mega.megatron.shard_files import DTYPES, HEADER, file_name
-from ragen_mega.model_shape import trainer_vocab_size
+from ragen_mega.megatron.checkpoint import BACKEND
+from ragen_mega.megatron.checkpoint import VERSION as BACKEND_VERSION
+from ragen_mega.models.layout import StoredSlot, shard, stored_slots
+from ragen_mega.models.shape import trainer_vocab_size
+from ragen_mega.storage.integrity import describe_file, manifest_sha256
+from ragen_mega.storage.model_readers import FORMAT, MANIFEST, ROLE, VERSION
+from ragen_mega.storage.shard_files import DTYPES, HEADER, file_name
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BYTES_AT_ONCE = 2**22
@@ -55,7 +58,11 @@ class TensorFile:
         end = 0
         for entry in entries:
             start, end = end, end + entry.num_bytes
-            header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (start, end)}
+            header[entry.name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": (start, end),
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that the tensors are aligned
         self._file = path.open("wb")
@@ -65,7 +72,10 @@ class TensorFile:
         """Write the next entry, in its type; rows that `tensor` has fewer than the entry are zero."""
         entry = self._entries[self._next]
         self._next += 1
-        assert tensor.shape[1:] == entry.shape[1:] and len(tensor) <= entry.shape[0], (entry, tensor.shape)
+        assert tensor.shape[1:] == entry.shape[1:] and len(tensor) <= entry.shape[0], (
+            entry,
+            tensor.shape,
+        )
         rows = max(1, _BYTES_AT_ONCE * len(tensor) // max(1, tensor.nbytes))
         for part in tensor.split(rows):
             self._file.write(_bytes(part.to(entry.dtype).contiguous()))
@@ -81,20 +91,31 @@ class TensorFile:
 
 
 class HuggingFaceWriter:
-    """`model.safetensors`, or shards of at most `max_shard_size` bytes (but of one tensor at least) and their index."""
+    """`model.safetensors`, or shards of at most `max_shard_size` bytes (but of one tensor at least)
+    and their index.
+    """
 
     def __init__(self, directory: Path, entries: Sequence[Entry], max_shard_size: int) -> None:
         self._directory = directory
         shards: list[list[Entry]] = [[]]
         for entry in entries:
-            if shards[-1] and sum(other.num_bytes for other in shards[-1]) + entry.num_bytes > max_shard_size:
+            if (
+                shards[-1]
+                and sum(other.num_bytes for other in shards[-1]) + entry.num_bytes > max_shard_size
+            ):
                 shards.append([])
             shards[-1].append(entry)
         count = len(shards)
         names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
         self._shards = dict(zip(names if count > 1 else ["model.safetensors"], shards))
         self._file: TensorFile | None = None
-        self._ahead = iter([(path, index == 0) for path, shard in self._shards.items() for index in range(len(shard))])
+        self._ahead = iter(
+            [
+                (path, index == 0)
+                for path, shard in self._shards.items()
+                for index in range(len(shard))
+            ]
+        )
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         """Write the next tensors, in the order of `entries`."""
@@ -103,7 +124,9 @@ class HuggingFaceWriter:
             if is_first:
                 if self._file:
                     self._file.close()
-                self._file = TensorFile(self._directory / path, self._shards[path], {"format": "pt"})
+                self._file = TensorFile(
+                    self._directory / path, self._shards[path], {"format": "pt"}
+                )
             self._file.append(tensor)
 
     def close(self) -> None:
@@ -113,7 +136,9 @@ class HuggingFaceWriter:
             total = sum(entry.num_bytes for shard in self._shards.values() for entry in shard)
             files = {entry.name: path for path, shard in self._shards.items() for entry in shard}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-            (self._directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (self._directory / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2) + "\n"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +151,16 @@ class Cut:
 
 
 class MegatronWriter:
-    """The pieces that the ranks of a layout would write of an actor, with megatron-core's keys, and a manifest."""
+    """The pieces that the ranks of a layout would write of an actor, with megatron-core's keys, and
+    a manifest.
+    """
 
     def __init__(
-        self, directory: Path, hf: PretrainedConfig, dtypes: Mapping[str, torch.dtype], parallel: ParallelConfig
+        self,
+        directory: Path,
+        hf: PretrainedConfig,
+        dtypes: Mapping[str, torch.dtype],
+        parallel: ParallelConfig,
     ) -> None:
         self._directory, self._hf, self._parallel = directory, hf, parallel
         self._slots = list(stored_slots(hf))
@@ -138,17 +169,27 @@ class MegatronWriter:
         headers: list[dict[str, dict]] = [{} for _ in range(num_ranks)]
         for stored in self._slots:
             if len(kinds := {dtypes[name] for name in stored.slot.names}) > 1:
-                raise ValueError(f"{', '.join(stored.slot.names)} are one tensor in megatron format and must have one type, "
-                                 f"not {', '.join(sorted(map(str, kinds)))}; add --dtype")
-            lead, stack = ((), ()) if stored.layer is None else ((stored.layer,), (hf.num_hidden_layers,))
+                raise ValueError(
+                    f"{', '.join(stored.slot.names)} are one tensor in megatron format and must"
+                    f" have one type, not {', '.join(sorted(map(str, kinds)))}; add --dtype"
+                )
+            lead, stack = (
+                ((), ()) if stored.layer is None else ((stored.layer,), (hf.num_hidden_layers,))
+            )
             for cut in self._cuts(stored):
                 name = f"{len(entries[cut.rank]):05d}"
-                entries[cut.rank].append(Entry(name, kinds.copy().pop(), (1,) * len(lead) + cut.shape))
+                entries[cut.rank].append(
+                    Entry(name, kinds.copy().pop(), (1,) * len(lead) + cut.shape)
+                )
                 headers[cut.rank][name] = {
-                    "key": ROLE + stored.key, "offset": lead + cut.offset, "global_shape": stack + self._padded(stored),
+                    "key": ROLE + stored.key,
+                    "offset": lead + cut.offset,
+                    "global_shape": stack + self._padded(stored),
                 }
         self._files = {
-            file_name(rank): TensorFile(directory / file_name(rank), entries[rank], {HEADER: json.dumps(headers[rank])})
+            file_name(rank): TensorFile(
+                directory / file_name(rank), entries[rank], {HEADER: json.dumps(headers[rank])}
+            )
             for rank in range(num_ranks)
         }
         self._ahead = iter(self._slots)
@@ -158,7 +199,9 @@ class MegatronWriter:
         stored = next(self._ahead)
         whole = shard(stored.slot, tensors, self._hf, 0, 1)
         for cut in self._cuts(stored):
-            box = whole[tuple(slice(start, start + size) for start, size in zip(cut.offset, cut.shape))]
+            box = whole[
+                tuple(slice(start, start + size) for start, size in zip(cut.offset, cut.shape))
+            ]
             self._files[file_name(cut.rank)].append(box if stored.layer is None else box[None])
 
     def close(self) -> None:
@@ -173,7 +216,11 @@ class MegatronWriter:
         manifest = {
             "format": FORMAT,
             "version": VERSION,
-            "layout": {key: value for key, value in asdict(self._parallel).items() if key.endswith("model_parallel_size")},
+            "layout": {
+                key: value
+                for key, value in asdict(self._parallel).items()
+                if key.endswith("model_parallel_size")
+            },
             "versions": libraries | {"ragen_mega": __version__},
             "files": files,
         }
@@ -184,11 +231,16 @@ class MegatronWriter:
         """Shape under the key, without the dimension of the layers."""
         shape = stored.shape(self._hf)
         if stored.slot.layout == "vocab":
-            return (trainer_vocab_size(self._hf.vocab_size, self._parallel.tensor_model_parallel_size), *shape[1:])
+            return (
+                trainer_vocab_size(self._hf.vocab_size, self._parallel.tensor_model_parallel_size),
+                *shape[1:],
+            )
         return shape
 
     def _cuts(self, stored: StoredSlot) -> Iterator[Cut]:
-        """How the ranks of the layout share a parameter; ranks count through tensor-parallel ranks first."""
+        """How the ranks of the layout share a parameter; ranks count through tensor-parallel ranks
+        first.
+        """
         shape, num_parts = self._padded(stored), self._parallel.tensor_model_parallel_size
         num_stages = self._parallel.pipeline_model_parallel_size
         stage = 0 if stored.key.startswith("embedding.") else num_stages - 1
@@ -198,7 +250,10 @@ class MegatronWriter:
         if stored.slot.layout == "replicated":
             yield Cut(first, (0,) * len(shape), shape)
             return
-        axis, num_blocks = int(stored.slot.layout == "row"), 2 if stored.slot.layout == "gate_up" else 1
+        axis, num_blocks = (
+            int(stored.slot.layout == "row"),
+            2 if stored.slot.layout == "gate_up" else 1,
+        )
         size = shape[axis] // (num_blocks * num_parts)
         for block in range(num_blocks):
             for part in range(num_parts):

@@ -1,7 +1,9 @@
-"""Tensors that leave the device and come back: each storage is copied to host memory and emptied in place.
+"""Tensors that leave the device and come back: each storage is copied to host memory and emptied in
+place.
 
-`untyped_storage().resize_(0)` frees the memory but keeps the tensors: parameters, views into megatron-core's contiguous
-buffers, tied weights and whatever an optimizer refers to are as they were once the storage has its size and bytes again.
+`untyped_storage().resize_(0)` frees the memory but keeps the tensors: parameters, views into
+megatron-core's contiguous buffers, tied weights and whatever an optimizer refers to are as they
+were once the storage has its size and bytes again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from torch import Tensor
 Kind = Literal["parameters", "gradients", "optimizer"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
 NamedTensors = Callable[[], Iterable[tuple[Kind, str, Tensor]]]
-"""The tensors of now, parameters first: a storage belongs to the kind and the name under which it appears first."""
+"""The tensors of now, parameters first: a storage belongs to the kind and the name under which it
+appears first.
+"""
 HostCopy = Mapping[str, Tensor]
 """Name of a storage -> its bytes [N] uint8 in host memory."""
 _PAGES_OF_ITS_OWN = 32 * 2**20
@@ -27,8 +31,9 @@ _PAGES_OF_ITS_OWN = 32 * 2**20
 class Offloadable:
     """The tensors of one model, of which every kind is either on the device or away.
 
-    Storages are told apart by their address, so that aliases move once. Host memory is allocated at the first move of a
-    storage (pinned where the device is a GPU) and kept for the next. Gradients are not copied: they come back as zeros.
+    Storages are told apart by their address, so that aliases move once. Host memory is allocated at
+    the first move of a storage (pinned where the device is a GPU) and kept for the next. Gradients
+    are not copied: they come back as zeros.
     """
 
     def __init__(self, tensors: NamedTensors, name: str = "model") -> None:
@@ -36,22 +41,31 @@ class Offloadable:
         self.bring_back: Callable[..., None] | None = None
         """Called with the kinds that `require` misses; None raises instead."""
         self.forget: Callable[[], None] | None = None
-        """Called when anything leaves, to free what was computed from the parameters and can be computed again."""
+        """Called when anything leaves, to free what was computed from the parameters and can be
+        computed again.
+        """
         self._tensors = tensors
         self._away: dict[Kind, dict[str, tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[str, Tensor] = {}
 
     def offload(self, *kinds: Kind) -> int:
-        """Move kinds (none named: all) to host memory and return how many bytes of the device this has freed."""
-        leaving = {kind: found for kind, found in self._storages().items()
-                   if kind in (kinds or KINDS) and kind not in self._away}
+        """Move kinds (none named: all) to host memory and return how many bytes of the device this
+        has freed.
+        """
+        leaving = {
+            kind: found
+            for kind, found in self._storages().items()
+            if kind in (kinds or KINDS) and kind not in self._away
+        }
         for kind, storages in leaving.items():
             if kind != "gradients":
                 self._copy_to(self._host, storages)
         for storages in leaving.values():
             _wait(storages)
         for kind, storages in leaving.items():
-            self._away[kind] = {name: (storage, storage.nbytes()) for name, storage in storages.items()}
+            self._away[kind] = {
+                name: (storage, storage.nbytes()) for name, storage in storages.items()
+            }
             for storage in storages.values():
                 storage.resize_(0)
         if leaving and self.forget is not None:
@@ -61,7 +75,9 @@ class Offloadable:
         return sum(size for kind in leaving for _, size in self._away[kind].values())
 
     def restore(self, *kinds: Kind) -> int:
-        """Bring kinds (none named: all) back to the device, parameters and optimizer as they left. Returns the bytes."""
+        """Bring kinds (none named: all) back to the device, parameters and optimizer as they left.
+        Returns the bytes.
+        """
         num_bytes = 0
         for kind in kinds or KINDS:
             for name, (storage, size) in self._away.get(kind, {}).items():
@@ -75,16 +91,24 @@ class Offloadable:
         return num_bytes
 
     def require(self, *kinds: Kind) -> None:
-        """What every use begins with. Raises RuntimeError if a kind is away and nobody brings it back."""
+        """What every use begins with. Raises RuntimeError if a kind is away and nobody brings it
+        back.
+        """
         if not (missing := [kind for kind in kinds if kind in self._away]):
             return
         if self.bring_back is None:
-            raise RuntimeError(f"{' and '.join(missing)} of the {self.name} are offloaded; restore() them before they are used")
+            raise RuntimeError(
+                f"{' and '.join(missing)} of the {self.name} are offloaded; restore() them before"
+                " they are used"
+            )
         self.bring_back(*missing)
 
     def on_device(self) -> dict[Kind, int]:
         """Bytes of each kind that are on the device, each storage counted once."""
-        return {kind: sum(storage.nbytes() for storage in found.values()) for kind, found in self._storages().items()}
+        return {
+            kind: sum(storage.nbytes() for storage in found.values())
+            for kind, found in self._storages().items()
+        }
 
     def away(self) -> dict[Kind, int]:
         """Bytes of each kind that would come back to the device."""
@@ -101,7 +125,9 @@ class Offloadable:
 
     @contextmanager
     def replaced(self, kind: Kind, values: HostCopy) -> Iterator[None]:
-        """Inside, the tensors of a kind hold `values`, a `snapshot` of theirs; afterwards what they held before."""
+        """Inside, the tensors of a kind hold `values`, a `snapshot` of theirs; afterwards what they
+        held before.
+        """
         self.require(kind)
         storages = self._storages()[kind]
         self._copy_to(self._host, storages)
@@ -135,7 +161,8 @@ def _host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
     """[N] uint8, pinned for copies to a GPU."""
     if not for_gpu or num_bytes < _PAGES_OF_ITS_OWN:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=for_gpu)
-    # torch's pinned allocator would round up to a power of two, which for a model's buffers is up to twice the host memory.
+    # torch's pinned allocator would round up to a power of two, which for a model's buffers is up
+    # to twice the host memory.
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     cudart = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
@@ -145,7 +172,9 @@ def _host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """The bytes of a storage as a tensor on it."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
 
 
 def _fill(storages: Mapping[str, torch.UntypedStorage], values: HostCopy) -> None:

@@ -1,4 +1,6 @@
-"""The policy: log-probabilities of sampled tokens, StarPO updates, and its weights for the rollout engine."""
+"""The policy: log-probabilities of sampled tokens, StarPO updates, and its weights for the rollout
+engine.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,25 @@ from ragen_kernels import PolicyObjective, linear_logprobs, linear_policy_loss, 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_shards, export_weights, load_weights, reshard_plan
 from ragen_mega.rollout.engine import EngineShard
-from ragen_mega.starpo.loss import aggregation_weights
-from ragen_mega.types import TokenBatch
 
 _METRICS = (
-    "loss", "entropy", "approx_kl", "clip_fraction_low", "clip_fraction_high", "dual_clip_fraction", "importance", "ref_kl",
+    "loss",
+    "entropy",
+    "approx_kl",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "dual_clip_fraction",
+    "importance",
+    "ref_kl",
 )
 
 
@@ -54,14 +63,18 @@ class MegatronPolicy:
             importance_cap=loss.importance_cap,
         )
         self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
-        self.trainer = Trainer(self.module, groups, parallel, train, lr=train.lr, adam_eps=train.adam_eps)
+        self.trainer = Trainer(
+            self.module, groups, parallel, train, lr=train.lr, adam_eps=train.adam_eps
+        )
         self._keep_reference = keep_reference
         self._reference: HostCopy | None = None
         self._traffic = Traffic()
         self._link_speed: float | None = None  # GB/s, measured once
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
-        """Start from the Hugging Face tensors that `read` returns; they are also the reference policy."""
+        """Start from the Hugging Face tensors that `read` returns; they are also the reference
+        policy.
+        """
         self.trainer.memory.require("parameters", "optimizer")
         load_weights(self.module, read)
         self.trainer.optimizer.reload_model_params()
@@ -74,7 +87,8 @@ class MegatronPolicy:
         return list(self.module.parameters())
 
     def export_weights(self, part: EngineShard | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every rank must consume it.
+        """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every
+        rank must consume it.
 
         The weights must be there when the first is asked for.
         """
@@ -86,7 +100,9 @@ class MegatronPolicy:
             yield from export_shards(self.module, self.groups, part, traffic=self._traffic)
 
     def sync_metrics(self) -> dict[str, float]:
-        """What the last export moved, how fast, and which share that is of what plain collectives reach here."""
+        """What the last export moved, how fast, and which share that is of what plain collectives
+        reach here.
+        """
         if self._link_speed is None and self._traffic.pp_bytes + self._traffic.tp_bytes:
             self._link_speed = measure_bound(reshard_plan(self.module, self.groups), with_tp=True)
         return self._traffic.metrics(self._link_speed)
@@ -108,13 +124,17 @@ class MegatronPolicy:
         return self.trainer.per_token(batch, compute)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """[T] log-probabilities under the frozen weights that training started from, which wait in host memory."""
+        """[T] log-probabilities under the frozen weights that training started from, which wait in
+        host memory.
+        """
         assert self._reference is not None, "built without a reference policy"
         with self.trainer.memory.replaced("parameters", self._reference):
             return self.logprobs(batch)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One clipped-surrogate step on a minibatch with old log-probabilities and advantages. Returns its metrics."""
+        """One clipped-surrogate step on a minibatch with old log-probabilities and advantages.
+        Returns its metrics.
+        """
         weighted = self._weigh(minibatch, self.aggregation)
 
         def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,8 +152,13 @@ class MegatronPolicy:
                 **self.module.vocab_arguments(),
             )
             per_token = (
-                stats.entropy, stats.kl, stats.is_clipped_low, stats.is_clipped_high, stats.is_dual_clipped,
-                stats.importance, torch.zeros_like(stats.kl) if stats.ref_kl is None else stats.ref_kl,
+                stats.entropy,
+                stats.kl,
+                stats.is_clipped_low,
+                stats.is_clipped_high,
+                stats.is_dual_clipped,
+                stats.importance,
+                torch.zeros_like(stats.kl) if stats.ref_kl is None else stats.ref_kl,
             )
             return value, torch.stack([value.detach().float(), *(term.sum() for term in per_token)])
 
@@ -146,14 +171,19 @@ class MegatronPolicy:
         return metrics | _step_metrics(grad_norm, self.trainer.lr)
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One behaviour-cloning step: mean negative log-likelihood of the tokens under the loss mask, at the temperature."""
+        """One behaviour-cloning step: mean negative log-likelihood of the tokens under the loss
+        mask, at the temperature.
+        """
         weighted = self._weigh(minibatch, "token-mean")
 
         def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
             active = micro.weights != 0
             logits = self.module.head_input(output)[active] @ self.module.head_weight().t()
             logprobs, _ = logprob_entropy(
-                logits, micro.labels[active], temperature=self.temperature, **self.module.vocab_arguments()
+                logits,
+                micro.labels[active],
+                temperature=self.temperature,
+                **self.module.vocab_arguments(),
             )
             value = -(micro.weights[active] * logprobs).sum()
             return value, value.detach().float().reshape(1)

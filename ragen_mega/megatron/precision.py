@@ -1,12 +1,15 @@
-"""Which layers compute, and in which numbers: Transformer Engine or local, FP8 recipes, their padding, their demands.
+"""Which layers compute, and in which numbers: Transformer Engine or local, FP8 recipes, their
+padding, their demands.
 
-Demands and alignments are those of Transformer Engine 2.11 (`pytorch/quantization.py`, `pytorch/utils.py`) and of
-megatron-core 0.16 (`fp8_utils.py`); they are checked before anything is built, with what the machine has passed in.
+Demands and alignments are those of Transformer Engine 2.11 (`pytorch/quantization.py`,
+`pytorch/utils.py`) and of megatron-core 0.16 (`fp8_utils.py`); they are checked before anything is
+built, with what the machine has passed in.
 
-FP8 is a matter of the matrix products inside the layers. Parameters stay bfloat16; their float32 originals, Adam's moments
-and gradient sums are float32 (the optimizer of megatron-core with `bf16`). megatron-core enters the FP8 context in
-`TransformerBlock.forward` and leaves it there, so the LM head (a fused kernel or megatron-core's own linear layer) and the
-critic's value head (float32) never see it; attention stays in bfloat16 too.
+FP8 is a matter of the matrix products inside the layers. Parameters stay bfloat16; their float32
+originals, Adam's moments and gradient sums are float32 (the optimizer of megatron-core with
+`bf16`). megatron-core enters the FP8 context in `TransformerBlock.forward` and leaves it there, so
+the LM head (a fused kernel or megatron-core's own linear layer) and the critic's value head
+(float32) never see it; attention stays in bfloat16 too.
 """
 
 from __future__ import annotations
@@ -35,9 +38,12 @@ class Recipe:
     """What an FP8 recipe demands of shapes and of the machine."""
 
     alignment: int
-    """Rows and columns of every matrix are a multiple of this: an operand of each of the three products of a layer."""
+    """Rows and columns of every matrix are a multiple of this: an operand of each of the three
+    products of a layer.
+    """
     gathered_alignment: int
-    """The same for a slice of the tokens that sequence parallelism quantises before it is gathered."""
+    """The same for a slice of the tokens that sequence parallelism quantises before it is gathered.
+    """
     min_capability: tuple[int, int]
     below_capability: tuple[int, int] | None
     min_cuda: tuple[int, int]
@@ -75,13 +81,18 @@ class Machine:
 
 
 def choose_implementation(parallel: ParallelConfig, machine: Machine) -> Implementation:
-    """The layers that `parallel` asks for on this machine. `auto` takes Transformer Engine where it can compute.
+    """The layers that `parallel` asks for on this machine. `auto` takes Transformer Engine where it
+    can compute.
 
     Raises ValueError if what was asked for by name cannot work here.
     """
     if parallel.transformer_impl == "local":
         return "local"
-    asked = [f"--transformer-impl {parallel.transformer_impl}"] if parallel.transformer_impl != "auto" else []
+    asked = (
+        [f"--transformer-impl {parallel.transformer_impl}"]
+        if parallel.transformer_impl != "auto"
+        else []
+    )
     asked += [f"--fp8 {parallel.fp8}"] if parallel.fp8 != "none" else []
     if obstacle := _obstacle_to_layers(parallel, machine):
         if not asked:
@@ -101,7 +112,10 @@ def _obstacle_to_layers(parallel: ParallelConfig, machine: Machine) -> tuple[str
     if machine.transformer_engine is None:
         return "needs Transformer Engine, which is not installed", f"{_INSTALL}, or {drop}"
     if Version(machine.transformer_engine).release < Version(MIN_TRANSFORMER_ENGINE).release:
-        needed = f"needs Transformer Engine {MIN_TRANSFORMER_ENGINE} or newer, not {machine.transformer_engine}"
+        needed = (
+            f"needs Transformer Engine {MIN_TRANSFORMER_ENGINE} or newer, not"
+            f" {machine.transformer_engine}"
+        )
         return needed, f"{_INSTALL}, or {drop}"
     if machine.capability < (8, 0):
         return f"needs bfloat16, so compute capability 8.0, not {_dotted(machine.capability)}", drop
@@ -116,9 +130,15 @@ def obstacle_to_recipe(recipe: str, machine: Machine) -> str | None:
     if machine.capability is None or machine.cuda is None:
         return "needs a CUDA device, and torch sees none"
     if machine.capability < rule.min_capability:
-        return f"needs compute capability {_dotted(rule.min_capability)}, not {_dotted(machine.capability)}"
+        return (
+            f"needs compute capability {_dotted(rule.min_capability)}, not"
+            f" {_dotted(machine.capability)}"
+        )
     if rule.below_capability and machine.capability >= rule.below_capability:
-        return f"needs a compute capability below {_dotted(rule.below_capability)}, not {_dotted(machine.capability)}"
+        return (
+            f"needs a compute capability below {_dotted(rule.below_capability)}, not"
+            f" {_dotted(machine.capability)}"
+        )
     if machine.cuda < rule.min_cuda:
         return f"needs CUDA {_dotted(rule.min_cuda)}, not {_dotted(machine.cuda)}"
     return None
@@ -126,7 +146,11 @@ def obstacle_to_recipe(recipe: str, machine: Machine) -> str | None:
 
 def _remedy(machine: Machine) -> str:
     possible = [name for name in RECIPES if obstacle_to_recipe(name, machine) is None]
-    return f"set --fp8-recipe {' or '.join(possible)}" if possible else "no recipe works here: drop --fp8"
+    return (
+        f"set --fp8-recipe {' or '.join(possible)}"
+        if possible
+        else "no recipe works here: drop --fp8"
+    )
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -141,10 +165,13 @@ def layer_fields(parallel: ParallelConfig, implementation: Implementation) -> di
     fields |= dict(
         fp8=parallel.fp8,
         fp8_recipe=parallel.recipe,
-        # Data-parallel ranks run different numbers of microbatches, so a collective in each of them must not span them.
+        # Data-parallel ranks run different numbers of microbatches, so a collective in each of them
+        # must not span them.
         tp_only_amax_red=True,
     )
-    if parallel.recipe == "delayed":  # Transformer Engine's defaults; those of megatron-core remember one pass
+    if (
+        parallel.recipe == "delayed"
+    ):  # Transformer Engine's defaults; those of megatron-core remember one pass
         fields |= dict(fp8_amax_history_len=1024, fp8_amax_compute_algo="max")
     return fields
 
@@ -152,7 +179,8 @@ def layer_fields(parallel: ParallelConfig, implementation: Implementation) -> di
 def token_alignment(parallel: ParallelConfig) -> int:
     """The tokens of a microbatch are padded to a multiple of this.
 
-    FP8 products need it of every slice that sequence parallelism cuts; without FP8 the slices need only be equal.
+    FP8 products need it of every slice that sequence parallelism cuts; without FP8 the slices need
+    only be equal.
     """
     num_slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     if parallel.fp8 == "none":
@@ -162,27 +190,42 @@ def token_alignment(parallel: ParallelConfig) -> int:
 
 
 def check_widths(widths: Mapping[str, int], parallel: ParallelConfig) -> None:
-    """Raise ValueError unless FP8 products can have these numbers of rows and columns (name -> on one rank)."""
+    """Raise ValueError unless FP8 products can have these numbers of rows and columns (name -> on
+    one rank).
+    """
     if parallel.fp8 == "none":
         return
     rule = RECIPES[parallel.recipe]
     for name, width in widths.items():
         # Only the hidden states are gathered quantised.
-        multiple = rule.gathered_alignment if parallel.sequence_parallel and name == "hidden size" else rule.alignment
+        multiple = (
+            rule.gathered_alignment
+            if parallel.sequence_parallel and name == "hidden size"
+            else rule.alignment
+        )
         if width % multiple:
             raise ValueError(
-                f"--fp8-recipe {parallel.recipe} needs the {name} of a rank ({width}) to be a multiple of {multiple}; "
-                "drop --fp8 or change the model or --tensor-model-parallel-size"
+                f"--fp8-recipe {parallel.recipe} needs the {name} of a rank ({width}) to be a"
+                f" multiple of {multiple}; drop --fp8 or change the model or"
+                " --tensor-model-parallel-size"
             )
 
 
 def scales_from_history(config: TransformerConfig) -> bool:
-    """Whether the scales of a pass come from the passes before it (delayed scaling); the first then has none."""
+    """Whether the scales of a pass come from the passes before it (delayed scaling); the first then
+    has none.
+    """
     return config.fp8 is not None and config.fp8_recipe == "delayed"
 
 
 def describe(config: TransformerConfig) -> str:
     """What computes, in one line for people."""
-    layers = f"Transformer Engine {get_te_version()}" if config.transformer_impl == "transformer_engine" else "local"
+    layers = (
+        f"Transformer Engine {get_te_version()}"
+        if config.transformer_impl == "transformer_engine"
+        else "local"
+    )
     numbers = str(config.params_dtype).removeprefix("torch.")
-    return f"{layers} layers in {numbers}" + (f", FP8 {config.fp8} with {config.fp8_recipe} scaling" if config.fp8 else "")
+    return f"{layers} layers in {numbers}" + (
+        f", FP8 {config.fp8} with {config.fp8_recipe} scaling" if config.fp8 else ""
+    )

@@ -1,4 +1,6 @@
-"""What a weight sync moves, decided once: one sorted list of all stages' parameters in buckets, the same on every rank."""
+"""What a weight sync moves, decided once: one sorted list of all stages' parameters in buckets, the
+same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega import distributed
-from ragen_mega.engines.weight_checks import check_names
-from ragen_mega.megatron.layout import VALUE_HEAD, Slot, stored_slots
+from ragen_mega.data import distributed
+from ragen_mega.engines.sglang.weight_checks import check_names
+from ragen_mega.models.layout import VALUE_HEAD, Slot, stored_slots
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -42,7 +44,11 @@ class Entry:
     def order(self) -> tuple[int, str, list[str | int]]:
         """Stage by stage, and there by name with layer 2 before layer 10."""
         parts = re.split(r"(\d+)", self.slot.names[0])
-        return self.stage, str(self.dtype), [int(part) if part.isdigit() else part for part in parts]
+        return (
+            self.stage,
+            str(self.dtype),
+            [int(part) if part.isdigit() else part for part in parts],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,9 @@ class Bucket:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """[num_elements] copy of this rank's parameters, one after the other."""
-        return torch.cat([tensors[entry.slot.parameter].detach().reshape(-1) for entry in self.entries])
+        return torch.cat(
+            [tensors[entry.slot.parameter].detach().reshape(-1) for entry in self.entries]
+        )
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views into what `flatten` made, one per entry, in their shapes."""
@@ -79,7 +87,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Built once per model by all ranks together; every later sync follows it without a word about names or shapes."""
+    """Built once per model by all ranks together; every later sync follows it without a word about
+    names or shapes.
+    """
 
     hf: PretrainedConfig
     groups: ProcessGroupCollection
@@ -96,8 +106,9 @@ class ReshardPlan:
     ) -> ReshardPlan:
         """The plan of a model of which this rank holds `local`. Collective over all ranks.
 
-        A gathered bucket, tensor-parallel ranks together, has at most `bucket_bytes`, or holds a single tensor. Raises
-        ValueError, the same on all ranks, if their plans differ or if a name of the model is missing.
+        A gathered bucket, tensor-parallel ranks together, has at most `bucket_bytes`, or holds a
+        single tensor. Raises ValueError, the same on all ranks, if their plans differ or if a name
+        of the model is missing.
         """
         _check_allocator()
         if bucket_bytes < 1:
@@ -107,10 +118,16 @@ class ReshardPlan:
         if groups.pp.size() > 1:
             stages = [[] for _ in range(groups.pp.size())]
             dist.all_gather_object(stages, mine, group=groups.pp)
-        entries = _unique(hf, [Entry(stage, *what) for stage, held in enumerate(stages) for what in held])
+        entries = _unique(
+            hf, [Entry(stage, *what) for stage, held in enumerate(stages) for what in held]
+        )
         plan = cls(hf, groups, tuple(_buckets(entries, bucket_bytes // groups.tp.size())))
         check_same_on_all_ranks(plan.digest())
-        check_names(plan.names, expected_names(hf, has_value_head=VALUE_HEAD in plan.names), receiver="a weight sync")
+        check_names(
+            plan.names,
+            expected_names(hf, has_value_head=VALUE_HEAD in plan.names),
+            receiver="a weight sync",
+        )
         return plan
 
     @property
@@ -128,9 +145,12 @@ class ReshardPlan:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def digest(self) -> str:
-        """SHA-256 of everything that decides which collectives are called, in which order and with how many bytes."""
+        """SHA-256 of everything that decides which collectives are called, in which order and with
+        how many bytes.
+        """
         text = "\n".join(
-            f"{index} {entry.stage} {entry.slot.names} {entry.slot.layout} {entry.shape} {entry.dtype}"
+            f"{index} {entry.stage} {entry.slot.names} {entry.slot.layout} {entry.shape}"
+            f" {entry.dtype}"
             for index, bucket in enumerate(self.buckets)
             for entry in bucket.entries
         )
@@ -138,23 +158,30 @@ class ReshardPlan:
 
 
 def expected_names(hf: PretrainedConfig, *, has_value_head: bool = False) -> set[str]:
-    """Hugging Face names that the config demands, of a critic with its value head in place of the LM head."""
+    """Hugging Face names that the config demands, of a critic with its value head in place of the
+    LM head.
+    """
     names = {name for stored in stored_slots(hf) for name in stored.slot.names}
     return (names - {"lm_head.weight"}) | {VALUE_HEAD} if has_value_head else names
 
 
 def check_same_on_all_ranks(digest: str) -> None:
-    """Raise ValueError on every rank, naming those that differ from rank 0, unless all have the same digest. Collective."""
+    """Raise ValueError on every rank, naming those that differ from rank 0, unless all have the
+    same digest. Collective.
+    """
     digests = distributed.gather_objects(digest)
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise ValueError(
-            f"all ranks must plan the same weight sync, and ranks {', '.join(map(str, others))} differ from rank 0 "
-            f"({digests[others[0]][:8]} against {digests[0][:8]}); start all ranks with one config and one version"
+            f"all ranks must plan the same weight sync, and ranks {', '.join(map(str, others))}"
+            f" differ from rank 0 ({digests[others[0]][:8]} against {digests[0][:8]}); start all"
+            " ranks with one config and one version"
         )
 
 
 def _unique(hf: PretrainedConfig, entries: Sequence[Entry]) -> list[Entry]:
-    """Sorted; of weights that several stages hold, as the tied embedding, the copy of the first stage."""
+    """Sorted; of weights that several stages hold, as the tied embedding, the copy of the first
+    stage.
+    """
     first: dict[tuple[str, ...], Entry] = {}
     for entry in sorted(entries, key=Entry.order):
         is_tied_copy = entry.slot.names == ("lm_head.weight",) and hf.tie_word_embeddings
@@ -178,9 +205,14 @@ def _buckets(entries: Sequence[Entry], limit: int) -> list[Bucket]:
 
 
 def _check_allocator() -> None:
-    """Buckets are plain `torch.empty`, which with this setting is virtual memory that CUDA IPC cannot hand to an engine."""
+    """Buckets are plain `torch.empty`, which with this setting is virtual memory that CUDA IPC
+    cannot hand to an engine.
+    """
     if not torch.cuda.is_available():
         return
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(variable, "").lower():
-            raise ValueError(f"weights cannot be sent from expandable segments; take expandable_segments out of {variable}")
+            raise ValueError(
+                "weights cannot be sent from expandable segments; take expandable_segments out of"
+                f" {variable}"
+            )

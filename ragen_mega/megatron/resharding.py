@@ -1,9 +1,10 @@
 """Trainer shards -> rollout engine, by one of two paths over one plan, with every byte counted.
 
-`gather` rebuilds full Hugging Face tensors: per bucket one broadcast over pipeline stages and one all-gather over tensor-
-parallel ranks; any engine takes them. `aligned` is for an engine with as many tensor-parallel ranks as the trainer: the shard
-of a rank is, after de-interleaving q, k and v, the engine's shard of the same rank, so that only the broadcast is left.
-Every bucket is memory of its own that is never written again, so a receiver may copy it as late as it likes.
+`gather` rebuilds full Hugging Face tensors: per bucket one broadcast over pipeline stages and one
+all-gather over tensor- parallel ranks; any engine takes them. `aligned` is for an engine with as
+many tensor-parallel ranks as the trainer: the shard of a rank is, after de-interleaving q, k and v,
+the engine's shard of the same rank, so that only the broadcast is left. Every bucket is memory of
+its own that is never written again, so a receiver may copy it as late as it likes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega import distributed
-from ragen_mega.engines import engine_shards
-from ragen_mega.megatron.layout import Slot, unshard
-from ragen_mega.megatron.model import head_dim
+from ragen_mega.data import distributed
 from ragen_mega.megatron.reshard_plan import Bucket, ReshardPlan
-from ragen_mega.model_shape import engine_vocab_size
+from ragen_mega.models import server_cut as engine_shards
+from ragen_mega.models.layout import Slot, unshard
+from ragen_mega.models.shape import engine_vocab_size, head_dim
 
 
 @dataclass(slots=True)
@@ -30,9 +30,13 @@ class Traffic:
     """What the syncs since its creation moved, on this rank."""
 
     pp_bytes: int = 0
-    """Length of all broadcasts over pipeline stages, sent or received: one shard per sync, nothing without stages."""
+    """Length of all broadcasts over pipeline stages, sent or received: one shard per sync, nothing
+    without stages.
+    """
     tp_bytes: int = 0
-    """Received from other tensor-parallel ranks by all-gathers: tp - 1 shards per sync by `gather`, none by `aligned`."""
+    """Received from other tensor-parallel ranks by all-gathers: tp - 1 shards per sync by `gather`,
+    none by `aligned`.
+    """
     shard_bytes: int = 0
     """This tensor-parallel rank's part of the weights that went through, moved or not."""
     seconds: float = 0.0
@@ -45,7 +49,9 @@ class Traffic:
         return moved / self.seconds / 1e9 if moved else 0.0
 
     def metrics(self, bound: float | None = None) -> dict[str, float]:
-        """For the step's metrics; `bound` is the GB/s of plain collectives of this size (`measure_bound`)."""
+        """For the step's metrics; `bound` is the GB/s of plain collectives of this size
+        (`measure_bound`).
+        """
         values = {
             "sync_seconds": self.seconds,
             "sync_gbytes_pipeline": self.pp_bytes / 1e9,
@@ -62,7 +68,8 @@ class Traffic:
 def gather(
     plan: ReshardPlan, tensors: Mapping[str, Tensor], traffic: Traffic | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream (Hugging Face name, full tensor) in the plan's order. A collective: every rank consumes the whole stream.
+    """Stream (Hugging Face name, full tensor) in the plan's order. A collective: every rank
+    consumes the whole stream.
 
     `tensors` are this rank's slices by parameter name, of the shapes and dtypes of the plan.
     """
@@ -83,12 +90,17 @@ def gather(
 
 
 def aligned(
-    plan: ReshardPlan, tensors: Mapping[str, Tensor], rollout_tp: int, traffic: Traffic | None = None
+    plan: ReshardPlan,
+    tensors: Mapping[str, Tensor],
+    rollout_tp: int,
+    traffic: Traffic | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream (engine parameter, its shard of the engine rank that equals this tensor-parallel rank), without any of its peers.
+    """Stream (engine parameter, its shard of the engine rank that equals this tensor-parallel
+    rank), without any of its peers.
 
-    A collective over pipeline stages only. Without stages the shards are views of the parameters where the layouts are one.
-    Raises ValueError unless `rollout_tp` is the trainer's tensor-parallel size.
+    A collective over pipeline stages only. Without stages the shards are views of the parameters
+    where the layouts are one. Raises ValueError unless `rollout_tp` is the trainer's
+    tensor-parallel size.
     """
     check_aligned(plan, rollout_tp)
     traffic = traffic or Traffic()
@@ -97,20 +109,26 @@ def aligned(
         pieces = _of_stage(plan, bucket, tensors, traffic)
         _count(bucket, traffic, start)
         for entry, piece in zip(bucket.entries, pieces, strict=True):
-            yield engine_shards.engine_name(entry.slot.names[0]), as_engine_shard(entry.slot, piece, plan.hf, rollout_tp)
+            yield (
+                engine_shards.engine_name(entry.slot.names[0]),
+                as_engine_shard(entry.slot, piece, plan.hf, rollout_tp),
+            )
 
 
 def check_aligned(plan: ReshardPlan, rollout_tp: int) -> None:
     """Raise ValueError unless the shards of trainer and engine are cut alike."""
     if rollout_tp != plan.groups.tp.size():
         raise ValueError(
-            f"the aligned path needs rollout_tensor_parallel_size ({rollout_tp}) equal to tensor_model_parallel_size "
-            f"({plan.groups.tp.size()}); make them equal or send full tensors by the gather path"
+            f"the aligned path needs rollout_tensor_parallel_size ({rollout_tp}) equal to"
+            f" tensor_model_parallel_size ({plan.groups.tp.size()}); make them equal or send full"
+            " tensors by the gather path"
         )
 
 
 def as_engine_shard(slot: Slot, piece: Tensor, hf: PretrainedConfig, tp: int) -> Tensor:
-    """Megatron's slice as SGLang's of the same rank: [q, k, v of every group] -> [q_r; k_r; v_r], the rest as it is."""
+    """Megatron's slice as SGLang's of the same rank: [q, k, v of every group] -> [q_r; k_r; v_r],
+    the rest as it is.
+    """
     if slot.layout == "qkv":
         trailing, dim = piece.shape[1:], head_dim(hf)
         grouped = piece.reshape(hf.num_key_value_heads // tp, -1, *trailing)
@@ -130,9 +148,11 @@ def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tens
 
 
 def measure_bound(plan: ReshardPlan, *, with_tp: bool, repeats: int = 3) -> float:
-    """GB/s of this rank's plain broadcast over pp, and all-gather over tp if `with_tp`, of a buffer like the largest bucket.
+    """GB/s of this rank's plain broadcast over pp, and all-gather over tp if `with_tp`, of a buffer
+    like the largest bucket.
 
-    What no sync over these links can exceed by more than noise; 0 if nothing has to move. Collective over both groups.
+    What no sync over these links can exceed by more than noise; 0 if nothing has to move.
+    Collective over both groups.
     """
     tp, pp = plan.groups.tp, plan.groups.pp
     largest = max(plan.buckets, key=lambda bucket: bucket.num_bytes)
@@ -155,14 +175,20 @@ def measure_bound(plan: ReshardPlan, *, with_tp: bool, repeats: int = 3) -> floa
     return (bytes_pp + bytes_tp) / best / 1e9
 
 
-def _of_stage(plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic) -> list[Tensor]:
-    """This tensor-parallel rank's slices of a bucket, from whatever stage; without stages the parameters themselves."""
+def _of_stage(
+    plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
+) -> list[Tensor]:
+    """This tensor-parallel rank's slices of a bucket, from whatever stage; without stages the
+    parameters themselves.
+    """
     if plan.groups.pp.size() == 1:
         return [tensors[entry.slot.parameter].detach() for entry in bucket.entries]
     return bucket.split(_broadcast(plan, bucket, tensors, traffic))
 
 
-def _broadcast(plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic) -> Tensor:
+def _broadcast(
+    plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
+) -> Tensor:
     pp = plan.groups.pp
     if pp.rank() == bucket.stage:
         flat = bucket.flatten(tensors)

@@ -1,8 +1,10 @@
-"""One model on megatron-core's schedules: per-token forward passes and optimizer steps over packed trajectories.
+"""One model on megatron-core's schedules: per-token forward passes and optimizer steps over packed
+trajectories.
 
-Forward and loss are written once; the schedule of megatron-core owns pipelining, its DDP and optimizer own reduction,
-clipping and the update. Every rank holds the whole batch; each data-parallel rank computes a balanced share of it, and
-per-token results and metrics are exchanged over the control group, so that all ranks go on with the same numbers.
+Forward and loss are written once; the schedule of megatron-core owns pipelining, its DDP and
+optimizer own reduction, clipping and the update. Every rank holds the whole batch; each
+data-parallel rank computes a balanced share of it, and per-token results and metrics are exchanged
+over the control group, so that all ranks go on with the same numbers.
 """
 
 from __future__ import annotations
@@ -13,23 +15,27 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig, TrainConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.packing import microbatches, pad
+from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import QwenModel, model_inputs
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import mark_tensor_parallel
-from ragen_mega.packing import microbatches, pad
-from ragen_mega.types import TokenBatch
 
 PerToken = Callable[[TokenBatch, Tensor], Tensor]
 """(microbatch, model output) -> [T] float32"""
@@ -59,7 +65,8 @@ class Trainer:
         self.model = DistributedDataParallel(
             module.config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=parallel.use_distributed_optimizer,
             ),
             module,
         )
@@ -84,7 +91,8 @@ class Trainer:
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
-        # It also applies weight decay per group: without a scheduler megatron-core decays norms and biases.
+        # It also applies weight decay per group: without a scheduler megatron-core decays norms and
+        # biases.
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -102,14 +110,18 @@ class Trainer:
         self.memory.forget = partial(drop_quantised_weights, module)
 
     def per_token(self, batch: TokenBatch, compute: PerToken) -> Tensor:
-        """[T] of `compute` over all trajectories of `batch`, without gradients, equal on every rank."""
+        """[T] of `compute` over all trajectories of `batch`, without gradients, equal on every
+        rank.
+        """
         self.memory.require("parameters")
         result = torch.zeros(batch.num_positions)
         parts = self._share(batch)
         if parts:
             self.model.eval()
             microbatch_list = [self._micro(batch, ids) for ids in parts]
-            if self._lacks_scales:  # delayed scaling learns them from a pass, and only where gradients are enabled
+            if (
+                self._lacks_scales
+            ):  # delayed scaling learns them from a pass, and only where gradients are enabled
                 self._run(parts[:1], microbatch_list[:1], compute, forward_only=True)
                 self._lacks_scales = False
             with torch.no_grad():
@@ -121,10 +133,11 @@ class Trainer:
         return distributed.sum_over_ranks(result)
 
     def step(self, batch: TokenBatch, loss: Loss, num_metrics: int) -> tuple[Tensor, float]:
-        """One optimizer step. Returns the metric sums [M] over the batch, the loss first, and the gradient norm.
+        """One optimizer step. Returns the metric sums [M] over the batch, the loss first, and the
+        gradient norm.
 
-        The norm is that before clipping. A loss or gradient that is not finite leaves weights and optimizer as they are,
-        on all ranks; the returned norm is then nan.
+        The norm is that before clipping. A loss or gradient that is not finite leaves weights and
+        optimizer as they are, on all ranks; the returned norm is then nan.
         """
         self.memory.require("parameters", "gradients", "optimizer")
         self.model.train()
@@ -132,9 +145,15 @@ class Trainer:
         self.optimizer.zero_grad()
         parts = self._share(batch)
         microbatch_list = [self._micro(batch, ids) for ids in parts]
-        if not parts:  # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
-            parts, microbatch_list = [[0]], [self._micro(batch.with_fields(weights=torch.zeros(batch.num_positions)), [0])]
-        if self._lacks_gradient_scales:  # without scales the small gradients of the first pass would be zeros in FP8
+        # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
+        if not parts:
+            parts, microbatch_list = (
+                [[0]],
+                [self._micro(batch.with_fields(weights=torch.zeros(batch.num_positions)), [0])],
+            )
+        if (
+            self._lacks_gradient_scales
+        ):  # without scales the small gradients of the first pass would be zeros in FP8
             self._run(parts[:1], microbatch_list[:1], loss, forward_only=False)
             self.model.zero_grad_buffer()
             self._lacks_scales = self._lacks_gradient_scales = False
@@ -143,7 +162,8 @@ class Trainer:
         if self._reports:
             totals += torch.stack(sums).double().sum(0).cpu()
         totals = distributed.sum_over_ranks(totals)
-        # megatron-core's optimizer looks for inf and nan only when it scales the loss, which float32 and bfloat16 do not.
+        # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
+        # float32 and bfloat16 do not.
         if not self._gradients_are_finite() or not math.isfinite(totals[0]):
             return totals, math.nan
         with cpu.cuda_literals_as_cpu():
@@ -151,7 +171,9 @@ class Trainer:
         return totals, float(grad_norm)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Reduced, clipped gradient of every local parameter after `step` (not with the distributed optimizer)."""
+        """Reduced, clipped gradient of every local parameter after `step` (not with the distributed
+        optimizer).
+        """
         self.memory.require("gradients")
         return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
 
@@ -161,12 +183,16 @@ class Trainer:
 
     @property
     def _reports(self) -> bool:
-        """Whether this rank holds results that others do not: one tensor-parallel rank of the last stage."""
+        """Whether this rank holds results that others do not: one tensor-parallel rank of the last
+        stage.
+        """
         return self.module.post_process and self.groups.tp.rank() == 0
 
     def _share(self, batch: TokenBatch) -> list[list[int]]:
         """Trajectory ids of this data-parallel rank's microbatches."""
-        share = distributed.balanced_split(batch.lengths.tolist(), self.groups.dp.size())[self.groups.dp.rank()]
+        share = distributed.balanced_split(batch.lengths.tolist(), self.groups.dp.size())[
+            self.groups.dp.rank()
+        ]
         return microbatches(batch, self.max_tokens, share)
 
     def _micro(self, batch: TokenBatch, trajectory_ids: Sequence[int]) -> TokenBatch:
@@ -180,7 +206,9 @@ class Trainer:
         *,
         forward_only: bool,
     ) -> list[Tensor]:
-        """Drive megatron-core's schedule. On the last stage: one tensor per microbatch; elsewhere nothing."""
+        """Drive megatron-core's schedule. On the last stage: one tensor per microbatch; elsewhere
+        nothing.
+        """
 
         def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
             micro = next(iterator)
@@ -210,11 +238,17 @@ class Trainer:
             yield "parameters", name, parameter
         for index, buffer in enumerate(self.model.buffers + self.model.expert_parallel_buffers):
             yield "gradients", f"buffer_{index}", buffer.grad_data
-        for index, optimizer in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
+        for index, optimizer in enumerate(
+            getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        ):
             mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
             for position, main in enumerate(mains):
                 name = f"{index}.{position}"
-                yield "optimizer", f"{name}.main", main  # of a float32 parameter it is (a part of) the parameter itself
+                yield (
+                    "optimizer",
+                    f"{name}.main",
+                    main,
+                )  # of a float32 parameter it is (a part of) the parameter itself
                 for key, value in optimizer.optimizer.state.get(main, {}).items():
                     if isinstance(value, Tensor) and value.dim():  # the number of steps stays
                         yield "optimizer", f"{name}.{key}", value
@@ -222,13 +256,19 @@ class Trainer:
     def _gradients_are_finite(self) -> bool:
         """Whether the gradients and the float32 square of their norm are finite on all ranks.
 
-        With a norm whose square overflows, clipping would multiply all gradients by zero, and Adam would still move.
+        With a norm whose square overflows, clipping would multiply all gradients by zero, and Adam
+        would still move.
         """
-        norms = [float(torch.linalg.vector_norm(b.grad_data)) for b in self.model.buffers + self.model.expert_parallel_buffers]
+        norms = [
+            float(torch.linalg.vector_norm(b.grad_data))
+            for b in self.model.buffers + self.model.expert_parallel_buffers
+        ]
         squares = torch.tensor([sum(norm * norm for norm in norms)], dtype=torch.float64)
         return float(distributed.sum_over_ranks(squares)) <= torch.finfo(torch.float32).max
 
 
 def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """megatron-core's reduction without its division: `TokenBatch.weights` already holds the global normaliser."""
+    """megatron-core's reduction without its division: `TokenBatch.weights` already holds the global
+    normaliser.
+    """
     finalize_model_grads(model, None, **kwargs)

@@ -1,7 +1,8 @@
 """Multi-turn rollout without a barrier: one coroutine per trajectory, each at its own pace.
 
-Source: StarPO, arXiv:2504.20073, section 3.1 (trajectories of at most K turns, N per initial state). What the policy
-samples is appended to the trajectory as it was sampled; what the environment says is appended unmasked.
+Source: StarPO, arXiv:2504.20073, section 3.1 (trajectories of at most K turns, N per initial
+state). What the policy samples is appended to the trajectory as it was sampled; what the
+environment says is appended unmasked.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import Episode, Message, TurnResult
+from ragen_mega.environments.pool import EnvironmentFailed, TimeLimit
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.time_limit import EnvironmentFailed, TimeLimit
-from ragen_mega.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
 
 ERROR = "error"
 """Key of a turn's info under which a trajectory that its environment ended says why."""
@@ -51,7 +52,8 @@ def tasks_for_group(
 ) -> list[Task]:
     """`group_size` tasks from one initial state, with outcomes of their own.
 
-    `outcome_seed` is the run's; the members' are derived from it, the initial seed and their place in the group.
+    `outcome_seed` is the run's; the members' are derived from it, the initial seed and their place
+    in the group.
     """
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, not {group_size}")
@@ -82,28 +84,37 @@ def collect(
     advance: Callable[[], None] | None = None,
     send_again: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:
-    """Sample one trajectory per task with an engine that is awake; groups in order of their first task.
+    """Sample one trajectory per task with an engine that is awake; groups in order of their first
+    task.
 
-    `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `advance` is called when one ends. What a
-    task samples depends on the weights, `seed` and the task alone, not on the other tasks: the tasks of a group may be
-    collected in parts. An environment that raises or takes longer than `environment_timeout` seconds for a turn (0: any
-    time) ends its trajectory as truncated, with the error in the info of the last turn. Raises ValueError if an episode
-    cannot start or its first prompt leaves no room to answer, and EngineError if the engine fails. An engine that has lost
-    its weights gets them by `send_again`, and trajectories go on from where they are.
+    `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `advance` is called
+    when one ends. What a task samples depends on the weights, `seed` and the task alone, not on the
+    other tasks: the tasks of a group may be collected in parts. An environment that raises or takes
+    longer than `environment_timeout` seconds for a turn (0: any time) ends its trajectory as
+    truncated, with the error in the info of the last turn. Raises ValueError if an episode cannot
+    start or its first prompt leaves no room to answer, and EngineError if the engine fails. An
+    engine that has lost its weights gets them by `send_again`, and trajectories go on from where
+    they are.
     """
     if not tasks:
         return []
     limit = TimeLimit(environment_timeout)
-    run = _Collection(engine, renderer, max_tokens, max_context, temperature, top_p, seed, limit, send_again)
+    run = _Collection(
+        engine, renderer, max_tokens, max_context, temperature, top_p, seed, limit, send_again
+    )
     try:
         trajectories = asyncio.run(run.collect(tasks, advance))
-    except ExceptionGroup as failed:  # when one trajectory fails the others are cancelled; its error is the one to show
+    except (
+        ExceptionGroup
+    ) as failed:  # when one trajectory fails the others are cancelled; its error is the one to show
         raise failed.exceptions[0] from None
     finally:
         limit.close()
     groups: dict[int, TrajectoryGroup] = {}
     for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, [])).trajectories.append(trajectory)
+        groups.setdefault(
+            trajectory.group_id, TrajectoryGroup(trajectory.group_id, [])
+        ).trajectories.append(trajectory)
     return list(groups.values())
 
 
@@ -119,7 +130,9 @@ class _Collection:
     limit: TimeLimit
     send_again: Callable[[], None] | None
 
-    async def collect(self, tasks: Sequence[Task], advance: Callable[[], None] | None) -> list[Trajectory]:
+    async def collect(
+        self, tasks: Sequence[Task], advance: Callable[[], None] | None
+    ) -> list[Trajectory]:
         async def play(session: int, repetition: int, task: Task) -> Trajectory:
             try:
                 trajectory = await self._sample(session, repetition, task)
@@ -129,7 +142,9 @@ class _Collection:
                 advance()
             return trajectory
 
-        repetitions: Counter[tuple[int, int]] = Counter()  # members may share their outcomes, never their samples
+        repetitions: Counter[tuple[int, int]] = (
+            Counter()
+        )  # members may share their outcomes, never their samples
         started = []
         async with asyncio.TaskGroup() as running:
             for session, task in enumerate(tasks):
@@ -151,8 +166,9 @@ class _Collection:
         observation = self.renderer.start(messages)
         if len(observation) >= self.max_context:
             raise ValueError(
-                f"the first prompt of {task.environment} has {len(observation)} tokens and max_context is "
-                f"{self.max_context}; raise --max-context-length or shorten the prompt"
+                f"the first prompt of {task.environment} has {len(observation)} tokens and"
+                f" max_context is {self.max_context}; raise --max-context-length or shorten the"
+                " prompt"
             )
         stream = ("sampling", self.seed, task.group_id, task.outcome_seed, repetition)
         while True:
@@ -182,24 +198,34 @@ class _Collection:
     async def _start(self, task: Task) -> tuple[Episode, list[Message]]:
         def start() -> tuple[Episode, list[Message]]:
             episode = task.make_episode()
-            return episode, episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
+            return episode, episode.start(
+                task.seed, outcome_seed=task.outcome_seed, board=task.board
+            )
 
         try:
             return await self.limit.call(start)
         except EnvironmentFailed as error:
-            raise ValueError(f"environment {task.environment} cannot start from seed {task.seed}: {error}") from error
+            raise ValueError(
+                f"environment {task.environment} cannot start from seed {task.seed}: {error}"
+            ) from error
 
-    async def _generate(self, tokens: list[int], sampling: SamplingParams, session: int) -> Completion:
+    async def _generate(
+        self, tokens: list[int], sampling: SamplingParams, session: int
+    ) -> Completion:
         while True:
             try:
                 return await self.engine.generate(tokens, sampling, session=session)
             except (RuntimeError, MemoryError, OSError) as error:
                 if not isinstance(error, WeightsLost) or self.send_again is None:
-                    raise EngineError(f"the rollout engine failed: {type(error).__name__}: {error}") from error
+                    raise EngineError(
+                        f"the rollout engine failed: {type(error).__name__}: {error}"
+                    ) from error
             self.send_again()  # blocks: without weights no trajectory can go on
 
     async def _respond(self, episode: Episode, text: str) -> TurnResult:
-        """The environment's answer; if there is none, the end of this trajectory with the error as data."""
+        """The environment's answer; if there is none, the end of this trajectory with the error as
+        data.
+        """
         try:
             return await self.limit.call(lambda: episode.respond(text))
         except EnvironmentFailed as error:

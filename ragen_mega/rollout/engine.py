@@ -1,6 +1,8 @@
-"""The protocol of a rollout engine: token ids in, sampled token ids and their log-probabilities out.
+"""The protocol of a rollout engine: token ids in, sampled token ids and their log-probabilities
+out.
 
-The weight stream is the whole coupling of trainer and engine: `engine.load_weights(policy.export_weights(engine.shard))`.
+The weight stream is the whole coupling of trainer and engine:
+`engine.load_weights(policy.export_weights(engine.shard))`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ragen_mega.types import Completion, SamplingParams
+from ragen_mega.data.types import Completion, SamplingParams
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and stands where its state can be saved."""
 
 
 class EngineError(RuntimeError):
@@ -20,7 +26,9 @@ class EngineError(RuntimeError):
 
 
 class WeightsLost(EngineError):
-    """The engine has lost its weights. With `load_weights(..., again=True)` what was asked can be asked once more."""
+    """The engine has lost its weights. With `load_weights(..., again=True)` what was asked can be
+    asked once more.
+    """
 
 
 @dataclass(slots=True)
@@ -38,7 +46,9 @@ class EngineCounts:
 
 
 class EngineShard(NamedTuple):
-    """Which part of an engine's weights a process has: rank `rank` of the `size` consecutive processes that share it."""
+    """Which part of an engine's weights a process has: rank `rank` of the `size` consecutive
+    processes that share it.
+    """
 
     rank: int = 0
     size: int = 1
@@ -51,8 +61,9 @@ class RolloutEngine(Protocol):
     """How many different weights have been loaded; 0 before the first."""
 
     shard: EngineShard | None
-    """What `load_weights` takes here: this rank's shards under the names of SGLang; None: full tensors, for an engine of this
-    process alone. Of the processes that share an engine the first one samples, for all."""
+    """What `load_weights` takes here: this rank's shards under the names of SGLang; None: full
+    tensors, for an engine of this process alone. Of the processes that share an engine the first
+    one samples, for all."""
 
     counts: EngineCounts
 
@@ -63,19 +74,23 @@ class RolloutEngine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Take new weights, as `shard` says. All processes that share the engine call it together.
 
-        `again`: those that were loaded last once more, because an engine of the job has lost them; sessions go on. What of
-        the device the engine can do without is given back before the stream begins.
+        `again`: those that were loaded last once more, because an engine of the job has lost them;
+        sessions go on. What of the device the engine can do without is given back before the stream
+        begins.
 
-        Raises ValueError unless exactly the expected names and shapes arrive (of full tensors, `lm_head.weight` of a tied
-        model is optional).
+        Raises ValueError unless exactly the expected names and shapes arrive (of full tensors,
+        `lm_head.weight` of a tied model is optional).
         """
         ...
 
-    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
         """Sample what follows `tokens`, the whole trajectory so far.
 
-        `session` names the trajectory: what its cache already holds of `tokens` is not computed again. Any RuntimeError,
-        MemoryError or OSError means that the engine has failed, WeightsLost that it can be helped.
+        `session` names the trajectory: what its cache already holds of `tokens` is not computed
+        again. Any RuntimeError, MemoryError or OSError means that the engine has failed,
+        WeightsLost that it can be helped.
         """
         ...
 

@@ -1,7 +1,8 @@
 """Chat messages as token deltas: every token is appended once and never re-tokenised.
 
-The deltas are cut out of the tokenizer's own chat template, so that the policy sees the markers that the model was
-trained with. Cuts fall on special tokens, which tokenisation cannot merge across.
+The deltas are cut out of the tokenizer's own chat template, so that the policy sees the markers
+that the model was trained with. Cuts fall on special tokens, which tokenisation cannot merge
+across.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ _PROBES = (Message("user", "first"), Message("user", "second"), Message("user", 
 
 
 class ChatRenderer:
-    """Renders the turns of an episode for one tokenizer; with `think`, every assistant turn begins with `<think>`."""
+    """Renders the turns of an episode for one tokenizer; with `think`, every assistant turn begins
+    with `<think>`.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, think: bool) -> None:
         """Raises ValueError if the chat template does not only ever append."""
         if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat_template; use an instruct model's tokenizer or set ChatML")
+            raise ValueError(
+                "the tokenizer has no chat_template; use an instruct model's tokenizer or set"
+                " ChatML"
+            )
         self.tokenizer = tokenizer
         self._forced = _THINK if think else ""
         self._between = lru_cache(maxsize=4096)(self._render_between)
-        self._beginning = lru_cache(maxsize=256)(self._render_beginning)  # a group's members begin alike
+        self._beginning = lru_cache(maxsize=256)(
+            self._render_beginning
+        )  # a group's members begin alike
         marker = self._encode(self._delta(_PROBES[1]))[0]
         self.end_of_turn = marker
         """Ends an assistant turn (`<|im_end|>`)."""
@@ -67,25 +75,31 @@ class ChatRenderer:
         conversation = [_PROBES[0], Message("assistant", _ANSWER), message]
         before, found, delta = self._template(conversation).partition(_ANSWER)
         if not found:
-            raise ValueError("the chat template drops or rewrites assistant messages; turns cannot be appended to it")
+            raise ValueError(
+                "the chat template drops or rewrites assistant messages; turns cannot be appended"
+                " to it"
+            )
         return delta
 
     def _check_template(self) -> None:
         special = set(self.tokenizer.all_special_ids)
         if self.end_of_turn not in special:
             raise ValueError(
-                "the chat template must end an assistant turn with a special token, not "
-                f"{self.tokenizer.convert_ids_to_tokens(self.end_of_turn)!r}; "
-                "mark it as special in the tokenizer, or completions could not be told from their end"
+                "the chat template must end an assistant turn with a special token, not"
+                f" {self.tokenizer.convert_ids_to_tokens(self.end_of_turn)!r}; mark it as special"
+                " in the tokenizer, or completions could not be told from their end"
             )
         first, second, third = _PROBES
-        appended = self._template([first]) + _ANSWER + self._delta(second) + _ANSWER + self._delta(third)
+        appended = (
+            self._template([first]) + _ANSWER + self._delta(second) + _ANSWER + self._delta(third)
+        )
         answer = Message("assistant", _ANSWER)
         whole = self._template([first, answer, second, answer, third])
         if appended != whole or self._encode(appended) != self._encode_pieces(appended):
             raise ValueError(
-                "the chat template is not prefix-stable: a conversation differs from its turns appended one by one; "
-                f"use one that only appends\n  appended {appended!r}\n  whole    {whole!r}"
+                "the chat template is not prefix-stable: a conversation differs from its turns"
+                f" appended one by one; use one that only appends\n  appended {appended!r}\n  whole"
+                f"    {whole!r}"
             )
 
     def _encode_pieces(self, text: str) -> list[int]:
@@ -98,7 +112,9 @@ class ChatRenderer:
 
     def _template(self, messages: Sequence[Message]) -> str:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        text: str = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        text: str = self.tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
         return text
 
     def _encode(self, text: str) -> list[int]:

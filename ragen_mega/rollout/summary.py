@@ -1,6 +1,7 @@
 """What a rollout looked like, as numbers that go into the log.
 
-Source of the signals: StarPO, arXiv:2504.20073, section 4 (success, in-group reward deviation, response length).
+Source of the signals: StarPO, arXiv:2504.20073, section 4 (success, in-group reward deviation,
+response length).
 """
 
 from __future__ import annotations
@@ -8,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from ragen_mega.algorithm.diagnostics import in_group_reward_std
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.rollout.collector import ERROR
-from ragen_mega.starpo.diagnostics import in_group_reward_std
-from ragen_mega.types import Trajectory, TrajectoryGroup
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Metrics of all trajectories, and again under `name/environment` if there are several environments.
+    """Metrics of all trajectories, and again under `name/environment` if there are several
+    environments.
 
-    success, truncated_rate: share of trajectories. reward: mean total reward. in_group_std: mean over groups of the
-    unbiased standard deviation of total rewards (StarPO Eq. 7), 0 for a group of one. num_turns: mean per trajectory.
-    response_length: sampled tokens per turn. thought_length: words of the thought per turn, 0 for a turn without one.
-    valid_format_rate, valid_action_rate: share of turns. num_trajectories, sampled_tokens: counts.
-    environment_errors: trajectories that an error or the time limit of their environment ended.
-    No group, no metrics.
+    success, truncated_rate: share of trajectories. reward: mean total reward. in_group_std: mean
+    over groups of the unbiased standard deviation of total rewards (StarPO Eq. 7), 0 for a group of
+    one. num_turns: mean per trajectory. response_length: sampled tokens per turn. thought_length:
+    words of the thought per turn, 0 for a turn without one. valid_format_rate, valid_action_rate:
+    share of turns. num_trajectories, sampled_tokens: counts. environment_errors: trajectories that
+    an error or the time limit of their environment ended. No group, no metrics.
     """
     if not groups:
         return {}
@@ -36,7 +38,9 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    trajectories: list[Trajectory] = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories: list[Trajectory] = [
+        trajectory for group in groups for trajectory in group.trajectories
+    ]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     return {
         "success": fmean(trajectory.success for trajectory in trajectories),
@@ -55,7 +59,9 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def environment_errors(groups: Sequence[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:
-    """The trajectories that their environment ended by raising or by its time limit, each with the reason."""
+    """The trajectories that their environment ended by raising or by its time limit, each with the
+    reason.
+    """
     return [
         (trajectory, trajectory.turns[-1].info[ERROR])
         for group in groups

@@ -1,0 +1,1 @@
+"""Runs without --load: a small model that has seen scripted play."""

@@ -1,7 +1,8 @@
-"""Behaviour cloning of a scripted player, so that reinforcement learning starts from the format and true thoughts.
+"""Behaviour cloning of a scripted player, so that reinforcement learning starts from the format and
+true thoughts.
 
-The scripted player's actions are as good as chance (or as `skill` says): what is cloned is how to answer and how to
-describe the state, never how to play.
+The scripted player's actions are as good as chance (or as `skill` says): what is cloned is how to
+answer and how to describe the state, never how to play.
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ragen_mega.data.packing import minibatches
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments.episode import Episode
-from ragen_mega.packing import minibatches
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.types import Completion, TokenBatch, Trajectory
 from ragen_mega.warm_start.scripted import scripted_response
 
 FitStep = Callable[[TokenBatch], dict[str, float]]
 """One optimizer step on a minibatch, cloning or value regression -> its metrics."""
 
 
-def scripted_texts(make_episode: Callable[[], Episode], seeds: Sequence[int], *, skill: float) -> list[str]:
-    """Everything that is said in scripted episodes, one string per message: the corpus of the tokenizer."""
-    texts = ["system\nuser\nassistant\n"] * len(seeds)  # the chat template's words, as frequent as they will be
+def scripted_texts(
+    make_episode: Callable[[], Episode], seeds: Sequence[int], *, skill: float
+) -> list[str]:
+    """Everything that is said in scripted episodes, one string per message: the corpus of the
+    tokenizer.
+    """
+    texts = ["system\nuser\nassistant\n"] * len(
+        seeds
+    )  # the chat template's words, as frequent as they will be
     episode = make_episode()
     for seed in seeds:
         generator = np.random.default_rng([seed, 1])
@@ -37,15 +44,26 @@ def scripted_texts(make_episode: Callable[[], Episode], seeds: Sequence[int], *,
 
 
 def scripted_trajectory(
-    episode: Episode, renderer: ChatRenderer, name: str, seed: int, *, skill: float, max_turns: int | None = None
+    episode: Episode,
+    renderer: ChatRenderer,
+    name: str,
+    seed: int,
+    *,
+    skill: float,
+    max_turns: int | None = None,
 ) -> Trajectory:
-    """The first `max_turns` turns (None: all) of a scripted episode; the loss mask covers what the player says."""
+    """The first `max_turns` turns (None: all) of a scripted episode; the loss mask covers what the
+    player says.
+    """
     generator = np.random.default_rng([seed, 1])
     trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
     trajectory.append_observation(renderer.start(episode.start(seed, outcome_seed=seed)))
     while not episode.done:
         response = scripted_response(episode, generator, skill=skill)
-        tokens = [*renderer.tokenizer.encode(response, add_special_tokens=False), renderer.end_of_turn]
+        tokens = [
+            *renderer.tokenizer.encode(response, add_special_tokens=False),
+            renderer.end_of_turn,
+        ]
         turn = trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
         result = episode.respond(response)
         turn.reward, turn.info = result.reward, result.info
@@ -64,10 +82,14 @@ def fit(
     seed: int,
     report: Callable[[dict[str, float]], None],
 ) -> None:
-    """Take `num_steps` optimizer steps over the trajectories of `batch`, in as many passes as that needs."""
+    """Take `num_steps` optimizer steps over the trajectories of `batch`, in as many passes as that
+    needs.
+    """
     generator = torch.Generator().manual_seed(seed)
     passes = -(-num_steps * batch_size // batch.num_trajectories) + 1
-    for index, minibatch in enumerate(minibatches(batch, batch_size, num_passes=passes, generator=generator)):
+    for index, minibatch in enumerate(
+        minibatches(batch, batch_size, num_passes=passes, generator=generator)
+    ):
         if index == num_steps:
             return
         report(step(minibatch))

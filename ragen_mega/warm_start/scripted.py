@@ -1,7 +1,9 @@
-"""Scripted players: true thoughts about the state, and actions that are uniformly random unless `skill` says otherwise.
+"""Scripted players: true thoughts about the state, and actions that are uniformly random unless
+`skill` says otherwise.
 
-A thought states facts and relations that the state implies, and ends with what the chosen actions may lead to; it never
-says which action is best. What to make of the facts is left to reinforcement learning.
+A thought states facts and relations that the state implies, and ends with what the chosen actions
+may lead to; it never says which action is best. What to make of the facts is left to reinforcement
+learning.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ragen_mega.environments.bandit import Bandit
-from ragen_mega.environments.base import Environment
 from ragen_mega.environments.episode import Episode
-from ragen_mega.environments.frozen_lake import DIRECTIONS, FrozenLake
-from ragen_mega.environments.sokoban import Sokoban
-from ragen_mega.environments.sokoban_rooms import DIRECTIONS as SOKOBAN_DIRECTIONS
-from ragen_mega.environments.solvers import optimal_actions
+from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.reference_players import optimal_actions
+from ragen_mega.environments.worlds.bandit.world import Bandit
+from ragen_mega.environments.worlds.frozen_lake.world import DIRECTIONS, FrozenLake
+from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS as SOKOBAN_DIRECTIONS
+from ragen_mega.environments.worlds.sokoban.world import Sokoban
 
 Cell = tuple[int, int]
 Facts = dict[str, Any]
@@ -33,18 +35,25 @@ class ScriptedPlayer:
     actions_per_turn: int
 
 
-def scripted_response(episode: Episode, generator: np.random.Generator, *, skill: float = 0.0) -> str:
-    """What the scripted player says in this turn, after a forced `<think>` where the episode asks for thoughts.
+def scripted_response(
+    episode: Episode, generator: np.random.Generator, *, skill: float = 0.0
+) -> str:
+    """What the scripted player says in this turn, after a forced `<think>` where the episode asks
+    for thoughts.
 
-    Each action is the optimal one with probability `skill`, else uniformly random. Raises ValueError for an environment
-    without a scripted player.
+    Each action is the optimal one with probability `skill`, else uniformly random. Raises
+    ValueError for an environment without a scripted player.
     """
     environment, config = episode.environment, episode.config
     player = _player(environment)
     count = min(player.actions_per_turn, config.max_actions_per_turn, episode.actions_left)
     plan = optimal_actions(environment)[:count] if skill > 0 else []
     actions = [
-        plan[index] if index < len(plan) and generator.random() < skill else str(generator.choice(environment.actions))
+        (
+            plan[index]
+            if index < len(plan) and generator.random() < skill
+            else str(generator.choice(environment.actions))
+        )
         for index in range(count)
     ]
     answer = "<answer> " + " || ".join(actions) + "</answer>"
@@ -56,8 +65,8 @@ def _player(environment: Environment) -> ScriptedPlayer:
         if isinstance(environment, kind):
             return player
     raise ValueError(
-        f"there is no scripted player for {type(environment).__name__}; add one to warm_start/scripted.py or start from a "
-        "pretrained checkpoint with --load"
+        f"there is no scripted player for {type(environment).__name__}; add one to"
+        " warm_start/scripted.py or start from a pretrained checkpoint with --load"
     )
 
 
@@ -68,10 +77,12 @@ def describe_bandit(environment: Bandit, actions: Sequence[str]) -> str:
 
 
 def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str:
-    """The four neighbours, each move as what lies behind/ahead of it, and that of the chosen actions.
+    """The four neighbours, each move as what lies behind/ahead of it, and that of the chosen
+    actions.
 
-    A move may slip to either side but never backwards, so what lies behind is what it cannot lead to. The pair is one
-    word: chosen one after the other, its halves would not always belong to the same move.
+    A move may slip to either side but never backwards, so what lies behind is what it cannot lead
+    to. The pair is one word: chosen one after the other, its halves would not always belong to the
+    same move.
     """
     facts, lake = environment.facts(), environment.lake
     order, player = list(DIRECTIONS), facts["player"]
@@ -79,10 +90,20 @@ def describe_frozen_lake(environment: FrozenLake, actions: Sequence[str]) -> str
     for action in order:
         cell = lake.neighbour(player, action)
         kinds[action] = _lake_cell(facts, cell)
-        parts.append(f" {action} {kinds[action]}" if cell == player else f" {action} to{cell} {kinds[action]}")
-    moves = {action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}" for index, action in enumerate(order)}
-    # The second of two moves is made under other odds; a mark of its own lets a policy prefer other words there.
-    chosen = [f" {'then' if index else 'go'}{moves[action]}" for index, action in enumerate(actions)]
+        parts.append(
+            f" {action} {kinds[action]}"
+            if cell == player
+            else f" {action} to{cell} {kinds[action]}"
+        )
+    moves = {
+        action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}"
+        for index, action in enumerate(order)
+    }
+    # The second of two moves is made under other odds; a mark of its own lets a policy prefer other
+    # words there.
+    chosen = [
+        f" {'then' if index else 'go'}{moves[action]}" for index, action in enumerate(actions)
+    ]
     return "".join([*parts, *moves.values(), *chosen])
 
 
@@ -94,14 +115,19 @@ def _lake_cell(facts: Facts, cell: Cell) -> str:
         return "hole"
     if cell == facts["goal"]:
         return "goal"
-    return "closer" if _distance(cell, facts["goal"]) < _distance(facts["player"], facts["goal"]) else "farther"
+    return (
+        "closer"
+        if _distance(cell, facts["goal"]) < _distance(facts["player"], facts["goal"])
+        else "farther"
+    )
 
 
 def describe_sokoban(environment: Sokoban, actions: Sequence[str]) -> str:
-    """Where to stand for a push toward the target, what each move does, and that of the chosen actions.
+    """Where to stand for a push toward the target, what each move does, and that of the chosen
+    actions.
 
-    Moves lead into a wall, are stuck (the box cannot move), push the box closer to or away from the nearest target, or
-    take the player near to or far from a place to stand.
+    Moves lead into a wall, are stuck (the box cannot move), push the box closer to or away from the
+    nearest target, or take the player near to or far from a place to stand.
     """
     facts = environment.facts()
     standing = _standing_cells(facts)
@@ -109,7 +135,9 @@ def describe_sokoban(environment: Sokoban, actions: Sequence[str]) -> str:
     effects = {}
     for action, move in SOKOBAN_DIRECTIONS.items():
         to, pushed, effects[action] = _effect(facts, move, standing)
-        parts.append(f" {action} to{to}" + (f" push{pushed}" if pushed else "") + f" {effects[action]}")
+        parts.append(
+            f" {action} to{to}" + (f" push{pushed}" if pushed else "") + f" {effects[action]}"
+        )
     parts += [f" go {effects[action]}" for action in actions]
     return "".join(parts)
 

@@ -1,7 +1,9 @@
-"""A small byte-level BPE tokenizer of Qwen2's kind, with Qwen's chat markers, trained on what the environments say.
+"""A small byte-level BPE tokenizer of Qwen2's kind, with Qwen's chat markers, trained on what the
+environments say.
 
-It is used only where no pretrained checkpoint is loaded. Frequent words, pairs of words and coordinates are one token
-each, and any other text still round-trips through bytes. transformers loads it as the Qwen2Tokenizer that it is.
+It is used only where no pretrained checkpoint is loaded. Frequent words, pairs of words and
+coordinates are one token each, and any other text still round-trips through bytes. transformers
+loads it as the Qwen2Tokenizer that it is.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ CHAT_TEMPLATE = (
 _MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _UNIT = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)| [a-z]+/[a-z]+")
-"""A coordinate, with what is written straight before it, e.g. `P(1, 2)` or ` to(1, 2)`; a pair like ` hole/closer`."""
+"""A coordinate, with what is written straight before it, e.g. `P(1, 2)` or ` to(1, 2)`; a pair like
+` hole/closer`.
+"""
 _MIN_FREQUENCY = 2
 
 
 def train_tokenizer(texts: Sequence[str], *, num_merges: int = 300) -> Qwen2Tokenizer:
-    """Train on `texts`: 256 bytes, markers, tags, the coordinates and pairs that occur, and up to `num_merges` merges."""
+    """Train on `texts`: 256 bytes, markers, tags, the coordinates and pairs that occur, and up to
+    `num_merges` merges.
+    """
     units = Counter(match for text in texts for match in _UNIT.findall(text))
     added = [*_TAGS, *sorted(unit for unit, count in units.items() if count >= _MIN_FREQUENCY)]
     blank = Qwen2Tokenizer().backend_tokenizer

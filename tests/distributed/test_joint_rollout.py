@@ -1,4 +1,6 @@
-"""Rollouts of several ranks: engines that lose their weights, fail or are interrupted, early and late."""
+"""Rollouts of several ranks: engines that lose their weights, fail or are interrupted, early and
+late.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,15 @@ import pytest
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from ragen_mega import distributed
-from ragen_mega.engines.embedded import EmbeddedEngine
-from ragen_mega.environments.base import make
+from ragen_mega.data import distributed
+from ragen_mega.data.types import Completion, SamplingParams, TrajectoryGroup
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.interruption import Interrupted
-from ragen_mega.joint_rollout import collect_on_all_ranks
+from ragen_mega.environments.protocol import make
+from ragen_mega.rollout.all_ranks import collect_on_all_ranks
 from ragen_mega.rollout.collector import collect, tasks_for_group
-from ragen_mega.rollout.engine import EngineError, WeightsLost
+from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.types import Completion, SamplingParams, TrajectoryGroup
 from tests.integration.forked_ranks import fork_ranks
 from tests.small_policy import lake_tokenizer, tiny_qwen2
 
@@ -28,16 +29,22 @@ SAMPLING = {"max_tokens": 6, "max_context": 256, "seed": 1}
 
 
 def episode() -> Episode:
-    return Episode(make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3))
+    return Episode(
+        make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3)
+    )
 
 
 GROUPS = [tasks_for_group(group, "frozen_lake", group, episode, group_size=4) for group in range(3)]
 
 
 class ForgetfulEngine(EmbeddedEngine):
-    """Loses its weights when it is asked for the n-th time, for n in `forgets`; fails when n is `fails`."""
+    """Loses its weights when it is asked for the n-th time, for n in `forgets`; fails when n is
+    `fails`.
+    """
 
-    def __init__(self, *args: Any, forgets: Iterable[int] = (), fails: int = 0, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, forgets: Iterable[int] = (), fails: int = 0, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self.forgets, self.fails = set(forgets), fails
         self.num_asked = self.num_sent_again = 0
@@ -48,7 +55,9 @@ class ForgetfulEngine(EmbeddedEngine):
         self.is_lost = False
         self.num_sent_again += again
 
-    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
         self.num_asked += 1
         if self.num_asked == self.fails:
             raise RuntimeError("broken")
@@ -75,7 +84,9 @@ def play_on_ranks(
     def rank() -> None:
         distributed.start()
         index = distributed.rank()
-        engine = ForgetfulEngine(model.config, max_context=256, max_sessions=8, **faults.get(index, {}))
+        engine = ForgetfulEngine(
+            model.config, max_context=256, max_sessions=8, **faults.get(index, {})
+        )
 
         def send_again() -> None:
             distributed.barrier()  # as a weight sync: of all ranks or of none
@@ -107,12 +118,16 @@ def play_on_ranks(
     ],
     ids=["none", "at once", "two ranks", "twice"],
 )
-def test_lost_weights_change_nothing(faults: dict[int, dict[str, Any]], num_sent_again: int) -> None:
+def test_lost_weights_change_nothing(
+    faults: dict[int, dict[str, Any]], num_sent_again: int
+) -> None:
     model, renderer = build()
     alone = EmbeddedEngine(model.config, max_context=256, max_sessions=12)
     with alone.awake():
         alone.load_weights(model.state_dict().items())
-        expected = collect(alone, renderer, [task for group in GROUPS for task in group], **SAMPLING)
+        expected = collect(
+            alone, renderer, [task for group in GROUPS for task in group], **SAMPLING
+        )
     assert sum(len(one.turns) for group in expected for one in group.trajectories) > 24
 
     def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
@@ -129,7 +144,11 @@ def test_lost_weights_change_nothing(faults: dict[int, dict[str, Any]], num_sent
 
 @pytest.mark.parametrize(
     "faults",
-    [{1: {"fails": 5}}, {0: {"forgets": (2,)}, 1: {"fails": 5}}, {0: {"forgets": (2, 9)}, 2: {"forgets": (3,), "fails": 11}}],
+    [
+        {1: {"fails": 5}},
+        {0: {"forgets": (2,)}, 1: {"fails": 5}},
+        {0: {"forgets": (2, 9)}, 2: {"forgets": (3,), "fails": 11}},
+    ],
     ids=["one fails", "one waits for weights", "after its weights came again"],
 )
 def test_a_rollout_fails_on_all_ranks_or_on_none(faults: dict[int, dict[str, Any]]) -> None:

@@ -1,4 +1,6 @@
-"""Engine shards out of every training layout, bit by bit against slices of the Hugging Face checkpoint, and bytes counted."""
+"""Engine shards out of every training layout, bit by bit against slices of the Hugging Face
+checkpoint, and bytes counted.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
-from ragen_mega.engines.engine_shards import cut_stream
-from ragen_mega.engines.weight_checks import check_checksums, checksums
+from ragen_mega.data import distributed
+from ragen_mega.engines.sglang.weight_checks import check_checksums, checksums
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
 from ragen_mega.megatron.reshard_plan import ReshardPlan, check_same_on_all_ranks
 from ragen_mega.megatron.resharding import Traffic, aligned, gather
-from ragen_mega.megatron.weights import export_shards, export_weights, load_weights, reshard_plan, slots
+from ragen_mega.megatron.weights import (
+    export_shards,
+    export_weights,
+    load_weights,
+    reshard_plan,
+    slots,
+)
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 from tests.integration.forked_ranks import fork_ranks
 
@@ -31,10 +39,15 @@ pytestmark = [pytest.mark.forks, pytest.mark.timeout(600)]
 
 
 def random_config(kind: str, seed: int) -> PretrainedConfig:
-    """A shape that four ranks can share; vocabularies of no special size, as many key-value heads as ranks or fewer."""
+    """A shape that four ranks can share; vocabularies of no special size, as many key-value heads
+    as ranks or fewer.
+    """
     draw = random.Random(seed)
     groups = 2 if kind == "few_groups" else 4 * draw.choice((1, 2))
-    heads, dim = groups * draw.choice((2, 4) if kind == "few_groups" else (1, 2, 3)), 2 * draw.choice((1, 2, 3))
+    heads, dim = (
+        groups * draw.choice((2, 4) if kind == "few_groups" else (1, 2, 3)),
+        2 * draw.choice((1, 2, 3)),
+    )
     sizes = dict(
         vocab_size=draw.randrange(65, 400), hidden_size=heads * dim, intermediate_size=4 * draw.randrange(3, 12),
         num_hidden_layers=4 * draw.choice((1, 3)), num_attention_heads=heads, num_key_value_heads=groups,
@@ -57,14 +70,26 @@ def checkpoint(hf: PretrainedConfig) -> dict[str, Tensor]:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(hf).state_dict()
     generator = torch.Generator().manual_seed(0)
-    kept = {name: tensor for name, tensor in empty.items() if not (hf.tie_word_embeddings and name == "lm_head.weight")}
+    kept = {
+        name: tensor
+        for name, tensor in empty.items()
+        if not (hf.tie_word_embeddings and name == "lm_head.weight")
+    }
     return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in kept.items()}
 
 
-def engine_truth(weights: dict[str, Tensor], hf: PretrainedConfig, rank: int, size: int) -> dict[str, Tensor]:
-    """What SGLang's weight loaders leave on rank `rank` of `size`, stated head by head and row by row."""
+def engine_truth(
+    weights: dict[str, Tensor], hf: PretrainedConfig, rank: int, size: int
+) -> dict[str, Tensor]:
+    """What SGLang's weight loaders leave on rank `rank` of `size`, stated head by head and row by
+    row.
+    """
     dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    queries = [head for head in range(hf.num_attention_heads) if head * size // hf.num_attention_heads == rank]
+    queries = [
+        head
+        for head in range(hf.num_attention_heads)
+        if head * size // hf.num_attention_heads == rank
+    ]
     groups = sorted({head * hf.num_key_value_heads // hf.num_attention_heads for head in queries})
     rows = {"q": queries, "k": groups, "v": groups}
     shards = {}
@@ -75,8 +100,14 @@ def engine_truth(weights: dict[str, Tensor], hf: PretrainedConfig, rank: int, si
             shards.setdefault(f"{layer}self_attn.qkv{last[1:]}", {})[last[0]] = torch.cat(heads)
         elif "gate_proj" in name or "up_proj" in name:
             width = hf.intermediate_size // size
-            target = name.replace("gate_proj", "gate_up_proj") if "gate" in name else name.replace("up_proj", "gate_up_proj")
-            shards.setdefault(target, {})["gate" if "gate" in name else "up"] = tensor[width * rank : width * (rank + 1)]
+            target = (
+                name.replace("gate_proj", "gate_up_proj")
+                if "gate" in name
+                else name.replace("up_proj", "gate_up_proj")
+            )
+            shards.setdefault(target, {})["gate" if "gate" in name else "up"] = tensor[
+                width * rank : width * (rank + 1)
+            ]
         elif "o_proj" in name or "down_proj" in name:
             width = tensor.shape[1] // size
             shards[name] = tensor[:, width * rank : width * (rank + 1)]
@@ -88,7 +119,11 @@ def engine_truth(weights: dict[str, Tensor], hf: PretrainedConfig, rank: int, si
             shards[name] = tensor
     order = {3: ("q", "k", "v"), 2: ("gate", "up")}
     return {
-        name: torch.cat([found[part] for part in order[len(found)]]) if isinstance(found, dict) else found
+        name: (
+            torch.cat([found[part] for part in order[len(found)]])
+            if isinstance(found, dict)
+            else found
+        )
         for name, found in shards.items()
     }
 
@@ -101,12 +136,17 @@ def counted() -> Iterator[Counter]:
         "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv",
         "all_gather_object", "broadcast_object_list", "gather_object", "barrier", "all_gather_single", "reduce_scatter_single",
     )  # fmt: skip
-    counts, originals = Counter(), {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    counts, originals = (
+        Counter(),
+        {name: getattr(dist, name) for name in names if hasattr(dist, name)},
+    )
 
     def counting(name: str, original: Callable) -> Callable:
         def call(*arguments: object, group: object = None, **others: object) -> object:
             tensors = [value for value in arguments if isinstance(value, Tensor)]
-            counts[name, group] += tensors[-1].numel() * tensors[-1].element_size() if tensors else 1
+            counts[name, group] += (
+                tensors[-1].numel() * tensors[-1].element_size() if tensors else 1
+            )
             counts["calls", group] += 1
             return original(*arguments, group=group, **others)
 
@@ -163,7 +203,9 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None
         assert_same(ours, truth, f"rank {part.rank} of {size}")
         check_checksums(sums[part.rank], checksums(ours.items()))
         if size != tp:
-            with pytest.raises(ValueError, match="the aligned path needs rollout_tensor_parallel_size"):
+            with pytest.raises(
+                ValueError, match="the aligned path needs rollout_tensor_parallel_size"
+            ):
                 next(aligned(plan, dict(model.named_parameters()), size))
             assert counts["calls", groups.tp] == (len(plan.buckets) if tp > 1 else 0)
             continue
@@ -174,18 +216,24 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None
         assert counts["calls", groups.pp] == (len(plan.buckets) if pp > 1 else 0)
         assert traffic.tp_bytes == 0 and traffic.pp_bytes == (plan.shard_bytes if pp > 1 else 0)
         if tp > 1:
-            assert plan.shard_bytes == sum(tensor.numel() * tensor.element_size() for tensor in truth.values())
+            assert plan.shard_bytes == sum(
+                tensor.numel() * tensor.element_size() for tensor in truth.values()
+            )
 
     check_small_buckets(model, groups, plan, weights)
 
 
 def check_small_buckets(model, groups, plan: ReshardPlan, weights: dict[str, Tensor]) -> None:
-    """Bounded buckets, and none written again after it was handed out: the stream is read only when it has ended."""
+    """Bounded buckets, and none written again after it was handed out: the stream is read only when
+    it has ended.
+    """
     limit, parameters = groups.tp.size() * plan.shard_bytes // 10, dict(model.named_parameters())
     local = [(slot, parameters[slot.parameter]) for slot in slots(model)]
     small = ReshardPlan.build(model.hf, groups, local, bucket_bytes=limit)
     assert len(small.buckets) > len(plan.buckets)
-    assert all(len(b.entries) == 1 or b.num_bytes * groups.tp.size() <= limit for b in small.buckets)
+    assert all(
+        len(b.entries) == 1 or b.num_bytes * groups.tp.size() <= limit for b in small.buckets
+    )
     assert small.names == plan.names
     assert_same(dict(list(gather(small, parameters))), weights, "small buckets")
 
@@ -208,7 +256,9 @@ def on_ranks(work: Callable[[], None], num_ranks: int) -> None:
 
 
 LAYOUTS = [
-    pytest.param(tp, pp, marks=pytest.mark.slow if tp * pp >= 8 else ()) for tp in SIZES for pp in SIZES
+    pytest.param(tp, pp, marks=pytest.mark.slow if tp * pp >= 8 else ())
+    for tp in SIZES
+    for pp in SIZES
 ]  # the large ones are many processes for little more than the small ones show
 
 
@@ -227,18 +277,29 @@ def test_every_layout_gives_the_shards_of_the_checkpoint(tp: int, pp: int) -> No
 
 @pytest.mark.parametrize("kind", ["qwen2_tied_1", "qwen2_untied_1"])
 def test_a_critic_and_its_gradients_travel_with_the_value_head(kind: str) -> None:
-    hf, parallel = CONFIGS[kind], ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    hf, parallel = (
+        CONFIGS[kind],
+        ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    )
 
     def work() -> None:
         groups = initialize(parallel)
-        weights = {name: value for name, value in checkpoint(hf).items() if name != "lm_head.weight"}
-        weights["value_head.weight"] = torch.randn(1, hf.hidden_size, generator=torch.Generator().manual_seed(1))
+        weights = {
+            name: value for name, value in checkpoint(hf).items() if name != "lm_head.weight"
+        }
+        weights["value_head.weight"] = torch.randn(
+            1, hf.hidden_size, generator=torch.Generator().manual_seed(1)
+        )
         model = QwenCritic(hf, transformer_config(hf, parallel), groups)
         load_weights(model, weights.get)
         assert_same(dict(export_weights(model, groups)), weights, "critic")
-        doubled = {name: 2 * parameter.detach().double() for name, parameter in model.named_parameters()}
+        doubled = {
+            name: 2 * parameter.detach().double() for name, parameter in model.named_parameters()
+        }
         gradients = dict(export_weights(model, groups, doubled))
-        assert_same(gradients, {name: 2 * value.double() for name, value in weights.items()}, "gradients")
+        assert_same(
+            gradients, {name: 2 * value.double() for name, value in weights.items()}, "gradients"
+        )
 
     on_ranks(work, 4)
 
@@ -247,7 +308,9 @@ def test_ranks_that_plan_differently_are_named() -> None:
     def work() -> None:
         distributed.start()
         check_same_on_all_ranks("a" * 64)
-        with pytest.raises(ValueError, match=r"ranks 2 differ from rank 0 \(bbbbbbbb against aaaaaaaa\)"):
+        with pytest.raises(
+            ValueError, match=r"ranks 2 differ from rank 0 \(bbbbbbbb against aaaaaaaa\)"
+        ):
             check_same_on_all_ranks(("b" if distributed.rank() == 2 else "a") * 64)
 
     on_ranks(work, 3)

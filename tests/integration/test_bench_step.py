@@ -1,4 +1,6 @@
-"""The step benchmark, run for real on a tiny shape: its workload is exactly what it says, and its phases are the whole step."""
+"""The step benchmark, run for real on a tiny shape: its workload is exactly what it says, and its
+phases are the whole step.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragen_mega.metrics import read_metrics
-from ragen_mega.rollout.store import RolloutStore
+from ragen_mega.report.metrics import read_metrics
+from ragen_mega.storage.rollout_store import RolloutStore
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
@@ -53,28 +55,50 @@ def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             assert [turn.end - turn.start for turn in trajectory.turns] == [RESPONSE] * TURNS
         trained = row["update/tokens_per_second"] * (row["time/advantages"] + row["time/update"])
-        assert round(trained) == sum(len(trajectory.tokens) - 1 for trajectory in groups[0].trajectories)
+        assert round(trained) == sum(
+            len(trajectory.tokens) - 1 for trajectory in groups[0].trajectories
+        )
     assert len(rows) == 3 and len(run["all_seconds"]) == 2
     assert run["sampled_tokens_per_trajectory"] == TURNS * RESPONSE
     assert (run["num_trajectories"], run["trained_trajectories"]) == (8, 2)
 
     # Wall clock outside the program against its own timers.
     phases = {name: phase["seconds"] for name, phase in run["phases"].items()}
-    assert {"rollout", "sync", "advantages", "update", "rollout_files", "handover", "other"} <= phases.keys()
+    assert {
+        "rollout",
+        "sync",
+        "advantages",
+        "update",
+        "rollout_files",
+        "handover",
+        "other",
+    } <= phases.keys()
     assert sum(phases.values()) == pytest.approx(run["seconds"])
     assert -0.1 < phases["other"] < 0.1 + 0.2 * run["seconds"]
     assert all(seconds >= 0 for name, seconds in phases.items() if name != "other")
-    assert run["target_seconds"] is None and "8.0 sampled" not in done.stdout and "40.0 sampled tokens" in done.stdout
-    assert not (directory / "checkpoints").exists() and not (tmp_path / "runs" / "checkpoint").exists()
+    assert (
+        run["target_seconds"] is None
+        and "8.0 sampled" not in done.stdout
+        and "40.0 sampled tokens" in done.stdout
+    )
+    assert (
+        not (directory / "checkpoints").exists() and not (tmp_path / "runs" / "checkpoint").exists()
+    )
 
 
 @pytest.mark.usefixtures("tools")
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_random_model_never_stops(tmp_path: Path, is_tied: bool) -> None:
-    """In transformers: stop tokens are impossible after any word, and the other words stay about equally likely."""
+    """In transformers: stop tokens are impossible after any word, and the other words stay about
+    equally likely.
+    """
     random_checkpoint = import_module("random_checkpoint")
-    hf = random_checkpoint.model_config(str(write_shape(tmp_path / "shape", tie_word_embeddings=is_tied)))
-    count = random_checkpoint.write_checkpoint(hf, "sokoban", tmp_path / "model", dtype=torch.bfloat16)
+    hf = random_checkpoint.model_config(
+        str(write_shape(tmp_path / "shape", tie_word_embeddings=is_tied))
+    )
+    count = random_checkpoint.write_checkpoint(
+        hf, "sokoban", tmp_path / "model", dtype=torch.bfloat16
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert model.num_parameters() == count
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -98,13 +122,20 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model Qwen9", "--model must name a directory with a config.json or one of Qwen2.5-0.5B"),
+        (
+            "--model Qwen9",
+            "--model must name a directory with a config.json or one of Qwen2.5-0.5B",
+        ),
         ("--steps 1", "--steps must be at least 2"),
         ("--keep 0.5 0", "--keep must hold shares above 0"),
     ],
 )
 def test_what_cannot_be_timed_is_one_line(
-    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags.split(), "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as left:
@@ -114,5 +145,9 @@ def test_what_cannot_be_timed_is_one_line(
 
 
 def test_a_run_that_fails_shows_its_log(tmp_path: Path) -> None:
-    done = bench("--model", write_shape(tmp_path / "tiny"), "--output", tmp_path / "runs", "--", "--lr", "0")
-    assert done.returncode == 1 and "ended with status 2" in done.stderr and "set --lr" in done.stderr
+    done = bench(
+        "--model", write_shape(tmp_path / "tiny"), "--output", tmp_path / "runs", "--", "--lr", "0"
+    )
+    assert (
+        done.returncode == 1 and "ended with status 2" in done.stderr and "set --lr" in done.stderr
+    )

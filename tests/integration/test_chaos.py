@@ -14,12 +14,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from chaos import compare, damage, main
 from chaos_run import LAYOUTS, NUM_STEPS, Victim, identity, sglang_layouts
 
-from ragen_mega.rollout.store import ROLLOUTS, RolloutStore
+from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
 from ragen_mega.rollout.summary import summarize
-from ragen_mega.types import Trajectory, TrajectoryGroup, Turn
+from ragen_mega.storage.rollout_store import ROLLOUTS, RolloutStore
 
 
-def finished(output: Path, name: str, *, steps=range(NUM_STEPS), weight: float = 1.0, loss: float = 0.5) -> Victim:
+def finished(
+    output: Path, name: str, *, steps=range(NUM_STEPS), weight: float = 1.0, loss: float = 0.5
+) -> Victim:
     """A run directory as a finished run leaves it."""
     run = Victim(output, name, LAYOUTS[0])
     last = run.directory / "checkpoints" / f"step_{NUM_STEPS:08d}"
@@ -46,21 +48,41 @@ def test_what_is_lost_is_seen(changes: dict, problem: str | None, tmp_path: Path
     assert (problems == []) if problem is None else (len(problems) == 1 and problem in problems[0])
 
 
-def sampled(output: Path, name: str, *, played: tuple[int, ...] = (7, 8), reward: float = 1.0, logged: float = 1.0) -> Victim:
-    """A run directory as a finished run with an SGLang server leaves it; `played` are the outcome seeds of each group."""
+def sampled(
+    output: Path,
+    name: str,
+    *,
+    played: tuple[int, ...] = (7, 8),
+    reward: float = 1.0,
+    logged: float = 1.0,
+) -> Victim:
+    """A run directory as a finished run with an SGLang server leaves it; `played` are the outcome
+    seeds of each group.
+    """
     run = Victim(output, name, sglang_layouts(Path(sys.executable))[0])
     store, rows = RolloutStore(run.directory / ROLLOUTS), []
     for step in range(NUM_STEPS):
         facts = []
         for rewarded in (reward, logged):
             members = [
-                Trajectory(0, "bandit", seed=step, outcome_seed=seed, tokens=[1, 2], loss_mask=[False, True],
-                           rollout_logprobs=[0.0, -random.random()], turns=[Turn(1, 2, rewarded, {})], terminated=True)
+                Trajectory(
+                    0,
+                    "bandit",
+                    seed=step,
+                    outcome_seed=seed,
+                    tokens=[1, 2],
+                    loss_mask=[False, True],
+                    rollout_logprobs=[0.0, -random.random()],
+                    turns=[Turn(1, 2, rewarded, {})],
+                    terminated=True,
+                )
                 for seed in played
             ]
             facts.append([TrajectoryGroup(0, members)])
         store.write(step, facts[0], {})
-        rows.append({"step": step} | {f"rollout/{key}": value for key, value in summarize(facts[1]).items()})
+        rows.append(
+            {"step": step} | {f"rollout/{key}": value for key, value in summarize(facts[1]).items()}
+        )
     (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run
 
@@ -77,7 +99,11 @@ def sampled(output: Path, name: str, *, played: tuple[int, ...] = (7, 8), reward
 )
 def test_what_is_trained_twice_is_seen(changes: dict, problem: str | None, tmp_path: Path) -> None:
     problems = compare(sampled(tmp_path, "tormented", **changes), sampled(tmp_path, "undisturbed"))
-    assert (problems == []) if problem is None else (len(problems) == NUM_STEPS and problem in problems[0])
+    assert (
+        (problems == [])
+        if problem is None
+        else (len(problems) == NUM_STEPS and problem in problems[0])
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -104,7 +130,9 @@ def test_a_checkpoint_written_anew_is_another(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_run_loses_nothing(tmp_path: Path) -> None:
-    assert main(["--rounds", "5", "--json", str(tmp_path / "out.json"), "--work", str(tmp_path)]) == 0
+    assert (
+        main(["--rounds", "5", "--json", str(tmp_path / "out.json"), "--work", str(tmp_path)]) == 0
+    )
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["failures"] == 0 and report["runs_finished_and_compared"] >= 1
     assert set(report["kills"]) >= {"setup", "rollout", "update"}

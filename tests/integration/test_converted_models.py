@@ -1,4 +1,6 @@
-"""A run's model, exported, is in transformers what it is in the trainer; one in megatron format is loaded by all that load."""
+"""A run's model, exported, is in transformers what it is in the trainer; one in megatron format is
+loaded by all that load.
+"""
 
 import argparse
 import importlib.util
@@ -15,17 +17,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from ragen_mega import distributed
-from ragen_mega.build import build
-from ragen_mega.cold_start import write_small_model
 from ragen_mega.config import parse
-from ragen_mega.console import Console
-from ragen_mega.huggingface import load_tokenizer, random_weights, save_huggingface
+from ragen_mega.data import distributed
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import checkpoint
-from ragen_mega.packing import pack
-from ragen_mega.run import Run
+from ragen_mega.models.huggingface import load_tokenizer, random_weights, save_huggingface
+from ragen_mega.report.console import Console
+from ragen_mega.run.build import build
+from ragen_mega.run.run import Run
 from ragen_mega.train import train
-from ragen_mega.types import Completion, TokenBatch, Trajectory
+from ragen_mega.warm_start.small_model import write_small_model
 
 FLAGS = """
     --environments bandit --prompt-style compact --max-response-length 8 --max-context-length 200 --eval-prompts 4
@@ -37,17 +39,26 @@ ARCHITECTURES = ("qwen2_tied", "qwen3_untied")
 
 
 def load_tool(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "tools" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[2] / "tools" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def convert(source: Path, target: Path, format: str, tp: int | None = None, pp: int | None = None) -> Path:
+def convert(
+    source: Path, target: Path, format: str, tp: int | None = None, pp: int | None = None
+) -> Path:
     arguments = argparse.Namespace(
-        source=source, target=target, format=format, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-        dtype=None, max_shard_size=None,
+        source=source,
+        target=target,
+        format=format,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        dtype=None,
+        max_shard_size=None,
     )
     load_tool("convert_checkpoint").convert(arguments, Console(is_writer=True, num_steps=0))
     return target
@@ -58,13 +69,25 @@ def write_start(directory: Path, architecture: str) -> Path:
     write_small_model(parse(FLAGS), directory / "tokenizer")
     tokenizer = load_tokenizer(str(directory / "tokenizer"))
     sizes = dict(
-        vocab_size=len(tokenizer) // 2 * 2 + 1, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
+        vocab_size=len(tokenizer) // 2 * 2 + 1,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
         tie_word_embeddings=architecture == "qwen2_tied",
     )
-    config = Qwen2Config(**sizes) if architecture == "qwen2_tied" else Qwen3Config(**sizes, head_dim=12)
-    save_huggingface(directory / "start", config, tokenizer, random_weights(config, 1).items(), is_writer=True)
+    config = (
+        Qwen2Config(**sizes) if architecture == "qwen2_tied" else Qwen3Config(**sizes, head_dim=12)
+    )
+    save_huggingface(
+        directory / "start", config, tokenizer, random_weights(config, 1).items(), is_writer=True
+    )
     (directory / "start" / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     return directory / "start"
 
@@ -87,7 +110,9 @@ def some_batch(vocab_size: int) -> TokenBatch:
     trajectories = []
     for index in range(4):
         trajectory = Trajectory(group_id=index)
-        trajectory.append_observation(torch.randint(0, vocab_size, (5,), generator=generator).tolist())
+        trajectory.append_observation(
+            torch.randint(0, vocab_size, (5,), generator=generator).tolist()
+        )
         tokens = torch.randint(0, vocab_size, (7 + index,), generator=generator).tolist()
         trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
         trajectories.append(trajectory)
@@ -108,8 +133,12 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     for path in directory.glob("rank_*.safetensors"):
         with safe_open(path, "pt") as file:
             for name, piece in json.loads(file.metadata()["pieces"]).items():
-                if piece["key"].startswith("actor.") and not piece["key"].startswith("actor.optimizer."):
-                    pieces[f"{path.name} {json.dumps(piece, sort_keys=True)}"] = file.get_tensor(name)
+                if piece["key"].startswith("actor.") and not piece["key"].startswith(
+                    "actor.optimizer."
+                ):
+                    pieces[f"{path.name} {json.dumps(piece, sort_keys=True)}"] = file.get_tensor(
+                        name
+                    )
     return pieces
 
 
@@ -134,7 +163,9 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
     start = write_start(tmp_path, architecture)
 
     def train_a_step() -> None:
-        run = build(parse([*FLAGS, *TP2, "--load", str(start), "--output", str(tmp_path), "--name", "run"]))
+        run = build(
+            parse([*FLAGS, *TP2, "--load", str(start), "--output", str(tmp_path), "--name", "run"])
+        )
         train(run)
         record(run, tmp_path / "trained.pt")
         run.close()
@@ -146,25 +177,42 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
     # Export: transformers computes what the trainer computed.
     exported = convert(tmp_path / "run", tmp_path / "exported", "huggingface")
     assert_equal(load_file(exported / "model.safetensors"), trained["weights"])
-    assert not torch.equal(trained["weights"]["model.norm.weight"], torch.ones(32))  # training did something
+    assert not torch.equal(
+        trained["weights"]["model.norm.weight"], torch.ones(32)
+    )  # training did something
     assert trained["logprobs"].count_nonzero() > 20
-    torch.testing.assert_close(logprobs_in_transformers(exported), trained["logprobs"], atol=1e-5, rtol=0)
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    torch.testing.assert_close(
+        logprobs_in_transformers(exported), trained["logprobs"], atol=1e-5, rtol=0
+    )
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
         assert (exported / name).read_bytes() == (start / name).read_bytes()
 
-    # Megatron format: what the ranks of the run wrote, and under another layout it can be loaded all the same.
+    # Megatron format: what the ranks of the run wrote, and under another layout it can be loaded
+    # all the same.
     assert_equal(stored(convert(steps, tmp_path / "same", "megatron", 2)), stored(steps))
     model = convert(exported, tmp_path / "megatron", "megatron", 1, 2)
 
     def load_on_two_ranks() -> None:
-        run = build(parse([*FLAGS, *TP2, "--load", str(model), "--output", str(tmp_path), "--name", "again"]))
+        run = build(
+            parse(
+                [*FLAGS, *TP2, "--load", str(model), "--output", str(tmp_path), "--name", "again"]
+            )
+        )
         record(run, tmp_path / "loaded.pt")
         run.close()
         # megatron-core's own loader finds every key, shape and piece.
         state = checkpoint._sharded_parameters(run.policy.trainer)
         expected = {name: part.data.clone() for name, part in state.items()}
         add_prefix_for_sharding(state, "actor.")
-        assert_equal(dist_checkpointing.load(state, str(model), sharded_strategy=checkpoint._Read()), expected)
+        assert_equal(
+            dist_checkpointing.load(state, str(model), sharded_strategy=checkpoint._Read()),
+            expected,
+        )
 
     on_two_ranks(load_on_two_ranks)
     loaded = torch.load(tmp_path / "loaded.pt")
@@ -172,11 +220,24 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
     assert torch.equal(loaded["logprobs"], trained["logprobs"])
 
     def evaluate() -> None:
-        arguments = dict.fromkeys(("boards", "max_turns", "max_actions_per_turn", "max_actions", "prompt_style",
-                                   "environment_options"))
-        arguments |= dict(environment="bandit", num_prompts=4, samples_per_prompt=1, temperature=0.5, seed=0)
+        arguments = dict.fromkeys(
+            (
+                "boards",
+                "max_turns",
+                "max_actions_per_turn",
+                "max_actions",
+                "prompt_style",
+                "environment_options",
+            )
+        )
+        arguments |= dict(
+            environment="bandit", num_prompts=4, samples_per_prompt=1, temperature=0.5, seed=0
+        )
         run = load_tool("evaluate").run
-        results = [run(argparse.Namespace(load=str(path), **arguments)).to_dict() for path in (model, exported)]
+        results = [
+            run(argparse.Namespace(load=str(path), **arguments)).to_dict()
+            for path in (model, exported)
+        ]
         assert results[0] == results[1]
 
     on_two_ranks(evaluate)

@@ -1,6 +1,8 @@
-"""A model that went through Megatron's format and back is served by the real SGLang as transformers computes it.
+"""A model that went through Megatron's format and back is served by the real SGLang as transformers
+computes it.
 
-Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
+Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then
+RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
 """
 
 from pathlib import Path
@@ -11,8 +13,8 @@ from test_converted_models import ARCHITECTURES, convert, write_start
 from test_sglang_engine import DEVICE, DTYPE, PYTHON, START_TIMEOUT, check_close, pytestmark
 from transformers import AutoModelForCausalLM
 
-from ragen_mega.engines.sglang_server import ServerSettings, SGLangServer
-from ragen_mega.huggingface import load_config, load_tokenizer
+from ragen_mega.engines.sglang.server import ServerSettings, SGLangServer
+from ragen_mega.models.huggingface import load_config, load_tokenizer
 
 __all__ = ["pytestmark"]
 TEXT = "<|im_start|>user\nWhich arm?<|im_end|>\n"
@@ -25,8 +27,15 @@ def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> N
     export = convert(cut, tmp_path / "export", "huggingface")
     options = {"model-path": export, "load-format": "auto", "skip-tokenizer-init": False}
     settings = ServerSettings(
-        python=Path(PYTHON), directory=tmp_path / "server", max_context=100, max_running_requests=2, kv_cache_tokens=1024,
-        device=DEVICE, dtype=str(DTYPE).removeprefix("torch."), start_timeout=START_TIMEOUT, hang_timeout=120.0,
+        python=Path(PYTHON),
+        directory=tmp_path / "server",
+        max_context=100,
+        max_running_requests=2,
+        kv_cache_tokens=1024,
+        device=DEVICE,
+        dtype=str(DTYPE).removeprefix("torch."),
+        start_timeout=START_TIMEOUT,
+        hang_timeout=120.0,
         options=options,
     )
     server = SGLangServer(settings, load_config(str(export)), weights=tmp_path / "none")
@@ -41,7 +50,9 @@ def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> N
     prompt = load_tokenizer(str(start)).encode(TEXT)
     assert answer["meta_info"]["prompt_tokens"] == len(prompt)
     logprobs, tokens = zip(*(entry[:2] for entry in answer["meta_info"]["output_token_logprobs"]))
-    model = AutoModelForCausalLM.from_pretrained(start).to(DTYPE).float().eval()  # rounded as the server's weights are
+    model = (
+        AutoModelForCausalLM.from_pretrained(start).to(DTYPE).float().eval()
+    )  # rounded as the server's weights are
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]

@@ -1,4 +1,6 @@
-"""Crashes and faults of a run in one process: steps repeated from the disk, updates skipped, errors in one line."""
+"""Crashes and faults of a run in one process: steps repeated from the disk, updates skipped, errors
+in one line.
+"""
 
 import argparse
 import hashlib
@@ -14,15 +16,15 @@ import pytest
 import torch
 from test_resume import metrics, state
 
-from ragen_mega import run as run_module
-from ragen_mega.build import build
 from ragen_mega.config import parse
-from ragen_mega.environments import base
-from ragen_mega.environments.bandit import Bandit
-from ragen_mega.environments.base import Registration, StepResult
-from ragen_mega.rollout.store import RolloutStore
-from ragen_mega.run import Run
-from ragen_mega.sealed_files import read_sealed
+from ragen_mega.environments import protocol as base
+from ragen_mega.environments.protocol import Registration, StepResult
+from ragen_mega.environments.worlds.bandit.world import Bandit
+from ragen_mega.run.build import build
+from ragen_mega.run.run import Run
+from ragen_mega.run.run import run as run_module
+from ragen_mega.storage.rollout_store import RolloutStore
+from ragen_mega.storage.sealed_files import read_sealed
 from ragen_mega.train import train, train_and_close
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +36,10 @@ FLAGS = """
     --eval-prompts 2 --eval-interval 0 --save-interval 2 --keep-last 0 --keep-rollouts 0
     --kl-kind k3 --kl-coef 0.01
 """.split()
-WARM_START = "--warm-start-first-turn-steps 100 --warm-start-steps 4 --warm-start-trajectories 20 --num-steps 1".split()
+WARM_START = (
+    "--warm-start-first-turn-steps 100 --warm-start-steps 4 --warm-start-trajectories 20"
+    " --num-steps 1".split()
+)
 
 
 class Crash(Exception):
@@ -96,7 +101,9 @@ def crash_at(run: Run, step: int) -> None:
 def test_a_crash_in_training_repeats_its_steps_from_the_disk(
     output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """Step 2 has a damaged file and is sampled again, step 3 is not; nothing differs from a run without a crash."""
+    """Step 2 has a damaged file and is sampled again, step 3 is not; nothing differs from a run
+    without a crash.
+    """
     crash_at(open_run(output, "crashed"), 3)
     store = RolloutStore(output / "crashed" / "rollouts")
     assert store.steps() == [0, 1, 2, 3]
@@ -110,7 +117,10 @@ def test_a_crash_in_training_repeats_its_steps_from_the_disk(
     run = finish(open_run(output, "crashed", "--resume"))
     assert steps == [2]
     said = capfd.readouterr().out
-    assert "step 2: rollout file is skipped and the step sampled again: step_00000002.safetensors does not have" in said
+    assert (
+        "step 2: rollout file is skipped and the step sampled again: step_00000002.safetensors does"
+        " not have" in said
+    )
     assert "step 3: repeated from the rollout" in said
     assert metrics(run) == metrics(output / "straight")
     for step in (2, 4):
@@ -127,8 +137,13 @@ def test_a_rollout_of_other_weights_or_settings_is_not_used(
         pytest.skip("needs the crashed run of the test before")
     steps = sampled_steps(monkeypatch)
     finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4"))
-    assert steps == [3]  # step 2 starts from the same weights, its updates do not end at the same ones
-    assert "step 3: the stored rollout has another weights; the step is sampled again" in capfd.readouterr().out
+    assert steps == [
+        3
+    ]  # step 2 starts from the same weights, its updates do not end at the same ones
+    assert (
+        "step 3: the stored rollout has another weights; the step is sampled again"
+        in capfd.readouterr().out
+    )
     shutil.rmtree(output / "other_settings" / "checkpoints" / "step_00000004")
     finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4", "--temperature", "0.9"))
     assert steps == [3, 2, 3]
@@ -150,7 +165,9 @@ def replay_arguments(run: Path, step: int) -> argparse.Namespace:
 
 def digest(directory: Path) -> str:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return hashlib.sha256(b"".join(str(path).encode() + path.read_bytes() for path in files)).hexdigest()
+    return hashlib.sha256(
+        b"".join(str(path).encode() + path.read_bytes() for path in files)
+    ).hexdigest()
 
 
 def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
@@ -160,25 +177,35 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
     for step, origin in ((1, "the weights that"), (3, "step_00000002")):
         result = tool.replay(replay_arguments(run, step))
         assert result["equal"] and result["largest_difference"] == 0.0 and origin in result["from"]
-        assert {"actor/loss", "actor/grad_norm", "critic/grad_norm", "rollout/reward"} <= result["keys"].keys()
+        assert {"actor/loss", "actor/grad_norm", "critic/grad_norm", "rollout/reward"} <= result[
+            "keys"
+        ].keys()
     assert digest(run) == before
     moved = shutil.copytree(run, tmp_path / "moved")
     rows = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
     rows[3]["actor/grad_norm"] += 0.01
     (moved / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = tool.replay(replay_arguments(moved, 3))
-    assert not result["equal"] and [key for key, row in result["keys"].items() if row["difference"]] == ["actor/grad_norm"]
+    assert not result["equal"] and [
+        key for key, row in result["keys"].items() if row["difference"]
+    ] == ["actor/grad_norm"]
     (moved / "rollouts" / "step_00000002.safetensors").unlink()
-    with pytest.raises(ValueError, match="rollout of step 2 is not in .*; replay one of these steps, or train with"):
+    with pytest.raises(
+        ValueError, match="rollout of step 2 is not in .*; replay one of these steps, or train with"
+    ):
         tool.replay(replay_arguments(moved, 3))
-    with pytest.raises(ValueError, match="step 9 is not in .*metrics.jsonl, which has steps 0 to 3"):
+    with pytest.raises(
+        ValueError, match="step 9 is not in .*metrics.jsonl, which has steps 0 to 3"
+    ):
         tool.replay(replay_arguments(moved, 9))
     with pytest.raises(ValueError, match="holds no run .*; give a run directory"):
         tool.replay(replay_arguments(tmp_path, 0))
 
 
 def poison(run: Run, changes: dict[int, tuple[str, float]]) -> None:
-    """Spoil the n-th minibatch: a field on its first sampled token, or during its updates a weight of `actor` or `critic`."""
+    """Spoil the n-th minibatch: a field on its first sampled token, or during its updates a weight
+    of `actor` or `critic`.
+    """
     minibatches, number = run.minibatches, iter(range(1000))
 
     def poisoned(batch, step) -> Iterator:
@@ -201,13 +228,24 @@ def poison(run: Run, changes: dict[int, tuple[str, float]]) -> None:
 
 def snapshot(trainer) -> list[torch.Tensor]:
     """The bits of all parameters and of every tensor of the optimizer."""
-    inner = trainer.optimizer.chained_optimizers[0] if hasattr(trainer.optimizer, "chained_optimizers") else trainer.optimizer
-    moments = [value for parameter in inner.optimizer.state.values() for value in parameter.values()]
-    return [value.detach().clone().view(torch.int32) for value in (*trainer.module.parameters(), *moments)]
+    inner = (
+        trainer.optimizer.chained_optimizers[0]
+        if hasattr(trainer.optimizer, "chained_optimizers")
+        else trainer.optimizer
+    )
+    moments = [
+        value for parameter in inner.optimizer.state.values() for value in parameter.values()
+    ]
+    return [
+        value.detach().clone().view(torch.int32)
+        for value in (*trainer.module.parameters(), *moments)
+    ]
 
 
 def record_moves(run: Run) -> dict[str, list[bool]]:
-    """Model -> whether each of its updates changes anything of weights and optimizer, filled while the run trains."""
+    """Model -> whether each of its updates changes anything of weights and optimizer, filled while
+    the run trains.
+    """
     moves: dict[str, list[bool]] = {}
 
     def watch(name: str, owner) -> None:
@@ -218,7 +256,8 @@ def record_moves(run: Run) -> dict[str, list[bool]]:
             result = update(minibatch)
             after = snapshot(owner.trainer)
             moves.setdefault(name, []).append(
-                len(before) != len(after) or not all(torch.equal(one, other) for one, other in zip(before, after))
+                len(before) != len(after)
+                or not all(torch.equal(one, other) for one, other in zip(before, after))
             )
             return result
 
@@ -229,26 +268,53 @@ def record_moves(run: Run) -> dict[str, list[bool]]:
     return moves
 
 
-def test_bad_updates_change_nothing_and_are_kept(output: Path, capfd: pytest.CaptureFixture) -> None:
-    """A weight that is no number, a loss that is infinite, gradients whose norm has an infinite square."""
+def test_bad_updates_change_nothing_and_are_kept(
+    output: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """A weight that is no number, a loss that is infinite, gradients whose norm has an infinite
+    square.
+    """
     run = open_run(output, "poisoned", "--num-steps", "2", "--max-nonfinite-updates", "4")
-    changes = {1: ("actor", math.nan), 2: ("advantages", 1e25), 3: ("advantages", 3e38), 5: ("returns", 1e25),
-               6: ("critic", math.inf)}
+    changes = {
+        1: ("actor", math.nan),
+        2: ("advantages", 1e25),
+        3: ("advantages", 3e38),
+        5: ("returns", 1e25),
+        6: ("critic", math.inf),
+    }
     poison(run, changes)
     moves = record_moves(run)
     directory = finish(run)
-    assert moves == {"actor": [True, False, False, False] + [True] * 4, "critic": [True] * 5 + [False, False, True]}
+    assert moves == {
+        "actor": [True, False, False, False] + [True] * 4,
+        "critic": [True] * 5 + [False, False, True],
+    }
     rows = metrics(directory)
     assert [row["update/nonfinite"] for row in rows] == [3, 2]
-    assert rows[0]["actor/skipped"] == 0.75 and rows[1]["critic/skipped"] == 0.5 and rows[1]["actor/skipped"] == 0
-    assert all(value is not None for row in rows for key, value in row.items() if key.startswith(("actor", "critic")))
+    assert (
+        rows[0]["actor/skipped"] == 0.75
+        and rows[1]["critic/skipped"] == 0.5
+        and rows[1]["actor/skipped"] == 0
+    )
+    assert all(
+        value is not None
+        for row in rows
+        for key, value in row.items()
+        if key.startswith(("actor", "critic"))
+    )
     files = sorted((directory / "faults").iterdir())
     assert [path.name for path in files] == [
-        "step_00000000_actor_1.safetensors", "step_00000000_actor_2.safetensors", "step_00000000_actor_3.safetensors",
-        "step_00000001_critic_1.safetensors", "step_00000001_critic_2.safetensors",
+        "step_00000000_actor_1.safetensors",
+        "step_00000000_actor_2.safetensors",
+        "step_00000000_actor_3.safetensors",
+        "step_00000001_critic_1.safetensors",
+        "step_00000001_critic_2.safetensors",
     ]
     tensors, facts = read_sealed(files[1])
-    assert float(tensors["advantages"].max()) == pytest.approx(1e25) and (facts["step"], facts["model"]) == (0, "actor")
+    assert float(tensors["advantages"].max()) == pytest.approx(1e25) and (
+        facts["step"],
+        facts["model"],
+    ) == (0, "actor")
     assert capfd.readouterr().out.count("skipped, its loss") == 5
 
 
@@ -259,8 +325,14 @@ def test_bad_updates_in_a_row_stop_the_run(output: Path, capfd: pytest.CaptureFi
         finish(run)
     assert left.value.code == 2
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "3 updates of the actor in a row had a non-finite loss or gradient (step 3)" in said
-    assert f"the last good checkpoint is {output}/stopped/checkpoints/step_00000002: --resume goes on from there" in said
+    assert (
+        said.count("\n") == 1
+        and "3 updates of the actor in a row had a non-finite loss or gradient (step 3)" in said
+    )
+    assert (
+        f"the last good checkpoint is {output}/stopped/checkpoints/step_00000002: --resume goes on"
+        " from there" in said
+    )
 
 
 class Flaky(Bandit):
@@ -281,18 +353,40 @@ class Flaky(Bandit):
 def test_a_run_goes_on_with_a_broken_environment(
     output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """Every trajectory of the start model that pulls an arm meets the environment; those that fail are truncated."""
-    monkeypatch.setitem(base._REGISTRY, "bandit", Registration(f"{__name__}:Flaky", base._REGISTRY["bandit"].options))
-    run = open_run(output, "flaky", "--num-steps", "1", "--environment-timeout", "0.2", "--max-response-length", "40")
+    """Every trajectory of the start model that pulls an arm meets the environment; those that fail
+    are truncated.
+    """
+    monkeypatch.setitem(
+        base._REGISTRY,
+        "bandit",
+        Registration(f"{__name__}:Flaky", base._REGISTRY["bandit"].options),
+    )
+    run = open_run(
+        output,
+        "flaky",
+        "--num-steps",
+        "1",
+        "--environment-timeout",
+        "0.2",
+        "--max-response-length",
+        "40",
+    )
     monkeypatch.setattr(run, "finish", lambda: None)
     directory = finish(run)
     (row,) = metrics(directory)
     groups = RolloutStore(directory / "rollouts").read(0).groups
-    assert [len(group.trajectories) for group in groups] == [4, 4] and row["rollout/num_trajectories"] == 8
+    assert [len(group.trajectories) for group in groups] == [4, 4] and row[
+        "rollout/num_trajectories"
+    ] == 8
     failed = [t for group in groups for t in group.trajectories if "error" in t.turns[-1].info]
     assert failed and row["rollout/environment_errors"] == len(failed)
     for trajectory in failed:
-        reason = {1: "ConnectionError: lost connection", 2: "took longer than 0.2 s"}[trajectory.outcome_seed % 3]
+        reason = {1: "ConnectionError: lost connection", 2: "took longer than 0.2 s"}[
+            trajectory.outcome_seed % 3
+        ]
         assert trajectory.truncated and trajectory.turns[-1].info["error"] == reason
     said = capfd.readouterr().out
-    assert f"step 0: environment errors closed {len(failed)} trajectories as truncated; the first: bandit with seed " in said
+    assert (
+        f"step 0: environment errors closed {len(failed)} trajectories as truncated; the first:"
+        " bandit with seed " in said
+    )

@@ -1,4 +1,6 @@
-"""The launch scripts as a person starts them: two languages in one file, recipes, threads, exit codes, signals."""
+"""The launch scripts as a person starts them: two languages in one file, recipes, threads, exit
+codes, signals.
+"""
 
 import ast
 import os
@@ -12,24 +14,37 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.config import parse
-from ragen_mega.recipes import read_flags, with_recipe
+from ragen_mega.config import parse, read_flags, with_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/pretrain_starpo.sh"
-RECIPES = ROOT / "examples/recipes"
+RECIPES = ROOT / "ragen_mega/config/recipes"
 LAUNCH = (sys.executable, str(ROOT / "tools/launch.py"))
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This environment with the tests' interpreter first on PATH, as after activation, and no trace of a torchrun."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "OMP_", "NPROC_"))}
-    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | changes
+    """This environment with the tests' interpreter first on PATH, as after activation, and no trace
+    of a torchrun.
+    """
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("TORCHELASTIC", "OMP_", "NPROC_"))
+    }
+    return (
+        kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | changes
+    )
 
 
-def execute(*command: object, timeout: float = 240, **changes: str) -> subprocess.CompletedProcess[str]:
+def execute(
+    *command: object, timeout: float = 240, **changes: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=timeout, env=environment(**changes)
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(**changes),
     )
 
 
@@ -47,9 +62,13 @@ class TestPolyglot:
         bash_half = SCRIPT.read_text().split('":"""')[0]
         process = subprocess.run(["bash", "-n"], input=bash_half, capture_output=True, text=True)
         assert (process.returncode, process.stderr) == (0, "")
-        assert bash_half.rstrip().splitlines()[-1].startswith("exec "), "signals must reach torchrun, not a shell"
+        assert bash_half.rstrip().splitlines()[-1].startswith("exec "), (
+            "signals must reach torchrun, not a shell"
+        )
 
-    @pytest.mark.parametrize("command", [("bash",), ("torchrun", "--nproc-per-node", "2")], ids=["bash", "torchrun"])
+    @pytest.mark.parametrize(
+        "command", [("bash",), ("torchrun", "--nproc-per-node", "2")], ids=["bash", "torchrun"]
+    )
     def test_help(self, command):
         process = execute(*command, SCRIPT, "--help")
         assert process.returncode == 0, process.stderr
@@ -81,9 +100,15 @@ class TestRecipes:
         flags = "# why\n--lr 1e-3  # because\n--environment-options '{\"a\": 1}'\n\n--bf16\n"
         (tmp_path / "lake.flags").write_text(flags)
         expected = ["--lr", "1e-3", "--environment-options", '{"a": 1}', "--bf16", "--lr", "2"]
-        for argv in (["--lr", "2"], ["--lr", "2", "--recipe", "lake"], ["--recipe=lake", "--lr", "2"]):
+        for argv in (
+            ["--lr", "2"],
+            ["--lr", "2", "--recipe", "lake"],
+            ["--recipe=lake", "--lr", "2"],
+        ):
             assert with_recipe(argv, directory=tmp_path, default="lake") == expected
-        assert with_recipe(["--recipe", "none", "--lr", "2"], directory=tmp_path, default="lake") == ["--lr", "2"]
+        assert with_recipe(
+            ["--recipe", "none", "--lr", "2"], directory=tmp_path, default="lake"
+        ) == ["--lr", "2"]
 
     @pytest.mark.parametrize("argv", [["--recipe", "sea"], ["--recipe"], ["--recipe", "../lake"]])
     def test_unknown(self, tmp_path, capsys, argv):
@@ -160,20 +185,30 @@ class TestLaunch:
 
 
 class TestSetup:
-    """A copy of the scripts whose environment holds a pip that fails as told, and an interpreter that only says so."""
+    """A copy of the scripts whose environment holds a pip that fails as told, and an interpreter
+    that only says so.
+    """
 
     @pytest.fixture
     def copy(self, tmp_path):
         copy = tmp_path / "clone"
-        shutil.copytree(ROOT / "tools", copy / "tools", ignore=shutil.ignore_patterns("__pycache__", "sglang_cpu"))
+        shutil.copytree(
+            ROOT / "tools",
+            copy / "tools",
+            ignore=shutil.ignore_patterns("__pycache__", "sglang_cpu"),
+        )
         (copy / "examples").mkdir()
-        for name in ("setup.py", "pyproject.toml", "constraints.txt", "examples/pretrain_starpo.sh"):
+        for name in (
+            "setup.py",
+            "pyproject.toml",
+            "constraints.txt",
+            "examples/pretrain_starpo.sh",
+        ):
             shutil.copy(ROOT / name, copy / name)
         python = copy / ".venv/bin/python"
         python.parent.mkdir(parents=True)
         python.write_text(
-            textwrap.dedent(
-                f"""\
+            textwrap.dedent(f"""\
                 #!/usr/bin/env bash
                 case "$*" in
                 *"pip --version"*) ;;
@@ -181,8 +216,7 @@ class TestSetup:
                 "- "*) if [ -e {copy}/lacks ]; then echo numpy; exit 3; fi ;;
                 *) echo "started" ;;
                 esac
-                """
-            )
+                """)
         )
         python.chmod(0o755)
         return copy
@@ -191,7 +225,9 @@ class TestSetup:
         return execute("bash", copy / "examples/pretrain_starpo.sh", PATH=path)
 
     @pytest.mark.parametrize("fault", ["fail-pip", "lacks"])
-    def test_a_failed_installation_is_not_complete_and_the_same_command_repairs_it(self, copy, fault):
+    def test_a_failed_installation_is_not_complete_and_the_same_command_repairs_it(
+        self, copy, fault
+    ):
         (copy / fault).touch()
         for _ in range(2):
             process = self.start(copy)
@@ -223,10 +259,14 @@ class TestSetup:
 def test_a_fresh_copy_installs_itself(tmp_path):
     """What a newcomer has: a clone, Python, and no environment."""
     copy = tmp_path / "clone"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "build", "__pycache__"))
+    shutil.copytree(
+        ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "build", "__pycache__")
+    )
     base = tmp_path / "bin"
     base.mkdir()
-    (base / "python3.11").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    (base / "python3.11").symlink_to(
+        Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    )
     bare = environment(PATH=f"{base}:/usr/local/bin:/usr/bin:/bin")
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH"):
         bare.pop(name, None)
@@ -234,4 +274,6 @@ def test_a_fresh_copy_installs_itself(tmp_path):
         command = ["bash", "examples/pretrain_starpo.sh", "--help"]
         process = subprocess.run(command, cwd=copy, env=bare, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr
-        assert process.stderr.count("setup: installing") == expected, f"command {attempt + 1}: {process.stderr}"
+        assert process.stderr.count("setup: installing") == expected, (
+            f"command {attempt + 1}: {process.stderr}"
+        )

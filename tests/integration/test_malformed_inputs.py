@@ -1,4 +1,5 @@
-"""Generated malformed inputs: flags, boards, checkpoints and model outputs. Each is refused in one line or handled as data.
+"""Generated malformed inputs: flags, boards, checkpoints and model outputs. Each is refused in one
+line or handled as data.
 
 A case is damage done to a good input by a seeded generator, so that nobody has chosen what is easy.
 """
@@ -13,27 +14,66 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragen_mega.checkpointing import find_latest
-from ragen_mega.cold_start import write_small_model
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.environments.base import make
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.huggingface import load_tokenizer
+from ragen_mega.environments.protocol import make
+from ragen_mega.models.huggingface import load_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.storage.checkpoints import find_latest
 from ragen_mega.train import main
+from ragen_mega.warm_start.small_model import write_small_model
 
 BAD_NUMBERS = (
-    "abc", "", "nan", "inf", "-inf", "1e999", "--", "0x10", "1,5", "None?", "true", "[1]", "9" * 400, "\u0661\u0662x",
+    "abc",
+    "",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "--",
+    "0x10",
+    "1,5",
+    "None?",
+    "true",
+    "[1]",
+    "9" * 400,
+    "\u0661\u0662x",
 )
 BAD_TEXTS = (
-    "", " ", "nonsense", "{", "[1, 2]", '{"sokoban": 3}', "null", "\x00", "sokoban:-1", "a:b:c", "NaN", "../..", "{}x",
+    "",
+    " ",
+    "nonsense",
+    "{",
+    "[1, 2]",
+    '{"sokoban": 3}',
+    "null",
+    "\x00",
+    "sokoban:-1",
+    "a:b:c",
+    "NaN",
+    "../..",
+    "{}x",
 )
 FRAGMENTS = (
-    "<think>", "</think>", "<answer>", "</answer>", " || ", "||", "UP", "1e999", "<|im_start|>", "<|im_end|>", "\x00", "\ud800",
-    "\U0001f600" * 50, "\n" * 100, "<answer>" * 40, "|" * 3000,
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    " || ",
+    "||",
+    "UP",
+    "1e999",
+    "<|im_start|>",
+    "<|im_end|>",
+    "\x00",
+    "\ud800",
+    "\U0001f600" * 50,
+    "\n" * 100,
+    "<answer>" * 40,
+    "|" * 3000,
 )
-PACKAGED = Path(__file__).parents[2] / "ragen_mega" / "environments" / "data"
+PACKAGED = Path(__file__).parents[2] / "ragen_mega/environments/worlds"
 FLAGS = """
     --environments bandit --max-turns 1 --max-actions-per-turn 1 --max-actions 1 --prompt-style compact
     --max-response-length 8 --max-context-length 96 --eval-prompts 2 --eval-interval 0 --hidden-size 16
@@ -47,7 +87,9 @@ def one_line(text: str) -> bool:
 
 
 def bad_flags() -> list[tuple[str, str]]:
-    """Every numeric or textual flag with values that its type or meaning forbids; those that happen to be legal stay in."""
+    """Every numeric or textual flag with values that its type or meaning forbids; those that happen
+    to be legal stay in.
+    """
     cases = []
     for section in dataclasses.fields(StarPOConfig):
         hints = typing.get_type_hints(section.default_factory)
@@ -66,15 +108,22 @@ def test_flags(flag: str, value: str) -> None:
         assert one_line(str(error))
         assert len(str(error)) < 2000
     else:
-        numbers = [v for section in dataclasses.asdict(config).values() for v in section.values() if isinstance(v, float)]
-        assert all(abs(number) < float("inf") for number in numbers), f"{flag} {value} was taken as a number"
+        numbers = [
+            v
+            for section in dataclasses.asdict(config).values()
+            for v in section.values()
+            if isinstance(v, float)
+        ]
+        assert all(abs(number) < float("inf") for number in numbers), (
+            f"{flag} {value} was taken as a number"
+        )
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_boards(seed: int, tmp_path: Path) -> None:
     generator = random.Random(seed)
     name = generator.choice(["sokoban", "frozen_lake"])
-    text = next(PACKAGED.glob(f"{name}*.jsonl")).read_text(encoding="utf-8")
+    text = next(PACKAGED.glob(f"*/boards/{name}*.jsonl")).read_text(encoding="utf-8")
     path = tmp_path / "boards.jsonl"
     path.write_bytes(broken(text.splitlines(keepends=True), generator))
     try:
@@ -88,7 +137,9 @@ def test_boards(seed: int, tmp_path: Path) -> None:
 
 
 def broken(lines: list[str], generator: random.Random) -> bytes:
-    """A boards file with one of its first lines damaged as JSON, as a record, as a board, or as bytes."""
+    """A boards file with one of its first lines damaged as JSON, as a record, as a board, or as
+    bytes.
+    """
     number = generator.randrange(3)
     record = json.loads(lines[number])
     kind = generator.choice(["bytes", "cut", "drop", "type", "symbol", "ragged", "swap", "size"])
@@ -102,7 +153,11 @@ def broken(lines: list[str], generator: random.Random) -> bytes:
         index = generator.randrange(len(rows))
         if kind == "symbol":
             column = generator.randrange(len(rows[index]))
-            rows[index] = rows[index][:column] + generator.choice("?\x00zPXOSGH#_ \U0001f600") + rows[index][column + 1 :]
+            rows[index] = (
+                rows[index][:column]
+                + generator.choice("?\x00zPXOSGH#_ \U0001f600")
+                + rows[index][column + 1 :]
+            )
         elif kind == "ragged":
             rows[index] += generator.choice(["#", "F", "", "##"])
         elif kind == "swap":
@@ -151,12 +206,16 @@ def damage_bytes(path: Path, generator: random.Random, first: int | None = None)
         del data[generator.randrange(len(data)) :]
     else:
         for _ in range(generator.randint(1, 8)):
-            data[generator.randrange(min(first or len(data), len(data)))] ^= generator.randint(1, 255)
+            data[generator.randrange(min(first or len(data), len(data)))] ^= generator.randint(
+                1, 255
+            )
     path.write_bytes(data)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_pretrained_checkpoints(seed: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pretrained_checkpoints(
+    seed: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generator = random.Random(seed)
     directory = tmp_path / "model"
     shutil.copytree(model, directory)
@@ -164,11 +223,17 @@ def test_pretrained_checkpoints(seed: int, model: Path, tmp_path: Path, capsys: 
     if kind == "config":
         damage_json(directory / "config.json", generator)
     elif kind == "missing":
-        generator.choice([path for path in sorted(directory.iterdir()) if path.name != "generation_config.json"]).unlink()
+        generator.choice(
+            [path for path in sorted(directory.iterdir()) if path.name != "generation_config.json"]
+        ).unlink()
     elif kind == "tokenizer":
-        damage_bytes(directory / generator.choice(["tokenizer.json", "tokenizer_config.json"]), generator)
+        damage_bytes(
+            directory / generator.choice(["tokenizer.json", "tokenizer_config.json"]), generator
+        )
     else:
-        damage_bytes(directory / "model.safetensors", generator, first=400 if kind == "header" else None)
+        damage_bytes(
+            directory / "model.safetensors", generator, first=400 if kind == "header" else None
+        )
     try:
         main([*FLAGS, "--load", str(directory), "--output", str(tmp_path), "--name", "run"])
     except SystemExit as error:
@@ -205,7 +270,10 @@ def test_model_outputs(seed: int, model: Path) -> None:
     renderer.start(episode.start(seed, outcome_seed=seed))
     for _ in range(3):
         if generator.random() < 0.5:
-            tokens = [generator.randrange(len(renderer.tokenizer)) for _ in range(generator.randint(0, 200))]
+            tokens = [
+                generator.randrange(len(renderer.tokenizer))
+                for _ in range(generator.randint(0, 200))
+            ]
             text = renderer.decode_action(tokens)
         else:
             parts = [*episode.environment.actions, *FRAGMENTS]

@@ -1,4 +1,6 @@
-"""The plan against what is there: bytes of models that were built, and bytes that autograd holds after a forward pass."""
+"""The plan against what is there: bytes of models that were built, and bytes that autograd holds
+after a forward pass.
+"""
 
 import itertools
 import json
@@ -6,38 +8,58 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import fork_ranks
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
-from forked_ranks import fork_ranks
-from ragen_mega import distributed
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.packing import pack, pad
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.memory_plan import Setting, activations, state_of
-from ragen_mega.model_shape import ModelShape
-from ragen_mega.packing import pack, pad
+from ragen_mega.models.memory_plan import Setting, activations, state_of
+from ragen_mega.models.shape import ModelShape
 from tools.parity import make_batch, random_model, random_trajectories
 
 SHAPES = Path(__file__).parents[2] / "tools" / "model_shapes.json"
-PUBLISHED = {  # parameters without a second copy of tied embeddings, as the model cards and checkpoint files count them
-    "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304, "Qwen2.5-3B": 3_085_938_688, "Qwen2.5-7B": 7_615_616_512,
-    "Qwen2.5-14B": 14_770_033_664, "Qwen2.5-32B": 32_763_876_352, "Qwen2.5-72B": 72_706_203_648,
-    "Qwen3-0.6B": 596_049_920, "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360,
-    "Qwen3-14B": 14_768_307_200, "Qwen3-32B": 32_762_123_264,
+# parameters without a second copy of tied embeddings, as the model cards and checkpoint files count
+# them
+PUBLISHED = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
 }
 SIZES = dict(
     vocab_size=97, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
     max_position_embeddings=512,
 )  # fmt: skip
-CONFIGS = (Qwen2Config(**SIZES, tie_word_embeddings=True), Qwen3Config(**SIZES, head_dim=24, tie_word_embeddings=False))
+CONFIGS = (
+    Qwen2Config(**SIZES, tie_word_embeddings=True),
+    Qwen3Config(**SIZES, head_dim=24, tie_word_embeddings=False),
+)
 ACTIVATION_MARGIN = 0.03
 
 
 def setting(parallel: ParallelConfig, num_ranks: int = 1, max_tokens: int = 0) -> Setting:
     return Setting(
-        parallel, num_ranks, max_tokens, has_critic=True, has_reference=False, engine="embedded", kv_cache_tokens=0
+        parallel,
+        num_ranks,
+        max_tokens,
+        has_critic=True,
+        has_reference=False,
+        engine="embedded",
+        kv_cache_tokens=0,
     )
 
 
@@ -46,12 +68,17 @@ def shape_of(hf: PretrainedConfig) -> ModelShape:
 
 
 def test_published_sizes() -> None:
-    shapes = {name: ModelShape.from_config(values) for name, values in json.loads(SHAPES.read_text()).items()}
+    shapes = {
+        name: ModelShape.from_config(values)
+        for name, values in json.loads(SHAPES.read_text()).items()
+    }
     assert {name: shape.num_parameters for name, shape in shapes.items()} == PUBLISHED
 
 
 def check_bytes(parallel: ParallelConfig) -> None:
-    """Every kind of bytes of actor and critic on this rank, after an update has made Adam's moments."""
+    """Every kind of bytes of actor and critic on this rank, after an update has made Adam's
+    moments.
+    """
     for architecture in ("qwen2", "qwen3"):
         reference = random_model(architecture)
         hf, batch = reference.config, make_batch(reference)
@@ -69,11 +96,17 @@ def check_bytes(parallel: ParallelConfig) -> None:
                 shape_of(hf), setting(parallel, distributed.world_size()), groups.pp.rank(), is_critic=bool(is_critic),
                 dp_rank=groups.dp.rank(),
             )  # fmt: skip
-            assert model.trainer.memory.on_device() == expected._asdict(), (architecture, is_critic, parallel)
+            assert model.trainer.memory.on_device() == expected._asdict(), (
+                architecture,
+                is_critic,
+                parallel,
+            )
 
 
 def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, int]:
-    """Bytes that a forward pass of the policy keeps for its backward pass, parameters not counted, and its positions."""
+    """Bytes that a forward pass of the policy keeps for its backward pass, parameters not counted,
+    and its positions.
+    """
     groups = initialize(parallel)
     model = build_policy_model(hf, transformer_config(hf, parallel), groups)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -87,14 +120,21 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(**model_inputs(batch))
-    return sum(size for address, size in storages.items() if address not in parameters), batch.num_positions
+    return (
+        sum(size for address, size in storages.items() if address not in parameters),
+        batch.num_positions,
+    )
 
 
 def check_activations(parallel: ParallelConfig) -> None:
     for hf in CONFIGS:
         measured, positions = saved_bytes(hf, parallel)
         predicted = activations(shape_of(hf), setting(parallel, max_tokens=positions), 0)
-        assert abs(predicted / measured - 1) <= ACTIVATION_MARGIN, (hf.model_type, parallel, predicted / measured)
+        assert abs(predicted / measured - 1) <= ACTIVATION_MARGIN, (
+            hf.model_type,
+            parallel,
+            predicted / measured,
+        )
 
 
 @pytest.mark.forks
@@ -112,7 +152,10 @@ def test_two_ranks_hold_what_the_plan_says() -> None:
         for sequence_parallel, recompute in itertools.product((False, True), ("none", "full")):
             check_activations(
                 ParallelConfig(
-                    tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, recompute=recompute, bf16=True
+                    tensor_model_parallel_size=2,
+                    sequence_parallel=sequence_parallel,
+                    recompute=recompute,
+                    bf16=True,
                 )
             )
         distributed.barrier()

@@ -8,11 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from forked_ranks import fork_ranks
 from transformers import PretrainedConfig
 
-from forked_ranks import fork_ranks
-from ragen_mega import distributed
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron.checkpoint import _AdamState
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
@@ -20,8 +21,7 @@ from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.offload import KINDS, Offloadable
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.phases import ACTOR, CRITIC, Phase, PhaseMachine
-from ragen_mega.types import TokenBatch
+from ragen_mega.run.placement import ACTOR, CRITIC, Phase, PhaseMachine
 from tools.parity import make_batch, random_model
 
 ROOT = Path(__file__).parents[2]
@@ -41,13 +41,21 @@ Models = dict[str, MegatronPolicy | MegatronCritic]
 @pytest.fixture(scope="module")
 def case() -> tuple[PretrainedConfig, dict[str, torch.Tensor], TokenBatch]:
     model = random_model("qwen2")
-    return model.config, {name: value.detach() for name, value in model.state_dict().items()}, make_batch(model)
+    return (
+        model.config,
+        {name: value.detach() for name, value in model.state_dict().items()},
+        make_batch(model),
+    )
 
 
-def build(hf: PretrainedConfig, weights: dict[str, torch.Tensor], parallel: ParallelConfig) -> Models:
+def build(
+    hf: PretrainedConfig, weights: dict[str, torch.Tensor], parallel: ParallelConfig
+) -> Models:
     groups = initialize(parallel)
     models: Models = {
-        ACTOR: MegatronPolicy(hf, groups, parallel, TRAIN, LOSS, temperature=0.7, keep_reference=True),
+        ACTOR: MegatronPolicy(
+            hf, groups, parallel, TRAIN, LOSS, temperature=0.7, keep_reference=True
+        ),
         CRITIC: MegatronCritic(hf, groups, parallel, TRAIN, LOSS),
     }
     for model in models.values():
@@ -56,7 +64,9 @@ def build(hf: PretrainedConfig, weights: dict[str, torch.Tensor], parallel: Para
 
 
 def everything(trainer: Trainer) -> list[torch.Tensor]:
-    """Parameters, gradient buffers and Adam's tensors, found by other means than `Trainer` finds them."""
+    """Parameters, gradient buffers and Adam's tensors, found by other means than `Trainer` finds
+    them.
+    """
     parameters = list(trainer.module.parameters())
     moments = [
         value
@@ -75,12 +85,17 @@ def state(trainer: Trainer) -> list[torch.Tensor]:
     trainer.memory.require(*KINDS)
     adam = _AdamState(trainer)
     tensors = [parameter.detach().clone() for parameter in trainer.module.parameters()]
-    return tensors + [value for parameter in trainer.module.parameters() for value in adam.read(parameter).values()]
+    return tensors + [
+        value
+        for parameter in trainer.module.parameters()
+        for value in adam.read(parameter).values()
+    ]
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(
-        a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs)
+        a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(ours, theirs)
     )
 
 
@@ -93,14 +108,22 @@ def train(models: Models, batch: TokenBatch, phases: PhaseMachine) -> list[torch
             results += [value.clone() for _, value in phases.until_sent(actor.export_weights())]
             if phases._mode != "none":
                 for model in models.values():
-                    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in everything(model.trainer))
+                    assert all(
+                        tensor.untyped_storage().nbytes() == 0
+                        for tensor in everything(model.trainer)
+                    )
         results += [actor.logprobs(batch), critic.values(batch), actor.reference_logprobs(batch)]
         for model in (critic, actor):
             model.update(batch)
     return results + state(critic.trainer) + state(actor.trainer)
 
 
-def check_layout(hf: PretrainedConfig, weights: dict[str, torch.Tensor], batch: TokenBatch, parallel: ParallelConfig) -> None:
+def check_layout(
+    hf: PretrainedConfig,
+    weights: dict[str, torch.Tensor],
+    batch: TokenBatch,
+    parallel: ParallelConfig,
+) -> None:
     expected = train(build(hf, weights, parallel), batch, PhaseMachine("none"))
     for mode in ("rollout", "turns"):
         models, phases = build(hf, weights, parallel), PhaseMachine(mode)
@@ -133,7 +156,9 @@ def test_quantised_copies_leave_with_whatever_leaves_first(case: tuple) -> None:
     memory.offload("gradients")
     assert memory.forget.call_count == 1
     layer = torch.nn.Linear(2, 2)
-    layer._fp8_workspaces = copies = {"weight": torch.zeros(4)}  # as Transformer Engine's layers have them
+    layer._fp8_workspaces = copies = {
+        "weight": torch.zeros(4)
+    }  # as Transformer Engine's layers have them
     drop_quantised_weights(torch.nn.Sequential(layer, torch.nn.SiLU()))
     assert layer._fp8_workspaces is copies and not copies
 
@@ -150,9 +175,13 @@ def test_one_storage_moves_once_and_aliases_stay() -> None:
     before = [tensor.clone() for tensor in (flat, view, moment)]
     assert memory.on_device() == {"parameters": 400, "gradients": 36, "optimizer": 56}
     assert memory.offload() == 492 and memory.offload() == 0
-    assert [tensor.untyped_storage().nbytes() for tensor in (flat, view, tied, gradient, moment)] == [0] * 5
+    assert [
+        tensor.untyped_storage().nbytes() for tensor in (flat, view, tied, gradient, moment)
+    ] == [0] * 5
     assert memory.away() == {"parameters": 400, "gradients": 36, "optimizer": 56}
-    with pytest.raises(RuntimeError, match=r"parameters and optimizer of the actor are offloaded; restore\(\) them"):
+    with pytest.raises(
+        RuntimeError, match=r"parameters and optimizer of the actor are offloaded; restore\(\) them"
+    ):
         memory.require("parameters", "optimizer")
     host = {name: tensor.data_ptr() for name, tensor in memory._host.items()}
     assert len(host) == 2, "a copy for each storage but the gradients'"
@@ -164,17 +193,30 @@ def test_one_storage_moves_once_and_aliases_stay() -> None:
     memory.offload("optimizer", "parameters")
     assert memory.on_device() == {"parameters": 0, "gradients": 36, "optimizer": 0}
     memory.restore()
-    assert same([flat], [before[0] + 1]) and {name: t.data_ptr() for name, t in memory._host.items()} == host
+    assert (
+        same([flat], [before[0] + 1])
+        and {name: t.data_ptr() for name, t in memory._host.items()} == host
+    )
 
 
 @pytest.mark.gpu
 def test_host_memory_is_pinned_and_as_large_as_what_it_holds() -> None:
-    """Small and large; of torch's own pinned allocator, which rounds up to powers of two, only the small."""
-    small, large = (torch.randint(256, (size,), dtype=torch.uint8, device="cuda") for size in (1000, 2**26 + 1))
-    before, allocated = [small.cpu(), large.cpu()], torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    """Small and large; of torch's own pinned allocator, which rounds up to powers of two, only the
+    small.
+    """
+    small, large = (
+        torch.randint(256, (size,), dtype=torch.uint8, device="cuda") for size in (1000, 2**26 + 1)
+    )
+    before, allocated = (
+        [small.cpu(), large.cpu()],
+        torch.cuda.host_memory_stats().get("allocated_bytes.current", 0),
+    )
     memory = Offloadable(lambda: [("parameters", "small", small), ("parameters", "large", large)])
     for _ in range(2):
-        assert memory.offload() == 2**26 + 1001 and not small.untyped_storage().nbytes() + large.untyped_storage().nbytes()
+        assert (
+            memory.offload() == 2**26 + 1001
+            and not small.untyped_storage().nbytes() + large.untyped_storage().nbytes()
+        )
         assert all(copy.is_pinned() for copy in memory._host.values())
         memory.restore()
         assert torch.equal(small.cpu(), before[0]) and torch.equal(large.cpu(), before[1])
@@ -214,9 +256,17 @@ def test_phases_follow_each_other() -> None:
     assert phases.phase is Phase.TRAIN
     ledger = phases.take_ledger()
     assert {key.removesuffix("_resident_gib") for key in ledger if "resident" in key} == {
-        "train_end", "sync", "sync_end", "rollout", "rollout_end", "train"
+        "train_end",
+        "sync",
+        "sync_end",
+        "rollout",
+        "rollout_end",
+        "train",
     }
-    assert all(value.value > 0 for key, value in ledger.items() if "resident" in key) and not phases.take_ledger()
+    assert (
+        all(value.value > 0 for key, value in ledger.items() if "resident" in key)
+        and not phases.take_ledger()
+    )
 
 
 def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
@@ -227,7 +277,10 @@ def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
     models[CRITIC].values(batch)
     with phases.handover():
         list(phases.until_sent(models[ACTOR].export_weights()))
-        with pytest.raises(RuntimeError, match="parameters of the actor are away in phase ROLLOUT; use them in TRAIN"):
+        with pytest.raises(
+            RuntimeError,
+            match="parameters of the actor are away in phase ROLLOUT; use them in TRAIN",
+        ):
             models[ACTOR].logprobs(batch)
     models[ACTOR].logprobs(batch)
 
@@ -260,6 +313,12 @@ def test_no_memory_at_wake_is_one_line_and_ends_every_rank(tmp_path: Path) -> No
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(errors) == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
-    assert re.match(r"error: out of memory in phase SYNC \(rank [01]: resident \d+\.\d+ GiB; of it models: actor", errors[0])
+    assert done.returncode == 2 and len(errors) == 1 and "Traceback" not in done.stderr, (
+        done.stderr[-2000:]
+    )
+    assert re.match(
+        r"error: out of memory in phase SYNC \(rank [01]: resident \d+\.\d+ GiB; of it models:"
+        r" actor",
+        errors[0],
+    )
     assert "set --offload rollout, or lower --kv-cache-tokens" in errors[0]

@@ -1,4 +1,6 @@
-"""Faults seen from outside: full disks, ranks of which one is bad or dies; exit codes, one line, nothing lost."""
+"""Faults seen from outside: full disks, ranks of which one is bad or dies; exit codes, one line,
+nothing lost.
+"""
 
 import json
 import math
@@ -18,9 +20,9 @@ from forked_ranks import fork_ranks
 from test_faults import FLAGS, WARM_START, finish, open_run, poison, record_moves, start_of
 from test_resume import launch, metrics, start_ranks
 
-from ragen_mega.interruption import RANK_LOST
 from ragen_mega.megatron.initialize import shutdown
-from ragen_mega.rollout.store import RolloutStore
+from ragen_mega.run.stop import RANK_LOST
+from ragen_mega.storage.rollout_store import RolloutStore
 from ragen_mega.train import main
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +38,9 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_other_ranks_leave_when_one_is_killed_and_the_run_goes_on(output: Path, capfd: pytest.CaptureFixture) -> None:
+def test_other_ranks_leave_when_one_is_killed_and_the_run_goes_on(
+    output: Path, capfd: pytest.CaptureFixture
+) -> None:
     flags = (
         *FLAGS, "--load", str(start_of(output)), "--use-distributed-optimizer", "--num-steps", "30", "--save-interval", "1",
     )  # fmt: skip
@@ -55,7 +59,11 @@ def test_other_ranks_leave_when_one_is_killed_and_the_run_goes_on(output: Path, 
 
 @pytest.mark.parametrize(
     "layout",
-    [("--use-distributed-optimizer",), ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")],
+    [
+        ("--use-distributed-optimizer",),
+        ("--tensor-model-parallel-size", "2"),
+        ("--pipeline-model-parallel-size", "2"),
+    ],
     ids=["dp2_distributed_optimizer", "tp2", "pp2"],
 )
 def test_what_is_bad_on_one_rank_is_skipped_on_all(output: Path, layout: tuple[str, ...]) -> None:
@@ -68,7 +76,10 @@ def test_what_is_bad_on_one_rank_is_skipped_on_all(output: Path, layout: tuple[s
         poison(run, {1: ("advantages", 1e25), 2: ("returns", 1e25)} | bad_weight)
         moves = record_moves(run)
         finish(run)
-        assert moves == {"actor": [True, False, True, False], "critic": [True, True, False, True]}, moves
+        assert moves == {
+            "actor": [True, False, True, False],
+            "critic": [True, True, False, True],
+        }, moves
 
     assert on_two_ranks(work) == [0, 0]
 
@@ -82,21 +93,46 @@ def on_two_ranks(work: Callable[[], None]) -> list[int]:
 
 
 def test_weights_that_diverge_stop_all_ranks(output: Path, capfd: pytest.CaptureFixture) -> None:
-    """A learning rate that ruins the weights in its first update: the next rollout or value is not finite on two ranks."""
+    """A learning rate that ruins the weights in its first update: the next rollout or value is not
+    finite on two ranks.
+    """
     for flag in ("--lr", "--critic-lr"):
         processes = start_ranks(
-            output, f"diverged{flag}", 2, *FLAGS, "--load", str(start_of(output)), flag, "1e30", "--lr-decay", "constant"
+            output,
+            f"diverged{flag}",
+            2,
+            *FLAGS,
+            "--load",
+            str(start_of(output)),
+            flag,
+            "1e30",
+            "--lr-decay",
+            "constant",
         )
         for process in processes:
             process.join(300)
         said = capfd.readouterr().err
-        assert [process.exitcode for process in processes] == [2, 2] and "Traceback" not in said, said
+        assert [process.exitcode for process in processes] == [
+            2,
+            2,
+        ] and "Traceback" not in said, said
 
 
 def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:
     """SIGKILL of a rank under torchrun --max-restarts: the restarted ranks resume."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    launch(output, "restarted", 1, *FLAGS, "--load", str(start_of(output)), "--save-interval", "1", "--num-steps", "2")
+    launch(
+        output,
+        "restarted",
+        1,
+        *FLAGS,
+        "--load",
+        str(start_of(output)),
+        "--save-interval",
+        "1",
+        "--num-steps",
+        "2",
+    )
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval",
         "0.2", "-m", "ragen_mega.train", *FLAGS, "--load", str(start_of(output)), "--output", str(output),
@@ -106,7 +142,11 @@ def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:
         while not (output / "restarted" / "checkpoints" / "step_00000004").exists():
             assert process.poll() is None
             time.sleep(0.05)
-        ranks = [child for child in psutil.Process(process.pid).children() if "ragen_mega.train" in child.cmdline()]
+        ranks = [
+            child
+            for child in psutil.Process(process.pid).children()
+            if "ragen_mega.train" in child.cmdline()
+        ]
         ranks[-1].send_signal(signal.SIGKILL)
         assert process.wait(600) == 0
     assert [row["step"] for row in metrics(output / "restarted")] == list(range(12))
@@ -134,10 +174,16 @@ def in_a_process(work: Callable[[], None]) -> int:
     return process.exitcode
 
 
-def test_a_full_disk_is_one_line_and_what_was_written_stays(output: Path, capfd: pytest.CaptureFixture) -> None:
-    """The limit on a file's size lets rollouts pass and no checkpoint: step 2 finds that that of step 1 is not there."""
+def test_a_full_disk_is_one_line_and_what_was_written_stays(
+    output: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """The limit on a file's size lets rollouts pass and no checkpoint: step 2 finds that that of
+    step 1 is not there.
+    """
     largest = max(path.stat().st_size for path in (output / "straight" / "rollouts").iterdir())
-    smallest = min(path.stat().st_size for path in (output / "straight" / "checkpoints").glob("*/rank*"))
+    smallest = min(
+        path.stat().st_size for path in (output / "straight" / "checkpoints").glob("*/rank*")
+    )
     assert largest < smallest / 2
     capfd.readouterr()
 
@@ -147,26 +193,42 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(output: Path, capfd:
 
     assert in_a_process(work) == 2
     said = capfd.readouterr().err
-    assert len(said.splitlines()) == 1 and said.startswith("error: cannot write a checkpoint to "), said
+    assert len(said.splitlines()) == 1 and said.startswith(
+        "error: cannot write a checkpoint to "
+    ), said
     assert "File too large" in said and "free space or choose another --output" in said
     assert [row["step"] for row in metrics(output / "full")] == [0, 1, 2, 3]
     store = RolloutStore(output / "full" / "rollouts")
     assert all(store.read(step).groups for step in store.steps()) and store.steps() == [0, 1, 2, 3]
 
 
-def test_a_rollout_that_cannot_be_written_is_one_line(output: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_rollout_that_cannot_be_written_is_one_line(
+    output: Path, capfd: pytest.CaptureFixture
+) -> None:
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
         main([*FLAGS, "--load", str(start_of(output)), "--output", str(output), "--name", "fuller"])
 
     assert in_a_process(work) == 2
     said = capfd.readouterr().err
-    assert len(said.splitlines()) == 1 and "error: cannot write" in said and "rollouts/step_00000000.safetensors" in said, said
+    assert (
+        len(said.splitlines()) == 1
+        and "error: cannot write" in said
+        and "rollouts/step_00000000.safetensors" in said
+    ), said
 
 
 def test_an_unwritable_directory_is_one_line(output: Path, capfd: pytest.CaptureFixture) -> None:
     (output / "file").write_text("")
-    arguments = [*FLAGS, "--load", str(start_of(output)), "--output", str(output / "file"), "--name", "run"]
+    arguments = [
+        *FLAGS,
+        "--load",
+        str(start_of(output)),
+        "--output",
+        str(output / "file"),
+        "--name",
+        "run",
+    ]
     assert in_a_process(lambda: main(arguments)) == 2
     said = capfd.readouterr().err
     assert len(said.splitlines()) == 1 and str(output / "file") in said, said

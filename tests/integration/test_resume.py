@@ -1,4 +1,6 @@
-"""A run that is stopped or killed goes on as if nothing had happened, on the same layout to the bit, on others to rounding."""
+"""A run that is stopped or killed goes on as if nothing had happened, on the same layout to the
+bit, on others to rounding.
+"""
 
 import json
 import os
@@ -16,10 +18,10 @@ import torch
 from forked_ranks import fork_ranks
 from safetensors.torch import load_file
 
-from ragen_mega.build import build
 from ragen_mega.config import parse
-from ragen_mega.interruption import Interrupted
-from ragen_mega.run import Run
+from ragen_mega.rollout.engine import Interrupted
+from ragen_mega.run.build import build
+from ragen_mega.run.run import Run
 from ragen_mega.train import main, train
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +89,9 @@ def send_sigterm_after(target: object, name: str, is_time) -> None:
 
 def start_ranks(output: Path, name: str, num_ranks: int, *flags: str) -> list[Process]:
     """Start the program on `num_ranks` forked ranks."""
-    return fork_ranks(lambda: main([*FLAGS, "--output", str(output), "--name", name, *flags]), num_ranks)
+    return fork_ranks(
+        lambda: main([*FLAGS, "--output", str(output), "--name", name, *flags]), num_ranks
+    )
 
 
 def launch(output: Path, name: str, num_ranks: int, *flags: str) -> Path:
@@ -116,7 +120,12 @@ def metrics(run: Path) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = ("time/", "memory/", "engine/")
     return [
-        {key: value for key, value in row.items() if not key.startswith(measured) and "per_second" not in key} for row in rows
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(measured) and "per_second" not in key
+        }
+        for row in rows
     ]
 
 
@@ -132,9 +141,14 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     last, others = state(one, 6), state(other, 6)
     assert last.keys() == others.keys()
     assert all(torch.equal(last[key], others[key]) for key in last)
-    assert not all(torch.equal(value, last[key]) for key, value in state(one, 3).items())  # training did something
+    assert not all(
+        torch.equal(value, last[key]) for key, value in state(one, 3).items()
+    )  # training did something
     summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
-    assert summaries[0]["sets"] == summaries[1]["sets"] and summaries[0]["warm_start"] == summaries[1]["warm_start"]
+    assert (
+        summaries[0]["sets"] == summaries[1]["sets"]
+        and summaries[0]["warm_start"] == summaries[1]["warm_start"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +179,16 @@ def test_sigterm_during_a_rollout(start: Path, straight: Path, tmp_path: Path) -
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
 
 
-def test_sigterm_during_the_updates_finishes_the_step(start: Path, straight: Path, tmp_path: Path) -> None:
+def test_sigterm_during_the_updates_finishes_the_step(
+    start: Path, straight: Path, tmp_path: Path
+) -> None:
     run = open_run(tmp_path, "run", "--load", str(start), "--save-interval", "0")
     updates = []
-    send_sigterm_after(run.policy, "update", lambda minibatch: updates.append(minibatch) or len(updates) == 4 * 3 + 2)
+    send_sigterm_after(
+        run.policy,
+        "update",
+        lambda minibatch: updates.append(minibatch) or len(updates) == 4 * 3 + 2,
+    )
     stop(run)
     assert len(updates) == 4 * 4
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
@@ -185,11 +205,16 @@ def test_a_damaged_checkpoint_costs_its_steps_only(
     path.write_bytes(content)
     directory = finish(open_run(tmp_path, "run", "--load", str(start), "--resume"))
     said = " ".join(capfd.readouterr().out.split())
-    assert "step_00000006 is skipped: rank_00000.safetensors does not have the SHA-256 in the manifest" in said
+    assert (
+        "step_00000006 is skipped: rank_00000.safetensors does not have the SHA-256 in the manifest"
+        in said
+    )
     assert_equal_runs(straight, directory)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(start: Path, straight: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
+    start: Path, straight: Path, tmp_path: Path
+) -> None:
     shutil.copytree(straight, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
@@ -199,7 +224,9 @@ def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path
     output = straight.parent
     with pytest.raises(ValueError, match="already holds a finished run; add --overwrite"):
         open_run(output, "run", "--load", str(start))
-    with pytest.raises(ValueError, match="advantage.advantage_estimator was gae in .* and is grpo now; resume with"):
+    with pytest.raises(
+        ValueError, match="advantage.advantage_estimator was gae in .* and is grpo now; resume with"
+    ):
         open_run(output, "run", "--load", str(start), "--resume", "--advantage-estimator", "grpo")
     first = open_run(tmp_path, "run", "--load", str(start))
     try:
@@ -224,8 +251,18 @@ def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout:
 @pytest.mark.timeout(900)
 def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
     """Saved at TP2 x PP2 after three steps; the loss of the fourth is that of the same layout."""
+
     def common(steps: int) -> tuple[str, ...]:
-        return ("--load", str(start), "--lr-decay", "constant", "--minibatch-size", "16", "--num-steps", str(steps))
+        return (
+            "--load",
+            str(start),
+            "--lr-decay",
+            "constant",
+            "--minibatch-size",
+            "16",
+            "--num-steps",
+            str(steps),
+        )
 
     num_ranks, flags = LAYOUTS["tp2_pp2"]
     saved = launch(tmp_path, "saved", num_ranks, *common(3), *flags)
@@ -233,22 +270,45 @@ def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
     for layout in ("tp2_pp2", "one", "dp2_distributed_optimizer", "pp4"):
         num_ranks, flags = LAYOUTS[layout]
         shutil.copytree(saved, tmp_path / layout)
-        rows[layout] = metrics(launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags))[3]
+        rows[layout] = metrics(launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags))[
+            3
+        ]
     expected = rows.pop("tp2_pp2")
     for layout, row in rows.items():
         assert row["rollout/reward"] == expected["rollout/reward"], layout
-        for key in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "actor/entropy"):
+        for key in (
+            "actor/loss",
+            "critic/loss",
+            "actor/grad_norm",
+            "critic/grad_norm",
+            "actor/entropy",
+        ):
             assert row[key] == pytest.approx(expected[key], abs=1e-5), (layout, key)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sigterm_of_two_ranks(start: Path, tmp_path: Path) -> None:
-    """SIGTERM to the launcher, while anything goes on: a checkpoint, exit code 143, no process left, and it resumes."""
+    """SIGTERM to the launcher, while anything goes on: a checkpoint, exit code 143, no process
+    left, and it resumes.
+    """
     command = [
-        sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", "2",
-        str(ROOT / "examples" / "pretrain_starpo.sh"), "--recipe", "none", *FLAGS,
-        "--output", str(tmp_path), "--name", "run", "--load", str(start), "--save-interval", "0",
+        sys.executable,
+        str(ROOT / "tools" / "launch.py"),
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "examples" / "pretrain_starpo.sh"),
+        "--recipe",
+        "none",
+        *FLAGS,
+        "--output",
+        str(tmp_path),
+        "--name",
+        "run",
+        "--load",
+        str(start),
+        "--save-interval",
+        "0",
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while not (tmp_path / "run" / "metrics.jsonl").exists():

@@ -1,6 +1,8 @@
-"""The engine over the real, unmodified SGLang server on a CPU, against transformers: numbers, weights, death and orphans.
+"""The engine over the real, unmodified SGLang server on a CPU, against transformers: numbers,
+weights, death and orphans.
 
-Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
+Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then
+RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
 """
 
 from __future__ import annotations
@@ -21,24 +23,35 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from ragen_mega.engines import supervisor
-from ragen_mega.engines.engine_shards import cut_stream
-from ragen_mega.engines.http_json import RequestRefused
-from ragen_mega.engines.sglang import SGLangEngine
-from ragen_mega.engines.sglang_server import WEIGHT_LOADER, ServerFailed, ServerSettings, SGLangServer
-from ragen_mega.engines.sglang_weights import Message, WeightSender
-from ragen_mega.environments.base import make
+from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.engines.sglang import supervisor
+from ragen_mega.engines.sglang.engine import SGLangEngine
+from ragen_mega.engines.sglang.http_json import RequestRefused
+from ragen_mega.engines.sglang.server import (
+    WEIGHT_LOADER,
+    ServerFailed,
+    ServerSettings,
+    SGLangServer,
+)
+from ragen_mega.engines.sglang.weights import Message, WeightSender
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import make
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.collector import collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.types import Completion, SamplingParams
 from tests.small_policy import lake_tokenizer
 
-PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON") and os.path.abspath(os.environ["RAGEN_SGLANG_PYTHON"])
+PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON") and os.path.abspath(
+    os.environ["RAGEN_SGLANG_PYTHON"]
+)
 pytestmark = [
     pytest.mark.skipif(
-        not PYTHON, reason="RAGEN_SGLANG_PYTHON names no Python with SGLang; build one: bash tools/setup_sglang_cpu.sh"
+        not PYTHON,
+        reason=(
+            "RAGEN_SGLANG_PYTHON names no Python with SGLang; build one: bash"
+            " tools/setup_sglang_cpu.sh"
+        ),
     ),
     pytest.mark.timeout(1500),
 ]
@@ -46,11 +59,14 @@ ROOT = Path(__file__).parents[2]
 IS_CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if IS_CUDA else ("cpu", torch.float32)
 TOLERANCE, MEAN_TOLERANCE = (1.0, 0.15) if IS_CUDA else (1e-4, 1e-4)
-"""Of one log-probability and of the mean of a completion's. The expected ones are computed in float32 from the weights as the
-server holds them. In bfloat16 these models, whose weights are large, are that far off in transformers too: over 6400 sampled
-tokens at temperature 0.7 by 0.54 at most and 0.045 in the mean. Under other weights the mean would be above 1."""
+"""Of one log-probability and of the mean of a completion's. The expected ones are computed in
+float32 from the weights as the server holds them. In bfloat16 these models, whose weights are
+large, are that far off in transformers too: over 6400 sampled tokens at temperature 0.7 by 0.54 at
+most and 0.045 in the mean. Under other weights the mean would be above 1."""
 START_TIMEOUT = 120.0 if IS_CUDA else 1200.0
-same_on_a_cpu = pytest.mark.skipif(IS_CUDA, reason="the device makes no difference, and each server takes its time to start")
+same_on_a_cpu = pytest.mark.skipif(
+    IS_CUDA, reason="the device makes no difference, and each server takes its time to start"
+)
 VOCAB = 400
 MAX_CONTEXT = 400
 CONFIG = Qwen2Config(
@@ -99,7 +115,9 @@ def settings(directory: Path, **changes: object) -> ServerSettings:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    engine = SGLangEngine(CONFIG, settings(tmp_path_factory.mktemp("server")), bucket_bytes=64 * 1024)
+    engine = SGLangEngine(
+        CONFIG, settings(tmp_path_factory.mktemp("server")), bucket_bytes=64 * 1024
+    )
     yield engine
     engine.shutdown()
 
@@ -108,10 +126,17 @@ def random_tokens(generator: random.Random, count: int) -> list[int]:
     return [generator.randrange(VOCAB) for _ in range(count)]
 
 
-def check_logprobs(model: PreTrainedModel, prompt: list[int], answer: Completion, temperature: float) -> None:
+def check_logprobs(
+    model: PreTrainedModel, prompt: list[int], answer: Completion, temperature: float
+) -> None:
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1] / temperature
-    expected = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        logits = (
+            model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
+            / temperature
+        )
+    expected = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(answer.tokens)[:, None])[
+        :, 0
+    ]
     check_close(torch.tensor(answer.logprobs), expected)
 
 
@@ -120,12 +145,16 @@ def check_close(logprobs: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((logprobs - expected).abs().sum()) <= MEAN_TOLERANCE * len(expected)
 
 
-async def converse(engine: SGLangEngine, session: int, *, temperature: float) -> list[tuple[list[int], Completion]]:
+async def converse(
+    engine: SGLangEngine, session: int, *, temperature: float
+) -> list[tuple[list[int], Completion]]:
     """Three turns with random observations: (prompt, answer) of each."""
     generator = random.Random(session)
     tokens, turns = random_tokens(random.Random(0), 30) + random_tokens(generator, 5), []
     for turn in range(3):
-        sampling = SamplingParams(12, temperature=temperature, stop_token_ids=(7, 8), seed=10 * session + turn)
+        sampling = SamplingParams(
+            12, temperature=temperature, stop_token_ids=(7, 8), seed=10 * session + turn
+        )
         answer = await engine.generate(list(tokens), sampling, session=session)
         turns.append((list(tokens), answer))
         tokens += answer.tokens + random_tokens(generator, 3)
@@ -133,9 +162,13 @@ async def converse(engine: SGLangEngine, session: int, *, temperature: float) ->
     return turns
 
 
-def converse_all(engine: SGLangEngine, *, temperature: float = 1.0) -> list[list[tuple[list[int], Completion]]]:
+def converse_all(
+    engine: SGLangEngine, *, temperature: float = 1.0
+) -> list[list[tuple[list[int], Completion]]]:
     async def everything() -> list[list[tuple[list[int], Completion]]]:
-        return await asyncio.gather(*(converse(engine, session, temperature=temperature) for session in range(6)))
+        return await asyncio.gather(
+            *(converse(engine, session, temperature=temperature) for session in range(6))
+        )
 
     return asyncio.run(everything())
 
@@ -148,9 +181,12 @@ def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLan
             assert engine.weight_version == version
             before = engine.counts.cached_tokens, engine.counts.prompt_tokens
             conversations = converse_all(engine, temperature=temperature)
-            cached, prompts = (now - then for now, then in zip(
-                (engine.counts.cached_tokens, engine.counts.prompt_tokens), before, strict=True
-            ))
+            cached, prompts = (
+                now - then
+                for now, then in zip(
+                    (engine.counts.cached_tokens, engine.counts.prompt_tokens), before, strict=True
+                )
+            )
         for turns in conversations:
             for prompt, answer in turns:
                 stopped = answer.tokens[-1] in (7, 8)
@@ -174,7 +210,10 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
             (prompt + prompt[:10], SamplingParams(5)),
         )
         return await asyncio.gather(
-            *(engine.generate(tokens, sampling, session=i) for i, (tokens, sampling) in enumerate(asked))
+            *(
+                engine.generate(tokens, sampling, session=i)
+                for i, (tokens, sampling) in enumerate(asked)
+            )
         )
 
     with engine.awake():
@@ -184,13 +223,22 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
         stopped = asyncio.run(engine.generate(prompt, last_is_stop, session=0))
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + greedy.tokens])).logits[0, len(prompt) - 1 : -1]
-    chosen = logits.gather(-1, torch.tensor(greedy.tokens)[:, None])[:, 0]  # in bfloat16 a tie may fall the other way
-    assert bool((chosen >= logits.amax(-1) - (TOLERANCE if IS_CUDA else 0.0)).all()) and greedy.finish_reason == "length"
+    chosen = logits.gather(-1, torch.tensor(greedy.tokens)[:, None])[
+        :, 0
+    ]  # in bfloat16 a tie may fall the other way
+    assert (
+        bool((chosen >= logits.amax(-1) - (TOLERANCE if IS_CUDA else 0.0)).all())
+        and greedy.finish_reason == "length"
+    )
     assert len(greedy.tokens) == 10
     check_logprobs(model, prompt, greedy, 1.0)
-    check_logprobs(model, prompt[:20], nucleus, 1.0)  # of the whole distribution, as the trainer has it
+    check_logprobs(
+        model, prompt[:20], nucleus, 1.0
+    )  # of the whole distribution, as the trainer has it
     assert full == Completion([], [], "length")
-    if not IS_CUDA:  # a prompt that is cached takes other kernels, and bfloat16 may then choose otherwise
+    if (
+        not IS_CUDA
+    ):  # a prompt that is cached takes other kernels, and bfloat16 may then choose otherwise
         assert stopped.tokens == greedy.tokens[:2]
         assert stopped.finish_reason == "stop"
     assert len(stopped.tokens) <= 2
@@ -198,10 +246,19 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
 
 @pytest.mark.gpu
 def test_a_sleeping_server_gives_its_memory_back(tmp_path: Path) -> None:
-    """Of the whole device, so that memory of the server's processes counts: asleep it lacks far less than awake."""
+    """Of the whole device, so that memory of the server's processes counts: asleep it lacks far
+    less than awake.
+    """
     cache_tokens = 2**21
-    cache_bytes = 2 * cache_tokens * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * 16 * 2  # heads of 16, two bytes
-    engine = SGLangEngine(CONFIG, settings(tmp_path, kv_cache_tokens=cache_tokens), transfer="ipc", bucket_bytes=64 * 1024)
+    cache_bytes = (
+        2 * cache_tokens * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * 16 * 2
+    )  # heads of 16, two bytes
+    engine = SGLangEngine(
+        CONFIG,
+        settings(tmp_path, kv_cache_tokens=cache_tokens),
+        transfer="ipc",
+        bucket_bytes=64 * 1024,
+    )
     model = build_model(8)
 
     def free() -> int:
@@ -218,7 +275,9 @@ def test_a_sleeping_server_gives_its_memory_back(tmp_path: Path) -> None:
                 awake = free()
             asleep.append(free())
             assert asleep[-1] - awake > 0.9 * cache_bytes
-        assert max(asleep) - min(asleep) < 0.1 * cache_bytes  # and nothing is lost from one sleep to the next
+        assert (
+            max(asleep) - min(asleep) < 0.1 * cache_bytes
+        )  # and nothing is lost from one sleep to the next
         assert engine.server.num_starts == 1 and not engine.skipped
     finally:
         engine.shutdown()
@@ -242,7 +301,9 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_pa
         with pytest.raises(ValueError, match="takes each of its"):
             load(weights | {"model.norm.weight": torch.zeros(32)})
         sender = WeightSender(engine.server.client, WEIGHT_LOADER, timeout=60)
-        with pytest.raises(RequestRefused, match="rank 0 of the SGLang server did not take .*FileNotFoundError"):
+        with pytest.raises(
+            RequestRefused, match="rank 0 of the SGLang server did not take .*FileNotFoundError"
+        ):
             missing = tmp_path / "no.safetensors"
             body = base64.b64encode(pickle.dumps([(str(missing), torch.empty(0))])).decode()
             sender.send([[Message(missing, body)]], 9)
@@ -285,7 +346,11 @@ def listening_addresses(pids: list[int]) -> list[str]:
                 continue
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
@@ -297,14 +362,18 @@ def renderer() -> ChatRenderer:
 
 
 def episode() -> Episode:
-    return Episode(make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3))
+    return Episode(
+        make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3)
+    )
 
 
 @pytest.mark.parametrize("transfer", [pytest.param("file", marks=same_on_a_cpu), "ipc"])
 def test_a_rollout_survives_sigkill_of_the_server(
     transfer: str, engine: SGLangEngine, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    """With files the engine has a copy of the weights for the next server; a shared buffer has to be filled again."""
+    """With files the engine has a copy of the weights for the next server; a shared buffer has to
+    be filled again.
+    """
     if transfer == "ipc":
         engine = SGLangEngine(CONFIG, settings(tmp_path), transfer=transfer, bucket_bytes=64 * 1024)
     try:
@@ -315,7 +384,11 @@ def test_a_rollout_survives_sigkill_of_the_server(
 
 
 def lose_the_server(engine: SGLangEngine, renderer: ChatRenderer, *, num_sent_again: int) -> None:
-    tasks = [task for group in range(2) for task in tasks_for_group(group, "frozen_lake", group, episode, group_size=4)]
+    tasks = [
+        task
+        for group in range(2)
+        for task in tasks_for_group(group, "frozen_lake", group, episode, group_size=4)
+    ]
     model = build_model(6)
     restarts, ended, sent_again = engine.counts.restarts, [], []
 
@@ -326,14 +399,28 @@ def lose_the_server(engine: SGLangEngine, renderer: ChatRenderer, *, num_sent_ag
     def kill_once() -> None:
         ended.append(engine.server.pid)
         if len(ended) == 1:
-            scheduler = next(pid for pid in supervisor.descendants(engine.server.pid) if "scheduler" in command_of(pid))
+            scheduler = next(
+                pid
+                for pid in supervisor.descendants(engine.server.pid)
+                if "scheduler" in command_of(pid)
+            )
             os.kill(scheduler, signal.SIGKILL)
 
     with engine.awake():
         engine.load_weights(shards(model))
-        version, old = engine.weight_version, [engine.server.pid, *supervisor.descendants(engine.server.pid)]
+        version, old = (
+            engine.weight_version,
+            [engine.server.pid, *supervisor.descendants(engine.server.pid)],
+        )
         groups = collect(
-            engine, renderer, tasks, max_tokens=20, max_context=MAX_CONTEXT, seed=1, advance=kill_once, send_again=send_again
+            engine,
+            renderer,
+            tasks,
+            max_tokens=20,
+            max_context=MAX_CONTEXT,
+            seed=1,
+            advance=kill_once,
+            send_again=send_again,
         )
         assert len(sent_again) == num_sent_again
         assert engine.counts.restarts == restarts + 1 and engine.counts.reissued > 0
@@ -410,7 +497,9 @@ with engine.awake():
 @same_on_a_cpu
 def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
     program = TRAINER.replace("{path!r}", repr([str(ROOT), str(Path(__file__).parent)]))
-    trainer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     pids: list[int] = []
     try:
         weights = Path(trainer.stdout.readline().strip())
@@ -429,13 +518,17 @@ def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
 
 @same_on_a_cpu
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
-    server = SGLangServer(settings(tmp_path, options={"no-such-option": 1}), CONFIG, weights=tmp_path / "none")
+    server = SGLangServer(
+        settings(tmp_path, options={"no-such-option": 1}), CONFIG, weights=tmp_path / "none"
+    )
     with pytest.raises(ServerFailed, match="(?s)while it started.*ends with:.*no-such-option"):
         server.start()
     assert not server.is_running
 
 
-def test_paths_do_not_depend_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_do_not_depend_on_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "python").symlink_to(PYTHON)
     monkeypatch.chdir(tmp_path)
     relative = settings(Path("run"), python=Path("python"))
@@ -446,7 +539,11 @@ def test_paths_do_not_depend_on_the_working_directory(tmp_path: Path, monkeypatc
 def test_another_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sglang_python must be"):
         settings(tmp_path, python=tmp_path / "python")
-    server = SGLangServer(settings(tmp_path, python=Path("/bin/false"), start_timeout=20.0), CONFIG, weights=tmp_path / "none")
+    server = SGLangServer(
+        settings(tmp_path, python=Path("/bin/false"), start_timeout=20.0),
+        CONFIG,
+        weights=tmp_path / "none",
+    )
     with pytest.raises(ServerFailed, match="status 1"):
         server.start()
 
@@ -457,7 +554,9 @@ def test_a_hanging_server_is_replaced(tmp_path: Path) -> None:
     model = build_model(7)
 
     async def play() -> list[list[tuple[list[int], Completion]]]:
-        conversations = asyncio.gather(*(converse(engine, session, temperature=1.0) for session in range(3)))
+        conversations = asyncio.gather(
+            *(converse(engine, session, temperature=1.0) for session in range(3))
+        )
         await asyncio.sleep(0.05)
         for pid in supervisor.descendants(engine.server.pid):
             if "scheduler" in command_of(pid):
@@ -474,4 +573,3 @@ def test_a_hanging_server_is_replaced(tmp_path: Path) -> None:
                 check_logprobs(model, prompt, answer, 1.0)
     finally:
         engine.shutdown()
-

@@ -1,6 +1,8 @@
-"""Training with the real SGLang server on a CPU: several ranks that share it, under every cut of trainer and server.
+"""Training with the real SGLang server on a CPU: several ranks that share it, under every cut of
+trainer and server.
 
-Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
+Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then
+RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
 """
 
 from __future__ import annotations
@@ -18,18 +20,26 @@ import pytest
 import torch
 from forked_ranks import fork_ranks
 from test_sglang_engine import (
-    CONFIG, PYTHON, build_model, check_logprobs, command_of, converse, converse_all, pytestmark, settings,
+    CONFIG,
+    PYTHON,
+    build_model,
+    check_logprobs,
+    command_of,
+    converse,
+    converse_all,
+    pytestmark,
+    settings,
 )
 from test_training import launch, read_metrics
 from transformers import PreTrainedModel
 
-from ragen_mega import distributed
-from ragen_mega.engines import supervisor
-from ragen_mega.engines.engine_shards import cut_stream
-from ragen_mega.engines.sglang import SGLangEngine
-from ragen_mega.engines.sglang_follower import SGLangFollower
+from ragen_mega.data import distributed
+from ragen_mega.data.types import Completion
+from ragen_mega.engines.sglang import supervisor
+from ragen_mega.engines.sglang.engine import SGLangEngine
+from ragen_mega.engines.sglang.follower import SGLangFollower
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
-from ragen_mega.types import Completion
 
 __all__ = ["pytestmark"]
 SMALL_BUCKETS = 32 * 1024
@@ -39,14 +49,29 @@ SMALL_BUCKETS = 32 * 1024
     "flags",
     [
         "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2 --weight-transfer ipc",
-        pytest.param("--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param("--pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("--rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("--tensor-model-parallel-size 2", marks=pytest.mark.slow),
     ],
 )
 def test_the_server_follows_the_trainer(flags: str, tmp_path: Path) -> None:
-    run = launch(tmp_path, 2, "--rollout-engine", "sglang", "--sglang-python", PYTHON, *flags.split(), timeout=900)
+    run = launch(
+        tmp_path,
+        2,
+        "--rollout-engine",
+        "sglang",
+        "--sglang-python",
+        PYTHON,
+        *flags.split(),
+        timeout=900,
+    )
     rows = read_metrics(run)
     assert len(rows) == 3
     is_gathered = flags == "--tensor-model-parallel-size 2"
@@ -59,18 +84,30 @@ def test_the_server_follows_the_trainer(flags: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--rollout-tensor-parallel-size 2"])
-def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(layout: str, tmp_path: Path) -> None:
-    """Two ranks, a shared buffer, and servers that are killed in the first second of every rollout but the first."""
+@pytest.mark.parametrize(
+    "layout", ["--pipeline-model-parallel-size 2", "--rollout-tensor-parallel-size 2"]
+)
+def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(
+    layout: str, tmp_path: Path
+) -> None:
+    """Two ranks, a shared buffer, and servers that are killed in the first second of every rollout
+    but the first.
+    """
     is_over = threading.Event()
 
     def kill_in_rollouts() -> None:
         directory, num_killed, generator = tmp_path / "run", 0, random.Random(0)
         while not is_over.wait(0.01):
-            num_logged = len(read_metrics(directory)) if (directory / "metrics.jsonl").exists() else 0
+            num_logged = (
+                len(read_metrics(directory)) if (directory / "metrics.jsonl").exists() else 0
+            )
             if num_logged > num_killed:
                 time.sleep(generator.uniform(0.2, 1.0))  # the weights have to be sent first
-                servers = [process for process in psutil.process_iter(["cmdline", "cwd"]) if works_for(process, directory)]
+                servers = [
+                    process
+                    for process in psutil.process_iter(["cmdline", "cwd"])
+                    if works_for(process, directory)
+                ]
                 generator.choice(servers).kill()
                 num_killed += 1
 
@@ -87,7 +124,9 @@ def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(layout: str, 
     rows = read_metrics(run)
     assert len(rows) == 4 and all(row["mismatch/logprob_max_abs_diff"] < 1e-4 for row in rows)
     assert sum(row["engine/restarts"] for row in rows) == 3
-    assert sum(row["engine/reissued"] for row in rows) > 0  # some were lost in the middle of a rollout
+    assert (
+        sum(row["engine/reissued"] for row in rows) > 0
+    )  # some were lost in the middle of a rollout
 
 
 def works_for(process: psutil.Process, directory: Path) -> bool:
@@ -99,7 +138,9 @@ def works_for(process: psutil.Process, directory: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.forks
 def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
-    """Log-probabilities over three weight versions; then a rank of the server is killed, and the next server is fed alike."""
+    """Log-probabilities over three weight versions; then a rank of the server is killed, and the
+    next server is fed alike.
+    """
     size = 2
 
     def rank() -> None:
@@ -110,12 +151,16 @@ def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
             engine = SGLangEngine(CONFIG, server, group=group, bucket_bytes=SMALL_BUCKETS)
         else:
             shard = EngineShard(index, size)
-            engine = SGLangFollower(CONFIG, shard, torch.float32, group=group, bucket_bytes=SMALL_BUCKETS)
+            engine = SGLangFollower(
+                CONFIG, shard, torch.float32, group=group, bucket_bytes=SMALL_BUCKETS
+            )
         try:
             for version in range(1, 4):
                 model = build_model(version)
                 with engine.awake():
-                    engine.load_weights(cut_stream(model.state_dict().items(), CONFIG, *engine.shard))
+                    engine.load_weights(
+                        cut_stream(model.state_dict().items(), CONFIG, *engine.shard)
+                    )
                     assert engine.weight_version == version
                     if index == 0:
                         check(model, converse_all(engine))
@@ -126,15 +171,23 @@ def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
         finally:
             engine.shutdown()
 
-    def check(model: PreTrainedModel, conversations: list[list[tuple[list[int], Completion]]]) -> None:
+    def check(
+        model: PreTrainedModel, conversations: list[list[tuple[list[int], Completion]]]
+    ) -> None:
         for turns in conversations:
             for prompt, answer in turns:
                 check_logprobs(model, prompt, answer, 1.0)
 
     async def with_a_kill(engine: SGLangEngine) -> list[list[tuple[list[int], Completion]]]:
-        conversations = asyncio.gather(*(converse(engine, session, temperature=1.0) for session in range(3)))
+        conversations = asyncio.gather(
+            *(converse(engine, session, temperature=1.0) for session in range(3))
+        )
         await asyncio.sleep(0.05)
-        schedulers = [pid for pid in supervisor.descendants(engine.server.pid) if "scheduler" in command_of(pid)]
+        schedulers = [
+            pid
+            for pid in supervisor.descendants(engine.server.pid)
+            if "scheduler" in command_of(pid)
+        ]
         assert len(schedulers) == size
         os.kill(schedulers[-1], signal.SIGKILL)
         return await conversations

@@ -1,4 +1,6 @@
-"""A few real steps end to end: files of a run, engine against trainer, the export in transformers, evaluation of it."""
+"""A few real steps end to end: files of a run, engine against trainer, the export in transformers,
+evaluation of it.
+"""
 
 import json
 import subprocess
@@ -22,9 +24,19 @@ FLAGS = """
 def launch(directory: Path, num_ranks: int, *flags: str, timeout: float = 280) -> Path:
     """Train under torchrun; returns the run directory."""
     command = [
-        sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", str(num_ranks),
-        str(ROOT / "examples" / "pretrain_starpo.sh"), "--recipe", "none", *FLAGS,
-        "--output", str(directory), "--name", "run", *flags,
+        sys.executable,
+        str(ROOT / "tools" / "launch.py"),
+        "--nproc-per-node",
+        str(num_ranks),
+        str(ROOT / "examples" / "pretrain_starpo.sh"),
+        "--recipe",
+        "none",
+        *FLAGS,
+        "--output",
+        str(directory),
+        "--name",
+        "run",
+        *flags,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -45,11 +57,24 @@ def test_every_step_is_logged_and_engine_agrees_with_trainer(run: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows:
         assert row["mismatch/logprob_max_abs_diff"] < 1e-4
-        for key in ("rollout/success", "rollout/in_group_std", "actor/entropy", "actor/grad_norm", "critic/loss",
-                    "actor/clip_fraction_high", "actor/approx_kl", "time/rollout", "rollout/tokens_per_second",
-                    "rollout/valid_format_rate", "rollout/thought_length"):
+        for key in (
+            "rollout/success",
+            "rollout/in_group_std",
+            "actor/entropy",
+            "actor/grad_norm",
+            "critic/loss",
+            "actor/clip_fraction_high",
+            "actor/approx_kl",
+            "time/rollout",
+            "rollout/tokens_per_second",
+            "rollout/valid_format_rate",
+            "rollout/thought_length",
+        ):
             assert row[key] is not None, key
-        assert 0.5 < row["engine/cached_share"] < 1 and row["engine/restarts"] == row["engine/reissued"] == 0
+        assert (
+            0.5 < row["engine/cached_share"] < 1
+            and row["engine/restarts"] == row["engine/reissued"] == 0
+        )
 
 
 def test_summary_puts_success_beside_random_and_optimum(run: Path) -> None:
@@ -58,7 +83,11 @@ def test_summary_puts_success_beside_random_and_optimum(run: Path) -> None:
         result = summary["sets"][name]
         assert result["ci_low"] <= result["success"] <= result["ci_high"]
         assert 0 < result["random"] < result["optimum"] <= 1 and result["num_prompts"] == 16
-    assert summary["steps"] == 3 and summary["rollout_tokens_per_second"] > 0 and summary["train_tokens_per_second"] > 0
+    assert (
+        summary["steps"] == 3
+        and summary["rollout_tokens_per_second"] > 0
+        and summary["train_tokens_per_second"] > 0
+    )
     assert json.loads((run / "config.json").read_text())["train"]["num_steps"] == 3
 
 
@@ -67,19 +96,35 @@ def test_export_loads_in_transformers_and_learned_to_answer(run: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run / "huggingface")
     start = AutoModelForCausalLM.from_pretrained(run / "warm_start")
     user = [{"role": "user", "content": "The arms are Phoenix and Dragon.\n10 left"}]
-    prompt = tokenizer.encode(tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True) + "<think>")
+    prompt = tokenizer.encode(
+        tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True) + "<think>"
+    )
     answer = tokenizer.encode(" arms Phoenix Dragon</think><answer> Dragon</answer>")
     with torch.no_grad():
-        logprobs = [m(torch.tensor([prompt + answer])).logits[0].log_softmax(-1) for m in (model, start)]
+        logprobs = [
+            m(torch.tensor([prompt + answer])).logits[0].log_softmax(-1) for m in (model, start)
+        ]
     positions = torch.arange(len(prompt) - 1, len(prompt) + len(answer) - 1)
     trained, warm = (float(lp[positions, torch.tensor(answer)].mean()) for lp in logprobs)
-    assert trained > -2.0 and trained != warm  # it speaks the format, and reinforcement learning moved it
+    assert (
+        trained > -2.0 and trained != warm
+    )  # it speaks the format, and reinforcement learning moved it
 
 
 def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, str(ROOT / "tools" / "evaluate.py"), "--load", str(run), "--environment", "frozen_lake",
-        "--num-prompts", "8", "--samples-per-prompt", "2", "--json", str(tmp_path / "out.json"),
+        sys.executable,
+        str(ROOT / "tools" / "evaluate.py"),
+        "--load",
+        str(run),
+        "--environment",
+        "frozen_lake",
+        "--num-prompts",
+        "8",
+        "--samples-per-prompt",
+        "2",
+        "--json",
+        str(tmp_path / "out.json"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -88,10 +133,14 @@ def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
 
 
 def test_layouts_train_alike(run: Path, tmp_path: Path) -> None:
-    """Two ranks, data- or tensor-parallel, log the first step of one rank: same trajectories, same losses."""
+    """Two ranks, data- or tensor-parallel, log the first step of one rank: same trajectories, same
+    losses.
+    """
     first = read_metrics(run)[0]
     for flags in ((), ("--tensor-model-parallel-size", "2")):
-        other = read_metrics(launch(tmp_path / str(len(flags)), 2, "--load", str(run / "warm_start"), *flags))[0]
+        other = read_metrics(
+            launch(tmp_path / str(len(flags)), 2, "--load", str(run / "warm_start"), *flags)
+        )[0]
         assert other["rollout/reward"] == pytest.approx(first["rollout/reward"], abs=1e-6)
         for key in ("critic/loss", "actor/loss", "actor/entropy", "actor/grad_norm"):
             assert other[key] == pytest.approx(first[key], rel=1e-3, abs=1e-4), key

@@ -1,6 +1,8 @@
-"""Transformer Engine's layers against the local ones with the same weights, and FP8 around them: needs a GPU with both.
+"""Transformer Engine's layers against the local ones with the same weights, and FP8 around them:
+needs a GPU with both.
 
-Every comparison has float32 local layers as its truth and bfloat16 local layers as the measure of what rounding costs.
+Every comparison has float32 local layers as its truth and bfloat16 local layers as the measure of
+what rounding costs.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,19 +16,21 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.huggingface import random_weights
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe
 from ragen_mega.megatron.weights import export_weights
-from ragen_mega.packing import pack
-from ragen_mega.types import Completion, TokenBatch, Trajectory
+from ragen_mega.models.huggingface import random_weights
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(Machine.here().transformer_engine is None, reason="needs Transformer Engine"),
+    pytest.mark.skipif(
+        Machine.here().transformer_engine is None, reason="needs Transformer Engine"
+    ),
 ]
 
 FLOAT32 = ParallelConfig(transformer_impl="local")
@@ -34,8 +38,14 @@ LOCAL = ParallelConfig(bf16=True, transformer_impl="local")
 ENGINE = ParallelConfig(bf16=True, transformer_impl="transformer_engine")
 FP8 = replace(ENGINE, fp8="hybrid")
 SIZES = dict(
-    vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.06,
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    initializer_range=0.06,
 )
 MODELS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -47,15 +57,21 @@ Build = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def build() -> Iterator[Build]:
-    """(architecture, layout) -> a policy, or with `role=MegatronCritic` a critic, of the architecture's random weights."""
+    """(architecture, layout) -> a policy, or with `role=MegatronCritic` a critic, of the
+    architecture's random weights.
+    """
     groups = initialize(ParallelConfig())
     weights = {name: _with_random_biases(random_weights(hf, seed=3)) for name, hf in MODELS.items()}
 
-    def make(architecture: str, parallel: ParallelConfig, role: type = MegatronPolicy, **options: Any) -> Any:
+    def make(
+        architecture: str, parallel: ParallelConfig, role: type = MegatronPolicy, **options: Any
+    ) -> Any:
         train = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=700)
         if role is MegatronPolicy:
             options = {"temperature": 0.9} | options
-        model = role(MODELS[architecture], groups, parallel, train, LossConfig(entropy_coef=0.01), **options)
+        model = role(
+            MODELS[architecture], groups, parallel, train, LossConfig(entropy_coef=0.01), **options
+        )
         model.load_weights(weights[architecture].get)
         return model
 
@@ -69,7 +85,10 @@ def _with_random_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     def draw(name: str, shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=generator).mul(0.1).add(float("norm" in name))
 
-    return {name: draw(name, value.shape) if value.dim() == 1 else value for name, value in weights.items()}
+    return {
+        name: draw(name, value.shape) if value.dim() == 1 else value
+        for name, value in weights.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +109,16 @@ def batch() -> TokenBatch:
     packed = pack(trajectories)
 
     def noise(center: float) -> Tensor:
-        return (center + 0.3 * torch.randn(packed.num_positions, generator=generator)) * packed.loss_mask
+        return (
+            center + 0.3 * torch.randn(packed.num_positions, generator=generator)
+        ) * packed.loss_mask
 
     return packed.with_fields(
-        old_logprobs=noise(-6.9), rollout_logprobs=noise(-6.9), advantages=noise(0.0), values=noise(0.0), returns=noise(0.5)
+        old_logprobs=noise(-6.9),
+        rollout_logprobs=noise(-6.9),
+        advantages=noise(0.0),
+        values=noise(0.0),
+        returns=noise(0.5),
     )
 
 
@@ -107,15 +132,23 @@ def distance(actual: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     """Norm of the difference over the norm of the truth, over all tensors."""
     assert actual.keys() == truth.keys()
     difference = sum(float((actual[name] - truth[name]).double().square().sum()) for name in truth)
-    return (difference / sum(float(value.double().square().sum()) for value in truth.values())) ** 0.5
+    return (
+        difference / sum(float(value.double().square().sum()) for value in truth.values())
+    ) ** 0.5
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_same_weights_give_the_same_log_probabilities(build: Build, batch: TokenBatch, architecture: str) -> None:
-    truth, local, engine = (build(architecture, layout).logprobs(batch) for layout in (FLOAT32, LOCAL, ENGINE))
+def test_same_weights_give_the_same_log_probabilities(
+    build: Build, batch: TokenBatch, architecture: str
+) -> None:
+    truth, local, engine = (
+        build(architecture, layout).logprobs(batch) for layout in (FLOAT32, LOCAL, ENGINE)
+    )
     rounding, error = (local - truth).abs(), (engine - truth).abs()
     assert 0 < float(rounding.mean()) < 0.05, "bfloat16 itself is off: nothing can be concluded"
-    assert float(error.mean()) < 1.5 * float(rounding.mean()) and float(error.max()) < 2 * float(rounding.max())
+    assert float(error.mean()) < 1.5 * float(rounding.mean()) and float(error.max()) < 2 * float(
+        rounding.max()
+    )
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -131,23 +164,33 @@ def test_gradients_agree(build: Build, batch: TokenBatch, architecture: str) -> 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_weights_leave_as_they_came(build: Build, architecture: str) -> None:
     """Through Transformer Engine's names of the norms, equal to the bit."""
-    first, second = (dict(build(architecture, layout).export_weights()) for layout in (LOCAL, ENGINE))
+    first, second = (
+        dict(build(architecture, layout).export_weights()) for layout in (LOCAL, ENGINE)
+    )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_trajectories_of_a_pack_do_not_see_each_other(build: Build, batch: TokenBatch) -> None:
-    """Also not the padding: alone in a microbatch a trajectory has the log-probabilities it has in a full one."""
+    """Also not the padding: alone in a microbatch a trajectory has the log-probabilities it has in
+    a full one.
+    """
     policy = build("qwen2", ENGINE)
     together = policy.logprobs(batch)
-    alone = torch.cat([policy.logprobs(batch.select([index])) for index in range(batch.num_trajectories)])
-    rounding = (build("qwen2", LOCAL).logprobs(batch) - build("qwen2", FLOAT32).logprobs(batch)).abs()
+    alone = torch.cat(
+        [policy.logprobs(batch.select([index])) for index in range(batch.num_trajectories)]
+    )
+    rounding = (
+        build("qwen2", LOCAL).logprobs(batch) - build("qwen2", FLOAT32).logprobs(batch)
+    ).abs()
     assert float((alone - together).abs().max()) < 2 * float(rounding.max())
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("layout", [ENGINE, FP8], ids=["bf16", "fp8"])
-def test_recomputation_changes_nothing(build: Build, batch: TokenBatch, recompute: str, layout: ParallelConfig) -> None:
+def test_recomputation_changes_nothing(
+    build: Build, batch: TokenBatch, recompute: str, layout: ParallelConfig
+) -> None:
     plain, again = build("qwen2", layout), build("qwen2", replace(layout, recompute=recompute))
     plain.update(batch)
     again.update(batch)
@@ -156,7 +199,9 @@ def test_recomputation_changes_nothing(build: Build, batch: TokenBatch, recomput
 
 @pytest.mark.parametrize("recipe", RECIPES_HERE)
 def test_fp8_stays_near_bfloat16(build: Build, batch: TokenBatch, recipe: str) -> None:
-    """Log-probabilities and gradients, from the first pass on, with tokens that no alignment divides."""
+    """Log-probabilities and gradients, from the first pass on, with tokens that no alignment
+    divides.
+    """
     reference, quantised = build("qwen2", ENGINE), build("qwen2", replace(FP8, fp8_recipe=recipe))
     drift = (quantised.logprobs(batch) - reference.logprobs(batch)).abs()[batch.loss_mask]
     assert 0 < float(drift.mean()) < 0.15 and float(drift.max()) < 2
@@ -168,7 +213,9 @@ def test_fp8_stays_near_bfloat16(build: Build, batch: TokenBatch, recipe: str) -
 
 @pytest.mark.parametrize("recipe", RECIPES_HERE)
 def test_fp8_learns(build: Build, batch: TokenBatch, recipe: str) -> None:
-    """Behaviour cloning of one batch goes down as with bfloat16, and what the optimizer writes is what is quantised."""
+    """Behaviour cloning of one batch goes down as with bfloat16, and what the optimizer writes is
+    what is quantised.
+    """
     reference, quantised = build("qwen2", ENGINE), build("qwen2", replace(FP8, fp8_recipe=recipe))
     losses = [[model.clone(batch)["loss"] for _ in range(20)] for model in (reference, quantised)]
     fallen = [values[0] - values[-1] for values in losses]
@@ -176,10 +223,14 @@ def test_fp8_learns(build: Build, batch: TokenBatch, recipe: str) -> None:
 
 
 def test_quantised_weights_follow_the_weights(build: Build, batch: TokenBatch) -> None:
-    """The reference policy is computed by swapping weights in place: no stale FP8 copy may be used, in either direction."""
+    """The reference policy is computed by swapping weights in place: no stale FP8 copy may be used,
+    in either direction.
+    """
     policy = build("qwen2", FP8, keep_reference=True)
     before = policy.logprobs(batch)
-    assert torch.equal(policy.logprobs(batch), before), "a log-probability depends on what was computed before it"
+    assert torch.equal(policy.logprobs(batch), before), (
+        "a log-probability depends on what was computed before it"
+    )
     policy.clone(batch)
     after = policy.logprobs(batch)
     assert not torch.equal(after, before)
@@ -190,7 +241,9 @@ def test_quantised_weights_follow_the_weights(build: Build, batch: TokenBatch) -
 def test_fp8_copies_leave_the_device_with_the_weights(build: Build, batch: TokenBatch) -> None:
     policy = build("qwen2", FP8)
     before, memory = policy.logprobs(batch), policy.trainer.memory
-    layers = [module for module in policy.module.modules() if getattr(module, "_fp8_workspaces", None)]
+    layers = [
+        module for module in policy.module.modules() if getattr(module, "_fp8_workspaces", None)
+    ]
     assert len(layers) == 4 * SIZES["num_hidden_layers"]
     memory.offload()
     assert not any(layer._fp8_workspaces for layer in layers)
@@ -221,8 +274,12 @@ def test_heads_are_outside_fp8(build: Build, batch: TokenBatch, role: type) -> N
 
 
 @pytest.mark.parametrize("layout", [ENGINE, FP8], ids=["bf16", "fp8"])
-def test_a_checkpoint_continues_to_the_bit(build: Build, batch: TokenBatch, layout: ParallelConfig, tmp_path: Path) -> None:
-    """Transformer Engine's optimizer and its layers' extra state included; local layers read the same file."""
+def test_a_checkpoint_continues_to_the_bit(
+    build: Build, batch: TokenBatch, layout: ParallelConfig, tmp_path: Path
+) -> None:
+    """Transformer Engine's optimizer and its layers' extra state included; local layers read the
+    same file.
+    """
     policy = build("qwen2", layout)
     for _ in range(2):
         policy.update(batch)

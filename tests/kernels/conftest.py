@@ -1,4 +1,6 @@
-"""Where the kernel tests run: on the GPU if there is one, else in Triton's interpreter with its sanitizers on."""
+"""Where the kernel tests run: on the GPU if there is one, else in Triton's interpreter with its
+sanitizers on.
+"""
 
 import importlib.util
 import os

@@ -1,8 +1,10 @@
-"""Makes Triton's CPU interpreter a trustworthy test bench: right bfloat16, bounds and race checks, program order.
+"""Makes Triton's CPU interpreter a trustworthy test bench: right bfloat16, bounds and race checks,
+program order.
 
-Stock, the interpreter multiplies the bit patterns of bfloat16 operands and truncates when it casts to bfloat16. It also
-reads and writes out of bounds silently and always runs programs in order, which hides races between them. Importing
-this module switches the interpreter on for this process and patches it; `sanitize` switches the checks on.
+Stock, the interpreter multiplies the bit patterns of bfloat16 operands and truncates when it casts
+to bfloat16. It also reads and writes out of bounds silently and always runs programs in order,
+which hides races between them. Importing this module switches the interpreter on for this process
+and patches it; `sanitize` switches the checks on.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from typing import Any
 import numpy as np
 
 if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-    raise RuntimeError("triton was imported to compile, it cannot be interpreted any more: import this module first")
+    raise RuntimeError(
+        "triton was imported to compile, it cannot be interpreted any more: import this module"
+        " first"
+    )
 os.environ["TRITON_INTERPRET"] = "1"  # triton decides at its own import
 import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
@@ -30,12 +35,17 @@ Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
 
 
-# ---------------------------------------------------------------------------------------------------- bfloat16
+# ----------------------------------------------------------------------------------------------------
+# bfloat16
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
     """bfloat16 bit patterns -> float32."""
-    return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32).reshape(np.shape(bits))
+    return (
+        (np.ascontiguousarray(bits).astype(np.uint32) << 16)
+        .view(np.float32)
+        .reshape(np.shape(bits))
+    )
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
@@ -66,7 +76,11 @@ def patch_bfloat16() -> None:
     )
 
     def convert_float(data, source, target, rounding):
-        if source == tl.float32 and target == tl.bfloat16 and rounding != interpreter._ir.ROUNDING_MODE.RTZ:
+        if (
+            source == tl.float32
+            and target == tl.bfloat16
+            and rounding != interpreter._ir.ROUNDING_MODE.RTZ
+        ):
             return narrow(data)
         if source == tl.bfloat16 and target == tl.float32:
             return widen(data)
@@ -78,7 +92,9 @@ def patch_bfloat16() -> None:
         return binary(self, left, right, op)
 
     def unary_op(self, value, op):
-        return as_bf16(unary(self, as_fp32(value), op)) if is_bf16(value) else unary(self, value, op)
+        return (
+            as_bf16(unary(self, as_fp32(value), op)) if is_bf16(value) else unary(self, value, op)
+        )
 
     def create_dot(self, a, b, accumulator, *args):
         result = dot(self, as_fp32(a), as_fp32(b), as_fp32(accumulator), *args)
@@ -88,7 +104,8 @@ def patch_bfloat16() -> None:
     Builder.binary_op, Builder.unary_op, Builder.create_dot = binary_op, unary_op, create_dot
 
 
-# -------------------------------------------------------------------------------------------------- sanitizers
+# --------------------------------------------------------------------------------------------------
+# sanitizers
 
 
 class Sanitizer:
@@ -106,9 +123,13 @@ class Sanitizer:
             start = storage.data_ptr()
             if start not in seen and storage.nbytes():
                 seen.add(start)
-                self.shadows.append((start, start + storage.nbytes(), np.full(storage.nbytes(), -1, np.int32)))
+                self.shadows.append(
+                    (start, start + storage.nbytes(), np.full(storage.nbytes(), -1, np.int32))
+                )
 
-    def check(self, kind: str, pointers: np.ndarray, mask: np.ndarray, num_bytes: int, program: int) -> None:
+    def check(
+        self, kind: str, pointers: np.ndarray, mask: np.ndarray, num_bytes: int, program: int
+    ) -> None:
         pointers, mask = np.broadcast_arrays(pointers, mask)
         addresses = pointers[mask].astype(np.int64)
         if addresses.size == 0:
@@ -117,7 +138,10 @@ class Sanitizer:
             if ((addresses >= start) & (addresses + num_bytes <= stop)).all():
                 break
         else:
-            raise IndexError(f"program {program}: {kind} out of bounds, {addresses.min():#x}..{addresses.max():#x}")
+            raise IndexError(
+                f"program {program}: {kind} out of bounds,"
+                f" {addresses.min():#x}..{addresses.max():#x}"
+            )
         previous = owners[addresses - start]
         foreign = previous[(previous >= 0) & (previous != program)]
         if foreign.size and kind in ("store", "load"):
@@ -136,7 +160,11 @@ def program_index(builder: Builder) -> int:
 
 
 def patch_memory() -> None:
-    load, store, atomic = Builder.create_masked_load, Builder.create_masked_store, Builder.create_atomic_rmw
+    load, store, atomic = (
+        Builder.create_masked_load,
+        Builder.create_masked_store,
+        Builder.create_atomic_rmw,
+    )
 
     def check(builder, kind, pointers, mask):
         if SANITIZER.enabled:
@@ -156,7 +184,10 @@ def patch_memory() -> None:
         check(self, "atomic", pointers, mask)
         return atomic(self, op, pointers, value, mask, *args, **kwargs)
 
-    Builder.create_masked_load, Builder.create_masked_store = create_masked_load, create_masked_store
+    Builder.create_masked_load, Builder.create_masked_store = (
+        create_masked_load,
+        create_masked_store,
+    )
     Builder.create_atomic_rmw = create_atomic_rmw
 
 
@@ -176,7 +207,9 @@ def patch_launch() -> None:
 
     def call(self, *args, **kwargs):
         if SANITIZER.enabled:
-            SANITIZER.begin(value for value in (*args, *kwargs.values()) if hasattr(value, "untyped_storage"))
+            SANITIZER.begin(
+                value for value in (*args, *kwargs.values()) if hasattr(value, "untyped_storage")
+            )
         return launch(self, *args, **kwargs)
 
     Builder.set_grid_idx = set_grid_idx

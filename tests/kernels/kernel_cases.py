@@ -1,4 +1,6 @@
-"""Random inputs for the loss kernels, and their truth: float64 autograd of the textbook formulas, nothing fused."""
+"""Random inputs for the loss kernels, and their truth: float64 autograd of the textbook formulas,
+nothing fused.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from ragen_kernels import PolicyObjective
+from torch import Tensor
 
 OBJECTIVES = {
     "clip": PolicyObjective(),
@@ -73,7 +74,9 @@ def make_case(
     shift: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> Case:
-    """A case whose log-ratios straddle the clip bounds; operands are exactly representable in `dtype`."""
+    """A case whose log-ratios straddle the clip bounds; operands are exactly representable in
+    `dtype`.
+    """
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -90,9 +93,15 @@ def make_case(
     constants = (logprobs + 0.3 * normal(num_tokens), normal(num_tokens), weights * is_active)
     old, advantages, weights, ref, rollout = (
         x.float().double()
-        for x in (*constants, logprobs + 0.5 * normal(num_tokens), logprobs + 0.4 * normal(num_tokens))
+        for x in (
+            *constants,
+            logprobs + 0.5 * normal(num_tokens),
+            logprobs + 0.4 * normal(num_tokens),
+        )
     )
-    return Case(hidden, weight, labels, old, advantages, weights, ref, rollout, temperature, vocab_valid)
+    return Case(
+        hidden, weight, labels, old, advantages, weights, ref, rollout, temperature, vocab_valid
+    )
 
 
 def logprob_entropy_truth(
@@ -120,7 +129,9 @@ def policy_loss_truth(
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
     importance = torch.ones_like(loss)
     if objective.importance_cap is not None:
-        importance = (case.old_logprobs - case.rollout_logprobs).exp().clamp(max=objective.importance_cap)
+        importance = (
+            (case.old_logprobs - case.rollout_logprobs).exp().clamp(max=objective.importance_cap)
+        )
     loss = loss * importance - objective.entropy_coef * entropy
     ref_kl = None
     if objective.kl_kind is not None:
@@ -138,7 +149,9 @@ def policy_loss_truth(
         "importance": importance,
         "ref_kl": ref_kl,
     }
-    stats = {name: None if x is None else torch.where(active, x.detach(), 0) for name, x in stats.items()}
+    stats = {
+        name: None if x is None else torch.where(active, x.detach(), 0) for name, x in stats.items()
+    }
     return (case.weights * loss)[active].sum(), stats
 
 
@@ -158,14 +171,26 @@ def unfused_truth(case: Case, objective: PolicyObjective) -> Truth:
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     logits = hidden @ weight.T
     logits.retain_grad()
-    logprobs, entropy = logprob_entropy_truth(logits, case.labels, case.temperature, case.vocab_valid)
+    logprobs, entropy = logprob_entropy_truth(
+        logits, case.labels, case.temperature, case.vocab_valid
+    )
     loss, stats = policy_loss_truth(logprobs, entropy, case, objective)
     loss.backward()
-    return Truth(loss.detach(), stats, logprobs.detach(), entropy.detach(), logits.grad, hidden.grad, weight.grad)
+    return Truth(
+        loss.detach(),
+        stats,
+        logprobs.detach(),
+        entropy.detach(),
+        logits.grad,
+        hidden.grad,
+        weight.grad,
+    )
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
-    """Frobenius norm of the error over that of the truth (absolute where the truth is zero); NaN counts as infinite."""
+    """Frobenius norm of the error over that of the truth (absolute where the truth is zero); NaN
+    counts as infinite.
+    """
     error = (actual.detach().cpu().double() - truth.detach().double()).norm()
     error = error / truth.norm() if truth.norm() > 0 else error
     return float(torch.nan_to_num(error, nan=float("inf")))
@@ -177,12 +202,20 @@ def assert_stats(stats: object, truth: dict[str, Tensor], tolerance: float) -> N
         if expected is None:
             assert actual is None, name
             continue
-        error = (actual.cpu().double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
-        assert error <= tolerance * max(1.0, float(expected.abs().max()) if expected.numel() else 1.0), (name, error)
+        error = (
+            (actual.cpu().double() - expected).abs().max()
+            if expected.numel()
+            else torch.tensor(0.0)
+        )
+        assert error <= tolerance * max(
+            1.0, float(expected.abs().max()) if expected.numel() else 1.0
+        ), (name, error)
 
 
 def check_poisoned_tokens(policy_loss_from_logprobs: Callable[..., Any], device: str) -> None:
-    """With NaN in every input of the tokens of weight 0, loss, gradients and statistics are those without."""
+    """With NaN in every input of the tokens of weight 0, loss, gradients and statistics are those
+    without.
+    """
     case, objective = make_case(31, seed=11), OBJECTIVES["everything"]
     truth, inputs = unfused_truth(case, objective), case.to(device, torch.float32)
     masked = inputs.weights == 0
@@ -191,7 +224,10 @@ def check_poisoned_tokens(policy_loss_from_logprobs: Callable[..., Any], device:
     def poison(x: Tensor) -> Tensor:
         return torch.where(masked, torch.nan, x.to(device, torch.float32))
 
-    logprobs, entropy = poison(truth.logprobs).requires_grad_(), poison(truth.entropy).requires_grad_()
+    logprobs, entropy = (
+        poison(truth.logprobs).requires_grad_(),
+        poison(truth.entropy).requires_grad_(),
+    )
     loss, stats = policy_loss_from_logprobs(
         logprobs,
         entropy,

@@ -1,6 +1,8 @@
-"""Prints how many times each kernel would be compiled for sm_90 over batches of many lengths, as a JSON object.
+"""Prints how many times each kernel would be compiled for sm_90 over batches of many lengths, as a
+JSON object.
 
-Every operation is called on CPU tensors; where a launch would compile and start a kernel, Triton's own cache key is noted.
+Every operation is called on CPU tensors; where a launch would compile and start a kernel, Triton's
+own cache key is noted.
 """
 
 import json
@@ -25,7 +27,13 @@ def note_launch(self, *args, grid, warmup, **kwargs):
 
 def launch_all(num_tokens: int, start: int) -> None:
     """All operations on the tokens from `start` of a longer batch."""
-    from ragen_kernels import PolicyObjective, triton_linear, triton_policy, triton_returns, triton_token
+    from ragen_kernels import (
+        PolicyObjective,
+        triton_linear,
+        triton_policy,
+        triton_returns,
+        triton_token,
+    )
 
     def numbers(count: int) -> torch.Tensor:
         return torch.rand(count, start + num_tokens)[:, start:]
@@ -38,15 +46,21 @@ def launch_all(num_tokens: int, start: int) -> None:
     triton_policy.policy_loss(logits * 1, labels, *terms, objective, **others)[0].backward()
     torch.autograd.grad(triton_policy.logprob_entropy(logits, labels), logits, tuple(numbers(2)))
     triton_token.policy_loss_from_logprobs(*numbers(2), *terms, objective, **others)
-    hidden, weight = (torch.randn(count, WIDTH, requires_grad=True) for count in (num_tokens, VOCAB))
+    hidden, weight = (
+        torch.randn(count, WIDTH, requires_grad=True) for count in (num_tokens, VOCAB)
+    )
     for mode in ("save", "chunk", "recompute"):
-        triton_linear.linear_policy_loss(hidden, weight, labels, *terms, objective, **others, mode=mode)[0].backward()
+        triton_linear.linear_policy_loss(
+            hidden, weight, labels, *terms, objective, **others, mode=mode
+        )[0].backward()
     triton_linear.linear_logprobs(hidden, weight, labels)
     offsets, mask = torch.tensor([0, num_tokens], dtype=torch.int32), terms[0] > 0.5
     triton_returns.gae(*numbers(2), mask, offsets, gamma=1.0, lam=0.9, turn_ends=mask)
     triton_returns.whiten(terms[0], mask, numbers(1)[0])
     triton_returns.group_normalize(terms[0], labels)
-    triton_returns.value_loss(terms[0].clone().requires_grad_(), *numbers(3), clip=0.2)[0].backward()
+    triton_returns.value_loss(terms[0].clone().requires_grad_(), *numbers(3), clip=0.2)[
+        0
+    ].backward()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,12 @@ class Trajectories:
     cu_seqlens: Tensor  # [S + 1] int32
 
 
-def make_trajectories(lengths: tuple[int, ...], *, seed: int, padding: int = 5, sampled: float = 0.6) -> Trajectories:
-    """Alternating runs of environment and sampled tokens, some turn ends inside, sampled tokens after the last."""
+def make_trajectories(
+    lengths: tuple[int, ...], *, seed: int, padding: int = 5, sampled: float = 0.6
+) -> Trajectories:
+    """Alternating runs of environment and sampled tokens, some turn ends inside, sampled tokens
+    after the last.
+    """
     random = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths) + padding
     loss_mask = torch.rand(num_tokens, generator=random) < sampled
@@ -73,6 +77,8 @@ def value_loss_truth(
     old_values, returns = old_values.double(), returns.double()
     losses = (values - returns) ** 2
     if clip is not None:
-        losses = torch.maximum(losses, (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2)
+        losses = torch.maximum(
+            losses, (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
+        )
     loss = 0.5 * (weights.double() * losses).sum()
     return loss.detach(), torch.autograd.grad(loss, values)[0]

@@ -1,4 +1,6 @@
-"""Every kernel compiled to an sm_90 cubin, without a GPU, within its budget of registers and instructions."""
+"""Every kernel compiled to an sm_90 cubin, without a GPU, within its budget of registers and
+instructions.
+"""
 
 import importlib.util
 import json
@@ -28,7 +30,9 @@ def report(tmp_path_factory) -> dict:
     files = "--json", str(out / "report.json"), "--markdown", str(out / "report.md")
     process = run_python("tools/bench_kernels.py", "--compile-only", *files)
     assert process.returncode == 0, process.stdout + process.stderr
-    return json.loads((out / "report.json").read_text()) | {"markdown": (out / "report.md").read_text()}
+    return json.loads((out / "report.json").read_text()) | {
+        "markdown": (out / "report.md").read_text()
+    }
 
 
 def test_every_kernel_is_within_its_budget(report):
@@ -37,10 +41,14 @@ def test_every_kernel_is_within_its_budget(report):
 
 
 def test_the_published_table_is_the_present_one(report):
-    """Names whatever the versions; every number where triton is the one that the table was written with."""
+    """Names whatever the versions; every number where triton is the one that the table was written
+    with.
+    """
     folder = ROOT / "docs" / "benchmarks"
     published = json.loads((folder / "kernels_sm90_static.json").read_text())
-    assert [row["name"] for row in published["kernels"]] == [row["name"] for row in report["kernels"]]
+    assert [row["name"] for row in published["kernels"]] == [
+        row["name"] for row in report["kernels"]
+    ]
     if published["environment"]["triton"] == report["environment"]["triton"]:
         assert published["kernels"] == report["kernels"]
         page = (folder / "kernels_sm90_static.md").read_text()
@@ -48,7 +56,9 @@ def test_the_published_table_is_the_present_one(report):
 
 
 def kernels_of_the_package() -> set[str]:
-    sources = "".join(path.read_text() for path in (ROOT / "kernels" / "ragen_kernels").glob("triton_*.py"))
+    sources = "".join(
+        path.read_text() for path in (ROOT / "kernels" / "ragen_kernels").glob("triton_*.py")
+    )
     return {line.split("[(")[0].split()[-1] for line in sources.splitlines() if "_kernel[(" in line}
 
 
@@ -81,25 +91,37 @@ print(json.dumps({c.name: c.compile().asm["ttir"] for c in all_configs() if "str
 
 def test_rows_are_addressed_in_64_bits(intermediate_code):
     """Row 14 134 of 151936 columns is element 2^31; the interpreter has no memory for such a row."""
-    products = {name: re.findall(r"arith\.muli .*", code) for name, code in intermediate_code.items()}
-    narrow = {name: [x for x in found if re.search(r"stride.* : i32", x)] for name, found in products.items()}
+    products = {
+        name: re.findall(r"arith\.muli .*", code) for name, code in intermediate_code.items()
+    }
+    narrow = {
+        name: [x for x in found if re.search(r"stride.* : i32", x)]
+        for name, found in products.items()
+    }
     assert not {name: found for name, found in narrow.items() if found}
     assert all(any(" : i64" in x for x in found) for found in products.values())
 
 
 def test_only_a_row_that_is_read_twice_stays_in_the_cache(intermediate_code):
     reads = {name: code.count("evict_last") for name, code in intermediate_code.items()}
-    assert all((count == 2) == name.startswith("policy_row") for name, count in reads.items()), reads
+    assert all((count == 2) == name.startswith("policy_row") for name, count in reads.items()), (
+        reads
+    )
 
 
 def test_a_row_is_overwritten_between_barriers(intermediate_code):
-    """The label's logit is read by all threads before any stores, and its gradient is stored after the row's."""
+    """The label's logit is read by all threads before any stores, and its gradient is stored after
+    the row's.
+    """
     writers = [
         name
         for name in intermediate_code
         if name.startswith(("gradient", "policy_row")) and not name.endswith("without gradient")
     ]
-    counts = {name: len(re.findall(r"^\s*\w+\.barrier\b", intermediate_code[name], re.M)) for name in writers}
+    counts = {
+        name: len(re.findall(r"^\s*\w+\.barrier\b", intermediate_code[name], re.M))
+        for name in writers
+    }
     assert writers and set(counts.values()) == {2}, counts
 
 

@@ -5,11 +5,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from torch._subclasses import FakeTensorMode
-
 import ragen_kernels
+import torch
 from ragen_kernels import dispatch
+from torch._subclasses import FakeTensorMode
 
 OPERATIONS = {
     "logprob_entropy": "triton_policy",
@@ -33,12 +32,18 @@ def test_signatures_agree(name, kernel_device):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_device_decides(name, kernel_device, monkeypatch):
-    """Without a GPU, on a tensor that only claims to be on one: the Triton function of the same name gets the call."""
+    """Without a GPU, on a tensor that only claims to be on one: the Triton function of the same
+    name gets the call.
+    """
     module = __import__(f"ragen_kernels.{OPERATIONS[name]}", fromlist=[name])
     monkeypatch.setattr(module, name, lambda *args, **kwargs: ("triton", args, kwargs))
     with FakeTensorMode():
         tensor = torch.empty(2, device="cuda")
-        assert getattr(ragen_kernels, name)(tensor, 1, last=2) == ("triton", (tensor, 1), {"last": 2})
+        assert getattr(ragen_kernels, name)(tensor, 1, last=2) == (
+            "triton",
+            (tensor, 1),
+            {"last": 2},
+        )
 
 
 def test_cpu_tensors_do_not_import_triton():

@@ -1,4 +1,5 @@
-"""What only a GPU can show: full sizes, bit-equality, memory, no recompilation, and NVIDIA's sanitizer.
+"""What only a GPU can show: full sizes, bit-equality, memory, no recompilation, and NVIDIA's
+sanitizer.
 
 The cases of `test_triton_*.py` run on the GPU too when there is one; these come on top of them.
 """
@@ -10,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
 import ragen_kernels
+import torch
 from ragen_kernels import PolicyObjective
+
 from tests.kernels.kernel_cases import logprob_entropy_truth, relative_error
 
 pytestmark = [
@@ -34,7 +35,9 @@ def token_terms(num_tokens: int, vocab: int, active: float = 1.0) -> tuple[torch
     return labels, old, torch.randn(num_tokens, device="cuda"), mask / num_tokens
 
 
-@pytest.mark.parametrize(("num_tokens", "vocab"), [(8192, VOCAB), (1024, VOCAB + 1), (70_000, 1024)])
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab"), [(8192, VOCAB), (1024, VOCAB + 1), (70_000, 1024)]
+)
 def test_full_size_against_float64(num_tokens, vocab):
     """70 000 rows are more than a grid axis of 65 535; an odd vocabulary misaligns every other row."""
     logits = torch.randn(num_tokens, vocab, device="cuda", dtype=torch.bfloat16)
@@ -82,7 +85,9 @@ def test_twenty_runs_are_bit_equal():
 
 @pytest.mark.parametrize("mode", ["chunk", "recompute"])
 def test_peak_memory_of_the_lm_head(mode):
-    """Beside operands and gradients: one chunk of logits, and what keeps d_weight in float32 until it is cast."""
+    """Beside operands and gradients: one chunk of logits, and what keeps d_weight in float32 until
+    it is cast.
+    """
     labels, *terms = token_terms(8192, VOCAB)
     hidden = torch.randn(8192, 896, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(VOCAB, 896, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -118,18 +123,44 @@ def test_no_compilation_per_sequence_length():
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_compute_sanitizer(tool):
-    """Without torch's pool every tensor is an allocation of its own, so that an access behind its end is seen."""
+    """Without torch's pool every tensor is an allocation of its own, so that an access behind its
+    end is seen.
+    """
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
-    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ["PATH"], str(toolkit))))
+    sanitizer = shutil.which(
+        "compute-sanitizer", path=os.pathsep.join((os.environ["PATH"], str(toolkit)))
+    )
     if sanitizer is None:
-        pytest.skip(f"compute-sanitizer is neither on the PATH nor in {toolkit}; it comes with the CUDA toolkit")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-x"]
+        pytest.skip(
+            f"compute-sanitizer is neither on the PATH nor in {toolkit}; it comes with the CUDA"
+            " toolkit"
+        )
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+    ]
     process = subprocess.run(
-        [*command, "-k", "not as_launched", "tests/kernels/test_triton_rows.py", "tests/kernels/test_triton_returns.py"],
+        [
+            *command,
+            "-k",
+            "not as_launched",
+            "tests/kernels/test_triton_rows.py",
+            "tests/kernels/test_triton_returns.py",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )
     assert process.returncode == 0, process.stdout[-2000:]
-    assert "ERROR SUMMARY: 0 errors" in process.stdout or tool == "racecheck", process.stdout[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in process.stdout or tool == "racecheck", process.stdout[
+        -2000:
+    ]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from ragen_kernels import PolicyObjective, policy_loss_from_logprobs
 
 
@@ -25,7 +24,9 @@ def test_bad_settings_are_refused(settings, message):
         PolicyObjective(**settings)
 
 
-@pytest.mark.parametrize("objective", [PolicyObjective(kl_kind="k1"), PolicyObjective(importance_cap=2.0)])
+@pytest.mark.parametrize(
+    "objective", [PolicyObjective(kl_kind="k1"), PolicyObjective(importance_cap=2.0)]
+)
 def test_missing_logprobs_are_named(objective):
     zeros = torch.zeros(3)
     with pytest.raises(ValueError, match="needs r.*_logprobs"):

@@ -4,6 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ragen_kernels import PolicyObjective
+from ragen_kernels.reference import logprob_entropy, policy_loss, policy_loss_from_logprobs
+from ragen_kernels.reference_linear import linear_logprobs, linear_policy_loss
+
 from tests.kernels.kernel_cases import (
     OBJECTIVES,
     assert_stats,
@@ -13,15 +17,13 @@ from tests.kernels.kernel_cases import (
     unfused_truth,
 )
 
-from ragen_kernels import PolicyObjective
-from ragen_kernels.reference import logprob_entropy, policy_loss, policy_loss_from_logprobs
-from ragen_kernels.reference_linear import linear_logprobs, linear_policy_loss
-
 MODES = ("save", "chunk", "recompute")
 
 
 def fused(case, objective, upstream=1.0, **options):
-    """Loss, statistics and (d_hidden, d_weight) of the fused reference, gradients divided by `upstream` again."""
+    """Loss, statistics and (d_hidden, d_weight) of the fused reference, gradients divided by
+    `upstream` again.
+    """
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     loss, stats = linear_policy_loss(
         hidden,
@@ -43,7 +45,9 @@ def fused(case, objective, upstream=1.0, **options):
 def test_fused_gradient_is_the_unfused_gradient(name, mode):
     case, objective = make_case(seed=len(name), vocab_valid=50), OBJECTIVES[name]
     truth = unfused_truth(case, objective)
-    loss, stats, d_hidden, d_weight = fused(case, objective, upstream=-3.0, mode=mode, chunk_tokens=5)
+    loss, stats, d_hidden, d_weight = fused(
+        case, objective, upstream=-3.0, mode=mode, chunk_tokens=5
+    )
     assert relative_error(loss, truth.loss) < 1e-12
     assert relative_error(d_hidden, truth.d_hidden) < 1e-12
     assert relative_error(d_weight, truth.d_weight) < 1e-12
@@ -93,7 +97,12 @@ def test_ratio_exactly_at_the_clip_bound_keeps_its_gradient(advantage):
 def test_log_ratio_beyond_the_clamp_has_no_gradient():
     logprobs = torch.tensor([-30.0, -1.0], requires_grad=True)
     loss, stats = policy_loss_from_logprobs(
-        logprobs, torch.zeros(2), torch.tensor([-1.0, -30.0]), torch.ones(2), torch.ones(2), PolicyObjective()
+        logprobs,
+        torch.zeros(2),
+        torch.tensor([-1.0, -30.0]),
+        torch.ones(2),
+        torch.ones(2),
+        PolicyObjective(),
     )
     loss.backward()
     assert torch.equal(logprobs.grad, torch.zeros(2))
@@ -105,10 +114,15 @@ def test_nothing_of_an_inactive_token_leaks():
     truth = unfused_truth(case, OBJECTIVES["everything"])
     masked = case.weights == 0
     hidden = torch.where(masked[:, None], torch.nan, case.hidden)
-    poisoned = replace(case, hidden=hidden, advantages=torch.where(masked, torch.nan, case.advantages))
+    poisoned = replace(
+        case, hidden=hidden, advantages=torch.where(masked, torch.nan, case.advantages)
+    )
     loss, stats, d_hidden, d_weight = fused(poisoned, OBJECTIVES["everything"])
     assert relative_error(loss, truth.loss) < 1e-12
-    assert relative_error(d_hidden, truth.d_hidden) < 1e-12 and relative_error(d_weight, truth.d_weight) < 1e-12
+    assert (
+        relative_error(d_hidden, truth.d_hidden) < 1e-12
+        and relative_error(d_weight, truth.d_weight) < 1e-12
+    )
     assert_stats(stats, truth.stats, 1e-6)
 
 
@@ -127,23 +141,35 @@ def test_without_an_active_row_loss_and_gradients_are_zero(mode, num_tokens):
 
 @pytest.mark.parametrize(("scale", "shift", "tolerance"), [(30.0, 0.0, 1e-5), (1.0, -200.0, 2e-3)])
 def test_extreme_logits_in_float32(scale, shift, tolerance):
-    """The shift multiplies the rounding of sum(d_logits) = 0 by 200 in one column of d_hidden; hence its tolerance."""
+    """The shift multiplies the rounding of sum(d_logits) = 0 by 200 in one column of d_hidden;
+    hence its tolerance.
+    """
     case = make_case(scale=scale, shift=shift, dtype=torch.float32, seed=5)
     truth = unfused_truth(case, OBJECTIVES["k3"])
     loss, stats, d_hidden, d_weight = fused(case.to("cpu", torch.float32), OBJECTIVES["k3"])
-    assert relative_error(d_hidden, truth.d_hidden) < tolerance and relative_error(d_weight, truth.d_weight) < tolerance
+    assert (
+        relative_error(d_hidden, truth.d_hidden) < tolerance
+        and relative_error(d_weight, truth.d_weight) < tolerance
+    )
     assert_stats(stats, truth.stats, 1e-4)
 
 
 def test_bf16_operands_keep_float32_arithmetic():
     case = make_case(dtype=torch.bfloat16, seed=6, num_tokens=60)
     truth = unfused_truth(case, OBJECTIVES["k3"])
-    loss, stats, d_hidden, d_weight = fused(case.to("cpu", torch.bfloat16), OBJECTIVES["k3"], fp32_logits=True)
+    loss, stats, d_hidden, d_weight = fused(
+        case.to("cpu", torch.bfloat16), OBJECTIVES["k3"], fp32_logits=True
+    )
     assert d_hidden.dtype == d_weight.dtype == torch.bfloat16
     assert relative_error(loss, truth.loss) < 1e-5
-    assert relative_error(d_hidden, truth.d_hidden) < 3e-3 and relative_error(d_weight, truth.d_weight) < 3e-3
+    assert (
+        relative_error(d_hidden, truth.d_hidden) < 3e-3
+        and relative_error(d_weight, truth.d_weight) < 3e-3
+    )
     rounded = replace(
-        case, hidden=torch.eye(60, dtype=torch.float64), weight=case.logits.bfloat16().double().T.contiguous()
+        case,
+        hidden=torch.eye(60, dtype=torch.float64),
+        weight=case.logits.bfloat16().double().T.contiguous(),
     )
     _, stats, *_ = fused(case.to("cpu", torch.bfloat16), OBJECTIVES["k3"])
     assert_stats(stats, unfused_truth(rounded, OBJECTIVES["k3"]).stats, 1e-5)
@@ -208,9 +234,13 @@ def test_bad_vocabulary_arguments_are_refused(change, message):
 def test_bad_linear_arguments_are_refused():
     case, objective = make_case(), PolicyObjective()
     with pytest.raises(ValueError, match="mode"):
-        linear_policy_loss(case.hidden, case.weight, case.labels, *case.constants, objective, mode="fast")
+        linear_policy_loss(
+            case.hidden, case.weight, case.labels, *case.constants, objective, mode="fast"
+        )
     with pytest.raises(ValueError, match="chunk_tokens"):
-        linear_policy_loss(case.hidden, case.weight, case.labels, *case.constants, objective, chunk_tokens=0)
+        linear_policy_loss(
+            case.hidden, case.weight, case.labels, *case.constants, objective, chunk_tokens=0
+        )
     with pytest.raises(ValueError, match="weight"):
         linear_policy_loss(case.hidden, case.weight.T, case.labels, *case.constants, objective)
     with pytest.raises(ValueError, match="one label per row"):

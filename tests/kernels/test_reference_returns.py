@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-
 from ragen_kernels.reference_returns import gae, group_normalize, value_loss, whiten
+
 from tests.kernels.returns_cases import gae_truth, make_trajectories, value_loss_truth
 
 
@@ -22,7 +22,9 @@ def test_gae_equals_the_loop(bi_level):
     offsets = case.cu_seqlens.tolist()
     for row, (start, end) in enumerate(itertools.pairwise(offsets)):
         own = advantages[start:end][case.loss_mask[start:end]]
-        moments = torch.stack([torch.tensor(float(len(own))).double(), own.sum(), own.square().sum()])
+        moments = torch.stack(
+            [torch.tensor(float(len(own))).double(), own.sum(), own.square().sum()]
+        )
         torch.testing.assert_close(estimate.moments[row].double(), moments, rtol=1e-5, atol=1e-5)
 
 
@@ -61,7 +63,9 @@ def test_gae_ignores_what_was_not_sampled():
     values = torch.where(case.loss_mask, case.values, torch.nan)
     rewards = torch.where(case.loss_mask, case.rewards, torch.nan)
     poisoned = gae(rewards, values, case.loss_mask, case.cu_seqlens, gamma=0.9, lam=0.8)
-    assert torch.equal(clean.advantages, poisoned.advantages) and torch.equal(clean.returns, poisoned.returns)
+    assert torch.equal(clean.advantages, poisoned.advantages) and torch.equal(
+        clean.returns, poisoned.returns
+    )
     assert not clean.advantages[~case.loss_mask].any()
 
 
@@ -88,7 +92,9 @@ def test_float64_stays_float64():
     torch.testing.assert_close(estimate.returns, returns, rtol=1e-12, atol=1e-12)
     white = whiten(estimate.advantages, case.loss_mask, estimate.moments.sum(0), epsilon=0.0)
     own = advantages[case.loss_mask]
-    torch.testing.assert_close(white[case.loss_mask], (own - own.mean()) / own.std(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        white[case.loss_mask], (own - own.mean()) / own.std(), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_gae_refuses_bad_arguments():
@@ -112,17 +118,23 @@ def test_group_normalize_is_per_group():
     scores, groups = torch.tensor([1.0, 5.0, 2.0, 7.0, 3.0]), torch.tensor([9, -4, 9, 6, 9])
     expected = torch.tensor([-1.0, 0.0, 0.0, 0.0, 1.0])
     torch.testing.assert_close(group_normalize(scores, groups), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(group_normalize(2 * scores, groups, scale_by_std=False), 2 * expected)
+    torch.testing.assert_close(
+        group_normalize(2 * scores, groups, scale_by_std=False), 2 * expected
+    )
     equal = group_normalize(torch.full((4,), 0.3), torch.zeros(4, dtype=torch.int64))
     assert torch.equal(equal, torch.zeros(4))
     small = group_normalize(torch.tensor([1e-4, 3e-4, 2e-4]), torch.zeros(3, dtype=torch.int64))
-    torch.testing.assert_close(small, torch.tensor([-1.0, 1.0, 0.0]), rtol=1e-5, atol=1e-5)  # no epsilon shrinks it
+    torch.testing.assert_close(
+        small, torch.tensor([-1.0, 1.0, 0.0]), rtol=1e-5, atol=1e-5
+    )  # no epsilon shrinks it
     assert group_normalize(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_value_loss_gradient(clip):
-    values, old_values, returns = torch.randn(3, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    values, old_values, returns = torch.randn(
+        3, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     weights = torch.rand(200, dtype=torch.float64) * (torch.arange(200) % 3 > 0)
     loss, is_clipped = value_loss(values.requires_grad_(), old_values, returns, weights, clip=clip)
     (grad,) = torch.autograd.grad(loss, values)
@@ -134,7 +146,9 @@ def test_value_loss_gradient(clip):
 
 def test_value_loss_of_an_unchanged_value_is_unclipped():
     values = torch.tensor([0.1, 0.2], requires_grad=True)
-    loss, is_clipped = value_loss(values, values.detach(), torch.tensor([1.0, -1.0]), torch.ones(2), clip=1e-6)
+    loss, is_clipped = value_loss(
+        values, values.detach(), torch.tensor([1.0, -1.0]), torch.ones(2), clip=1e-6
+    )
     (grad,) = torch.autograd.grad(loss, values)
     torch.testing.assert_close(grad, torch.tensor([-0.9, 1.2]))
     assert not is_clipped.any()

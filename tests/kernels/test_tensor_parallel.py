@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.kernels.kernel_cases import OBJECTIVES, assert_stats, make_case, relative_error, unfused_truth
+from tests.kernels.kernel_cases import (
+    OBJECTIVES,
+    assert_stats,
+    make_case,
+    relative_error,
+    unfused_truth,
+)
 
 WORLD_SIZE = 2
 VOCAB, VALID = 64, 50
@@ -18,9 +24,17 @@ def check_linear(implementation, rank: int, dtype: torch.dtype, tolerance: float
     group = dist.group.WORLD
     width = VOCAB // WORLD_SIZE
     for name, active in (("everything", 0.6), ("clip", 0.0)):
-        case, objective = make_case(7, VOCAB, 8, vocab_valid=VALID, active=active, seed=3), OBJECTIVES[name]
+        case, objective = (
+            make_case(7, VOCAB, 8, vocab_valid=VALID, active=active, seed=3),
+            OBJECTIVES[name],
+        )
         truth, inputs = unfused_truth(case, objective), case.to("cpu", dtype)
-        shard = {"temperature": case.temperature, "vocab_start": rank * width, "vocab_valid": VALID, "group": group}
+        shard = {
+            "temperature": case.temperature,
+            "vocab_start": rank * width,
+            "vocab_valid": VALID,
+            "group": group,
+        }
         for mode in ("save", "chunk", "recompute"):
             hidden = inputs.hidden.clone().requires_grad_()
             weight = inputs.weight.split(width)[rank].clone().requires_grad_()
@@ -75,18 +89,22 @@ def check_logits(implementation, rank: int, dtype: torch.dtype, tolerance: float
 def run_reference(rank: int, rendezvous: str) -> None:
     from ragen_kernels import reference, reference_linear
 
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE
+    )
     check_linear(reference_linear, rank, torch.float64, 1e-12)
     check_logits(reference, rank, torch.float64, 1e-12)
     dist.destroy_process_group()
 
 
 def run_triton(rank: int, rendezvous: str) -> None:
-    from tests.kernels.interpreter_shim import sanitize  # first: it switches the interpreter on
-
     from ragen_kernels import triton_linear, triton_policy
 
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
+    from tests.kernels.interpreter_shim import sanitize  # first: it switches the interpreter on
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE
+    )
     with sanitize(order=rank):
         check_linear(triton_linear, rank, torch.float32, 1e-5)
         check_logits(triton_policy, rank, torch.float32, 1e-5)

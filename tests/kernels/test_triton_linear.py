@@ -2,9 +2,15 @@
 
 import pytest
 import torch
-
 from ragen_kernels import PolicyObjective
-from tests.kernels.kernel_cases import OBJECTIVES, assert_stats, make_case, relative_error, unfused_truth
+
+from tests.kernels.kernel_cases import (
+    OBJECTIVES,
+    assert_stats,
+    make_case,
+    relative_error,
+    unfused_truth,
+)
 
 MODES = ("save", "chunk", "recompute")
 
@@ -54,7 +60,10 @@ def test_loss_and_gradients_in_float32(triton_linear, kernel_device, name, mode)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fp32_logits", [False, True])
 def test_bf16_operands(triton_linear, kernel_device, fp32_logits, mode):
-    case, objective = make_case(21, 300, 16, seed=2, dtype=torch.bfloat16, active=1.0), OBJECTIVES["everything"]
+    case, objective = (
+        make_case(21, 300, 16, seed=2, dtype=torch.bfloat16, active=1.0),
+        OBJECTIVES["everything"],
+    )
     truth = unfused_truth(case, objective)
     loss, stats, d_hidden, d_weight = run(
         triton_linear,
@@ -84,7 +93,12 @@ def test_without_an_active_row(triton_linear, kernel_device, num_tokens, mode):
         hidden, weight, inputs.labels, *inputs.constants, PolicyObjective(), mode=mode
     )
     loss.backward()
-    assert loss == 0 and not hidden.grad.any() and not weight.grad.any() and stats.ratio.shape == (num_tokens,)
+    assert (
+        loss == 0
+        and not hidden.grad.any()
+        and not weight.grad.any()
+        and stats.ratio.shape == (num_tokens,)
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -97,10 +111,19 @@ def test_rows_without_weight_never_reach_a_gemm(triton_linear, kernel_device, mo
     hidden = torch.where(masked[:, None], torch.nan, inputs.hidden).requires_grad_()
     weight = inputs.weight.requires_grad_()
     loss, _ = triton_linear.linear_policy_loss(
-        hidden, weight, inputs.labels, *inputs.constants, PolicyObjective(), temperature=case.temperature, mode=mode
+        hidden,
+        weight,
+        inputs.labels,
+        *inputs.constants,
+        PolicyObjective(),
+        temperature=case.temperature,
+        mode=mode,
     )
     loss.backward()
-    assert relative_error(loss, truth.loss) < 1e-5 and relative_error(weight.grad, truth.d_weight) < 1e-5
+    assert (
+        relative_error(loss, truth.loss) < 1e-5
+        and relative_error(weight.grad, truth.d_weight) < 1e-5
+    )
     assert relative_error(hidden.grad, truth.d_hidden) < 1e-5
 
 
@@ -108,7 +131,9 @@ def test_rows_without_weight_never_reach_a_gemm(triton_linear, kernel_device, mo
 def test_gradients_are_handed_out_once_except_by_recompute(triton_linear, kernel_device, mode):
     inputs = make_case(5, 60, 8, active=1.0).to(kernel_device, torch.float32)
     leaves = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    loss, _ = triton_linear.linear_policy_loss(*leaves, inputs.labels, *inputs.constants, PolicyObjective(), mode=mode)
+    loss, _ = triton_linear.linear_policy_loss(
+        *leaves, inputs.labels, *inputs.constants, PolicyObjective(), mode=mode
+    )
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     if mode == "recompute":
         assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
@@ -132,14 +157,20 @@ def test_linear_logprobs(triton_linear, kernel_device):
         chunk_tokens=4,
     )
     keep = active.cpu()
-    torch.testing.assert_close(logprobs.cpu().double(), torch.where(keep, truth.logprobs, 0), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.cpu().double(), torch.where(keep, truth.entropy, 0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs.cpu().double(), torch.where(keep, truth.logprobs, 0), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        entropy.cpu().double(), torch.where(keep, truth.entropy, 0), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("vocab", [97, 151936, 151937, 151944])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_of_any_vocabulary_are_aligned(triton_linear, vocab, dtype):
-    """Triton learns of a stride only whether 16 divides it, elements not bytes; else it loads element by element."""
+    """Triton learns of a stride only whether 16 divides it, elements not bytes; else it loads
+    element by element.
+    """
     from ragen_kernels.triton_policy import has_aligned_rows
 
     rows = triton_linear.empty_rows(torch.empty(0), 3, vocab, dtype)

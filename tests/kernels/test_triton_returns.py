@@ -29,7 +29,9 @@ def test_gae(triton_returns, kernel_device, bi_level):
         settings |= {"turn_ends": case.turn_ends, "turn_gamma": 0.95, "turn_lam": 0.8}
     advantages, returns = gae_truth(case, **settings)
     if bi_level:
-        unsampled_ends = poison & (torch.arange(len(poison)) % 3 == 0)  # to be ignored like values and rewards there
+        unsampled_ends = poison & (
+            torch.arange(len(poison)) % 3 == 0
+        )  # to be ignored like values and rewards there
         settings["turn_ends"] = (case.turn_ends | unsampled_ends).to(kernel_device)
     estimate = triton_returns.gae(*on(kernel_device, case), **settings)
     torch.testing.assert_close(estimate.advantages.cpu().double(), advantages, rtol=1e-5, atol=1e-5)
@@ -51,8 +53,12 @@ def test_sampled_tokens_a_whole_block_apart(triton_returns, kernel_device):
     case.turn_ends[[3, 131]] = True
     settings = {"gamma": 0.9, "lam": 0.8, "turn_gamma": 0.7, "turn_lam": 0.6}
     expected = gae_truth(case, **settings, turn_ends=case.turn_ends)
-    estimate = triton_returns.gae(*on(kernel_device, case), **settings, turn_ends=case.turn_ends.to(kernel_device))
-    torch.testing.assert_close(estimate.advantages.cpu().double(), expected[0], rtol=1e-5, atol=1e-5)
+    estimate = triton_returns.gae(
+        *on(kernel_device, case), **settings, turn_ends=case.turn_ends.to(kernel_device)
+    )
+    torch.testing.assert_close(
+        estimate.advantages.cpu().double(), expected[0], rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(estimate.returns.cpu().double(), expected[1], rtol=1e-5, atol=1e-5)
 
 
@@ -91,7 +97,9 @@ def test_whiten_by_given_moments(triton_returns, kernel_device, moments, epsilon
 def test_scores_that_differ_by_rounding_count_as_equal(triton_returns, kernel_device):
     scores = torch.tensor([1.0, 1.0 + 2**-22, 1.0, 0.0, 1.0], device=kernel_device)
     groups = torch.tensor([0, 0, 0, 1, 1], device=kernel_device)
-    assert triton_returns.group_normalize(scores, groups).tolist() == pytest.approx([0, 0, 0, -(0.5**0.5), 0.5**0.5])
+    assert triton_returns.group_normalize(scores, groups).tolist() == pytest.approx(
+        [0, 0, 0, -(0.5**0.5), 0.5**0.5]
+    )
     assert triton_returns.group_normalize(scores, groups)[:3].tolist() == [0, 0, 0]
 
 
@@ -100,7 +108,10 @@ def test_group_normalize(triton_returns, kernel_device, scale_by_std):
     from ragen_kernels.reference_returns import group_normalize
 
     random = torch.Generator().manual_seed(6)
-    scores, groups = torch.randn(75, generator=random), torch.randint(-3, 9, (75,), generator=random)
+    scores, groups = (
+        torch.randn(75, generator=random),
+        torch.randint(-3, 9, (75,), generator=random),
+    )
     groups[10] = 77  # alone in its group
     groups[20:37] = 78  # all equal, by a value whose float32 sums round
     scores[20:37] = 10.9
@@ -108,7 +119,10 @@ def test_group_normalize(triton_returns, kernel_device, scale_by_std):
         scores.to(kernel_device), groups.to(kernel_device), scale_by_std=scale_by_std
     )
     torch.testing.assert_close(
-        actual.cpu(), group_normalize(scores, groups, scale_by_std=scale_by_std), rtol=1e-5, atol=1e-6
+        actual.cpu(),
+        group_normalize(scores, groups, scale_by_std=scale_by_std),
+        rtol=1e-5,
+        atol=1e-6,
     )
     assert actual[10] == 0
     assert not actual[20:37].any()

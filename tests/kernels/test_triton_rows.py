@@ -1,12 +1,14 @@
-"""The row kernels against unfused float64 autograd: log-probability, entropy, policy loss and their gradients."""
+"""The row kernels against unfused float64 autograd: log-probability, entropy, policy loss and their
+gradients.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-
 from ragen_kernels import PolicyObjective
 from ragen_kernels.vocab import VocabShard, combine_shards
+
 from tests.kernels.kernel_cases import (
     OBJECTIVES,
     Case,
@@ -35,9 +37,13 @@ def triton_policy(kernel_device, monkeypatch):
 
 
 def from_logits(case: Case, dtype: torch.dtype) -> Case:
-    """The case with its logits rounded to `dtype`, as hidden = 1: truth and kernel see the same numbers."""
+    """The case with its logits rounded to `dtype`, as hidden = 1: truth and kernel see the same
+    numbers.
+    """
     logits = case.logits.to(dtype).double()
-    return replace(case, hidden=torch.eye(len(logits), dtype=torch.float64), weight=logits.T.contiguous())
+    return replace(
+        case, hidden=torch.eye(len(logits), dtype=torch.float64), weight=logits.T.contiguous()
+    )
 
 
 def on(device: str, case: Case) -> Case:
@@ -60,7 +66,8 @@ def run_policy_loss(triton_policy, device, case, objective, dtype, logits=None):
     return loss, stats, logits.grad / 2.0
 
 
-# Below a block, a block, off by one on either side, odd, and more than one block of padding behind the valid columns.
+# Below a block, a block, off by one on either side, odd, and more than one block of padding behind
+# the valid columns.
 WIDTHS = [(1, 1), (97, 97), (256, 256), (257, 257), (511, 511), (768, 700), (1300, 255), (600, 513)]
 
 
@@ -89,7 +96,9 @@ def test_vocabularies_of_models_in_blocks_as_launched(kernel_device, width):
     from ragen_kernels import triton_policy
 
     valid = width - 271 if width == 151936 else width  # the entries that Qwen2.5's tokenizer has
-    case = from_logits(make_case(3, width, 4, vocab_valid=valid, active=1.0, seed=width), torch.bfloat16)
+    case = from_logits(
+        make_case(3, width, 4, vocab_valid=valid, active=1.0, seed=width), torch.bfloat16
+    )
     truth = unfused_truth(case, OBJECTIVES["everything"])
     loss, stats, d_logits = run_policy_loss(
         triton_policy, kernel_device, case, OBJECTIVES["everything"], torch.bfloat16
@@ -110,7 +119,10 @@ def test_vocabularies_of_models_in_blocks_as_launched(kernel_device, width):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_policy_loss_of_every_objective(triton_policy, kernel_device, name, dtype):
-    case, objective = from_logits(make_case(7, 700, 8, vocab_valid=650, seed=len(name)), dtype), OBJECTIVES[name]
+    case, objective = (
+        from_logits(make_case(7, 700, 8, vocab_valid=650, seed=len(name)), dtype),
+        OBJECTIVES[name],
+    )
     truth = unfused_truth(case, objective)
     loss, stats, d_logits = run_policy_loss(triton_policy, kernel_device, case, objective, dtype)
     assert relative_error(loss, truth.loss) < 1e-5
@@ -123,7 +135,9 @@ def test_policy_loss_of_every_objective(triton_policy, kernel_device, name, dtyp
 def test_extreme_logits(triton_policy, kernel_device, scale, shift):
     case = from_logits(make_case(6, 520, 8, scale=scale, shift=shift, seed=3), torch.float32)
     truth = unfused_truth(case, OBJECTIVES["k3"])
-    loss, stats, d_logits = run_policy_loss(triton_policy, kernel_device, case, OBJECTIVES["k3"], torch.float32)
+    loss, stats, d_logits = run_policy_loss(
+        triton_policy, kernel_device, case, OBJECTIVES["k3"], torch.float32
+    )
     assert relative_error(d_logits, truth.d_logits) < 1e-4
     assert_stats(stats, truth.stats, 1e-4)
 
@@ -131,7 +145,9 @@ def test_extreme_logits(triton_policy, kernel_device, scale, shift):
 def test_low_temperature_does_not_overflow(triton_policy, kernel_device):
     case = from_logits(make_case(4, 300, 8, temperature=0.01, seed=4), torch.float32)
     logits = case.logits.to(kernel_device, torch.float32)
-    logprobs, entropy = triton_policy.logprob_entropy(logits, case.labels.to(kernel_device), temperature=0.01)
+    logprobs, entropy = triton_policy.logprob_entropy(
+        logits, case.labels.to(kernel_device), temperature=0.01
+    )
     truth = logprob_entropy_truth(case.logits, case.labels, 0.01, None)
     torch.testing.assert_close(logprobs.cpu().double(), truth[0], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(entropy.cpu().double(), truth[1], rtol=1e-4, atol=1e-3)
@@ -140,12 +156,16 @@ def test_low_temperature_does_not_overflow(triton_policy, kernel_device):
 @pytest.mark.parametrize("num_tokens", [0, 1, 4])
 def test_all_rows_masked_or_none_there(triton_policy, kernel_device, num_tokens):
     case = from_logits(make_case(num_tokens, 300, 8, active=0.0), torch.float32)
-    loss, stats, d_logits = run_policy_loss(triton_policy, kernel_device, case, OBJECTIVES["everything"], torch.float32)
+    loss, stats, d_logits = run_policy_loss(
+        triton_policy, kernel_device, case, OBJECTIVES["everything"], torch.float32
+    )
     assert loss == 0 and not d_logits.any() and not stats.logprobs.any()
 
 
 def test_poisoned_masked_rows_and_outputs(triton_policy, kernel_device, monkeypatch):
-    """Rows of weight 0 hold NaN and float buffers start as NaN: what is finite afterwards, the kernels wrote."""
+    """Rows of weight 0 hold NaN and float buffers start as NaN: what is finite afterwards, the
+    kernels wrote.
+    """
     new_empty = torch.Tensor.new_empty
 
     def new_poison(self, *args, **kwargs):
@@ -153,13 +173,20 @@ def test_poisoned_masked_rows_and_outputs(triton_policy, kernel_device, monkeypa
         return buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_poison)
-    case, objective = from_logits(make_case(6, 300, 8, seed=5), torch.float32), OBJECTIVES["everything"]
+    case, objective = (
+        from_logits(make_case(6, 300, 8, seed=5), torch.float32),
+        OBJECTIVES["everything"],
+    )
     truth = unfused_truth(case, objective)
     masked = case.weights == 0
     assert masked.any() and not masked.all()
     logits = torch.where(masked[:, None], torch.nan, case.logits)
-    loss, stats, d_logits = run_policy_loss(triton_policy, kernel_device, case, objective, torch.float32, logits)
-    assert relative_error(loss, truth.loss) < 1e-5 and relative_error(d_logits, truth.d_logits) < 1e-5
+    loss, stats, d_logits = run_policy_loss(
+        triton_policy, kernel_device, case, objective, torch.float32, logits
+    )
+    assert (
+        relative_error(loss, truth.loss) < 1e-5 and relative_error(d_logits, truth.d_logits) < 1e-5
+    )
     assert_stats(stats, truth.stats, 1e-5)
 
 
@@ -169,8 +196,12 @@ def test_ratio_exactly_at_the_clip_bound_keeps_its_gradient(kernel_device, advan
 
     logprobs = torch.tensor([-1.5, -0.25, -30.0], device=kernel_device, requires_grad=True)
     ones = torch.ones(3, device=kernel_device)
-    old = torch.tensor([-1.5, -0.25, -1.0], device=kernel_device)  # the last lies beyond the clamp of the log-ratio
-    loss, stats = policy_loss_from_logprobs(logprobs, ones, old, advantage * ones, ones, PolicyObjective(0.0, 0.0))
+    old = torch.tensor(
+        [-1.5, -0.25, -1.0], device=kernel_device
+    )  # the last lies beyond the clamp of the log-ratio
+    loss, stats = policy_loss_from_logprobs(
+        logprobs, ones, old, advantage * ones, ones, PolicyObjective(0.0, 0.0)
+    )
     loss.backward()
     assert logprobs.grad.tolist() == [-advantage, -advantage, 0.0]
     assert not stats.is_clipped_low[:2].any() and not stats.is_clipped_high[:2].any()
@@ -202,8 +233,12 @@ def test_token_kernel(triton_policy, kernel_device, name):
     case, objective = make_case(37, seed=8), OBJECTIVES[name]
     truth = unfused_truth(case, objective)
     inputs = on(kernel_device, case)
-    logprobs, entropy = (x.float().to(kernel_device).requires_grad_() for x in (truth.logprobs, truth.entropy))
-    loss, stats = policy_loss_from_logprobs(logprobs, entropy, *inputs.constants, objective, **inputs.terms)
+    logprobs, entropy = (
+        x.float().to(kernel_device).requires_grad_() for x in (truth.logprobs, truth.entropy)
+    )
+    loss, stats = policy_loss_from_logprobs(
+        logprobs, entropy, *inputs.constants, objective, **inputs.terms
+    )
     (-3 * loss).backward()
     assert relative_error(loss, truth.loss) < 1e-5
     assert_stats(stats, truth.stats, 1e-5)
@@ -211,7 +246,10 @@ def test_token_kernel(triton_policy, kernel_device, name):
 
     exact = [x.clone().requires_grad_() for x in (truth.logprobs, truth.entropy)]
     (-3 * reference(*exact, *case.constants, objective, **case.terms)[0]).backward()
-    assert relative_error(logprobs.grad, exact[0].grad) < 1e-5 and relative_error(entropy.grad, exact[1].grad) < 1e-5
+    assert (
+        relative_error(logprobs.grad, exact[0].grad) < 1e-5
+        and relative_error(entropy.grad, exact[1].grad) < 1e-5
+    )
 
 
 def test_token_kernel_ignores_poisoned_tokens(triton_policy, kernel_device):
@@ -222,7 +260,9 @@ def test_token_kernel_ignores_poisoned_tokens(triton_policy, kernel_device):
 
 @pytest.mark.parametrize(("num_shards", "valid"), [(2, 512), (4, 505), (4, 300)])
 def test_tensor_parallel_shards(triton_policy, kernel_device, num_shards, valid):
-    """Shards of one vocabulary, the last partly or wholly padding, combined by hand instead of by a collective."""
+    """Shards of one vocabulary, the last partly or wholly padding, combined by hand instead of by a
+    collective.
+    """
     from ragen_kernels.triton_rows import launch_gradient, launch_statistics
 
     width = 512 // num_shards
@@ -235,12 +275,29 @@ def test_tensor_parallel_shards(triton_policy, kernel_device, num_shards, valid)
     upstream = torch.randn(2, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (expected,) = torch.autograd.grad(outputs, logits, tuple(upstream))
     labels = case.labels.to(kernel_device)
-    pieces = [piece.contiguous() for piece in case.logits.float().to(kernel_device).split(width, dim=1)]
-    shards = [VocabShard(i * width, min(max(valid - i * width, 0), width), valid, None) for i in range(num_shards)]
-    local = [launch_statistics(x, labels, shard, case.temperature) for x, shard in zip(pieces, shards, strict=True)]
-    rows = combine_shards(*(torch.stack([getattr(part, name) for part in local]) for name in ("lse", "mean", "target")))
-    torch.testing.assert_close(rows.logprobs.cpu().double(), outputs[0].detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rows.entropy.cpu().double(), outputs[1].detach(), rtol=1e-5, atol=1e-5)
+    pieces = [
+        piece.contiguous() for piece in case.logits.float().to(kernel_device).split(width, dim=1)
+    ]
+    shards = [
+        VocabShard(i * width, min(max(valid - i * width, 0), width), valid, None)
+        for i in range(num_shards)
+    ]
+    local = [
+        launch_statistics(x, labels, shard, case.temperature)
+        for x, shard in zip(pieces, shards, strict=True)
+    ]
+    rows = combine_shards(
+        *(
+            torch.stack([getattr(part, name) for part in local])
+            for name in ("lse", "mean", "target")
+        )
+    )
+    torch.testing.assert_close(
+        rows.logprobs.cpu().double(), outputs[0].detach(), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        rows.entropy.cpu().double(), outputs[1].detach(), rtol=1e-5, atol=1e-5
+    )
     d_logprobs, d_entropy = upstream.float().to(kernel_device)
     for piece, shard in zip(pieces, shards, strict=True):
         launch_gradient(piece, piece, labels, rows, d_logprobs, d_entropy, shard, case.temperature)

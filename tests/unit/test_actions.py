@@ -11,7 +11,20 @@ from ragen_mega.environments.actions import parse_response
 LEGAL = ("Up", "Down", "Left", "Right")
 FULL = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 ANSWER_ONLY = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-PIECES = ["<think>", "</think>", "<answer>", "</answer>", "||", " ", "\n", "up", "Left", "jump", "<|im_end|>", "\u221a"]
+PIECES = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "||",
+    " ",
+    "\n",
+    "up",
+    "Left",
+    "jump",
+    "<|im_end|>",
+    "\u221a",
+]
 texts = st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 
 
@@ -35,7 +48,9 @@ def test_unknown_actions_are_dropped_and_the_rest_runs():
 def test_the_cap_comes_before_the_look_up():
     parsed = parse("</think><answer>jump || Up || Left</answer>", max_actions=2)
     assert parsed.actions == ("Up",) and parsed.has_invalid_action
-    assert not parse("</think><answer>Up || Left || jump</answer>", max_actions=2).has_invalid_action
+    assert not parse(
+        "</think><answer>Up || Left || jump</answer>", max_actions=2
+    ).has_invalid_action
 
 
 def test_special_tokens_inside_the_tags_are_removed():
@@ -72,7 +87,11 @@ def test_same_language_as_the_defining_expression(text, think, max_actions):
 
 def test_adversarial_text_takes_linear_time():
     # The defining expression needs time cubic in the number of repetitions on these.
-    for text in ("<think></think><answer>" * 20_000, ("</think>" + " " * 200) * 2_000, "<answer>" * 100_000):
+    for text in (
+        "<think></think><answer>" * 20_000,
+        ("</think>" + " " * 200) * 2_000,
+        "<answer>" * 100_000,
+    ):
         started = time.perf_counter()
         assert not parse(text).is_format_valid
         assert not parse(text, think=False).is_format_valid

@@ -1,4 +1,6 @@
-"""Every estimator against float64 loops written from the formulas, on ragged batches with masked tokens."""
+"""Every estimator against float64 loops written from the formulas, on ragged batches with masked
+tokens.
+"""
 
 import math
 import statistics
@@ -9,7 +11,7 @@ import pytest
 import ragen_kernels
 import torch
 
-from ragen_mega.starpo import advantages as starpo
+from ragen_mega.algorithm import advantages as starpo
 
 DISCOUNTS = [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)]
 
@@ -26,12 +28,15 @@ class Batch:
         """Positions of the sampled tokens of each trajectory."""
         offsets = self.cu_seqlens.tolist()
         return [
-            [t for t in range(start, end) if self.loss_mask[t]] for start, end in zip(offsets, offsets[1:])
+            [t for t in range(start, end) if self.loss_mask[t]]
+            for start, end in zip(offsets, offsets[1:])
         ]
 
 
 def make_batch(seed, dtype=torch.float64, num_trajectories=9, reward_everywhere=False):
-    """Ragged trajectories of 0..6 turns with turns of one token, zero rewards, an empty trajectory, padding behind."""
+    """Ragged trajectories of 0..6 turns with turns of one token, zero rewards, an empty trajectory,
+    padding behind.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randint(low, high):
@@ -59,7 +64,9 @@ def make_batch(seed, dtype=torch.float64, num_trajectories=9, reward_everywhere=
     if reward_everywhere:
         rewards = noise * loss_mask
     values = torch.randn(num_positions, generator=generator, dtype=dtype)
-    return Batch(rewards, values, loss_mask, torch.tensor(turn_ids).int(), torch.tensor(offsets).int())
+    return Batch(
+        rewards, values, loss_mask, torch.tensor(turn_ids).int(), torch.tensor(offsets).int()
+    )
 
 
 def brute_force_gae(batch, gamma, lam):
@@ -70,7 +77,9 @@ def brute_force_gae(batch, gamma, lam):
         v = [float(batch.values[t]) for t in positions] + [0.0]
         deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
         for i, position in enumerate(positions):
-            advantages[position] = math.fsum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(r)))
+            advantages[position] = math.fsum(
+                (gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(r))
+            )
     return advantages
 
 
@@ -79,10 +88,14 @@ def brute_force_bilevel(batch, gamma, lam, turn_gamma, turn_lam):
     advantages = [0.0] * len(batch.rewards)
     r, v, turn = batch.rewards.tolist(), batch.values.tolist(), batch.turn_ids.tolist()
     for positions in batch.trajectories():
-        ends = [p for p, q in zip(positions, positions[1:] + [None]) if q is None or turn[q] != turn[p]]
+        ends = [
+            p for p, q in zip(positions, positions[1:] + [None]) if q is None or turn[q] != turn[p]
+        ]
         turn_return, following, next_value = {}, 0.0, 0.0
         for end in reversed(ends):
-            following = r[end] + turn_gamma * next_value - v[end] + turn_gamma * turn_lam * following
+            following = (
+                r[end] + turn_gamma * next_value - v[end] + turn_gamma * turn_lam * following
+            )
             next_value = v[end]
             turn_return[end] = following + v[end]
         following, next_value = 0.0, 0.0
@@ -131,11 +144,15 @@ def test_bilevel_gae(seed, gamma, lam, turn_gamma, turn_lam, dtype, tolerance):
 
 def test_undiscounted_gae_is_return_minus_value():
     batch = make_batch(0)
-    estimate, _ = starpo.gae(batch.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, gamma=1.0, lam=1.0)
+    estimate, _ = starpo.gae(
+        batch.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, gamma=1.0, lam=1.0
+    )
     for positions in batch.trajectories():
         for i, position in enumerate(positions):
             to_go = sum(float(batch.rewards[t]) for t in positions[i:])
-            assert float(estimate[position]) == pytest.approx(to_go - float(batch.values[position]), abs=1e-12)
+            assert float(estimate[position]) == pytest.approx(
+                to_go - float(batch.values[position]), abs=1e-12
+            )
 
 
 def test_bilevel_equals_gae_in_one_turn_and_without_discount():
@@ -145,15 +162,21 @@ def test_bilevel_equals_gae_in_one_turn_and_without_discount():
     bilevel, _ = starpo.bilevel_gae(
         *arguments, one_turn, batch.cu_seqlens, gamma=0.9, lam=0.8, turn_gamma=0.3, turn_lam=0.1
     )
-    torch.testing.assert_close(bilevel, starpo.gae(*arguments, batch.cu_seqlens, gamma=0.9, lam=0.8)[0])
+    torch.testing.assert_close(
+        bilevel, starpo.gae(*arguments, batch.cu_seqlens, gamma=0.9, lam=0.8)[0]
+    )
 
     ones = {"gamma": 1.0, "lam": 1.0, "turn_gamma": 1.0, "turn_lam": 1.0}
     bilevel, _ = starpo.bilevel_gae(*arguments, batch.turn_ids, batch.cu_seqlens, **ones)
-    torch.testing.assert_close(bilevel, starpo.gae(*arguments, batch.cu_seqlens, gamma=1.0, lam=1.0)[0])
+    torch.testing.assert_close(
+        bilevel, starpo.gae(*arguments, batch.cu_seqlens, gamma=1.0, lam=1.0)[0]
+    )
 
 
 def test_turns_that_earn_nothing_stay_turns():
-    """A tiny reward and no reward at a turn's end must give the same advantages (RAGEN merges the latter's turn)."""
+    """A tiny reward and no reward at a turn's end must give the same advantages (RAGEN merges the
+    latter's turn).
+    """
     batch = make_batch(3)
     discounts = {"gamma": 0.9, "lam": 0.9, "turn_gamma": 0.8, "turn_lam": 0.7}
 
@@ -170,7 +193,9 @@ def test_observations_have_no_part():
     batch = make_batch(5)
     noisy = torch.where(batch.loss_mask, batch.values, 1e30)
     arguments = {"gamma": 0.99, "lam": 0.95}
-    expected = starpo.gae(batch.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, **arguments)
+    expected = starpo.gae(
+        batch.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, **arguments
+    )
     actual = starpo.gae(batch.rewards, noisy, batch.loss_mask, batch.cu_seqlens, **arguments)
     assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
@@ -197,7 +222,9 @@ def test_hundred_thousand_tokens_in_less_than_a_fifth_of_a_second():
         estimate, _ = starpo.gae(*arguments, gamma=1.0, lam=1.0)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.2
-    torch.testing.assert_close(estimate, 1.0 - values, atol=1e-4, rtol=0)  # one chain of 1e5 float32 terms
+    torch.testing.assert_close(
+        estimate, 1.0 - values, atol=1e-4, rtol=0
+    )  # one chain of 1e5 float32 terms
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -207,14 +234,20 @@ def test_returns_to_go_and_reinforce_plus_plus(seed, gamma):
     expected = [0.0] * len(batch.rewards)
     for positions in batch.trajectories():
         for i, position in enumerate(positions):
-            expected[position] = math.fsum(gamma**n * float(batch.rewards[t]) for n, t in enumerate(positions[i:]))
+            expected[position] = math.fsum(
+                gamma**n * float(batch.rewards[t]) for n, t in enumerate(positions[i:])
+            )
     arguments = (batch.rewards, batch.loss_mask, batch.cu_seqlens)
-    assert starpo.returns_to_go(*arguments, gamma=gamma).tolist() == pytest.approx(expected, abs=1e-12)
+    assert starpo.returns_to_go(*arguments, gamma=gamma).tolist() == pytest.approx(
+        expected, abs=1e-12
+    )
 
     sampled = [value for value, is_sampled in zip(expected, batch.loss_mask.tolist()) if is_sampled]
     mean, std = statistics.mean(sampled), statistics.stdev(sampled)
     whitened = [(e - mean) / std if m else 0.0 for e, m in zip(expected, batch.loss_mask.tolist())]
-    assert starpo.reinforce_plus_plus(*arguments, gamma=gamma).tolist() == pytest.approx(whitened, abs=1e-6)
+    assert starpo.reinforce_plus_plus(*arguments, gamma=gamma).tolist() == pytest.approx(
+        whitened, abs=1e-6
+    )
 
 
 def test_place_at_end():
@@ -245,4 +278,6 @@ def test_errors():
         starpo.gae(*arguments, torch.tensor([0, 4]), gamma=1.0, lam=1.0)
     with pytest.raises(ValueError, match="needs its turn"):
         ones = {"gamma": 1.0, "lam": 1.0, "turn_gamma": 1.0, "turn_lam": 1.0}
-        starpo.bilevel_gae(*arguments, torch.full_like(batch.turn_ids, -1), batch.cu_seqlens, **ones)
+        starpo.bilevel_gae(
+            *arguments, torch.full_like(batch.turn_ids, -1), batch.cu_seqlens, **ones
+        )

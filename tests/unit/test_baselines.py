@@ -7,22 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.environments import base
-from ragen_mega.environments.base import Registration, StepResult
+from ragen_mega.environments import protocol as base
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.solvers import baselines, optimal_actions
+from ragen_mega.environments.protocol import Registration, StepResult
+from ragen_mega.environments.reference_players import baselines, optimal_actions
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments):
     command = [sys.executable, str(ROOT / "tools/baselines.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT)})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT)}
+    )
 
 
 def test_report(tmp_path):
     out = tmp_path / "baselines.json"
-    process = run("--environment", "frozen_lake", "--max-actions-per-turn", "2", "--num-prompts", "64", "--json", out)
+    process = run(
+        "--environment",
+        "frozen_lake",
+        "--max-actions-per-turn",
+        "2",
+        "--num-prompts",
+        "64",
+        "--json",
+        out,
+    )
     assert process.returncode == 0, process.stderr
     report = json.loads(out.read_text())
     assert report["environment"] == "frozen_lake" and report["num_prompts"] == 64
@@ -34,10 +45,21 @@ def test_report(tmp_path):
 
 def test_boards_of_the_user(tmp_path):
     path, out = tmp_path / "boards.jsonl", tmp_path / "out.json"
-    board = {"set": "mine", "seed": 0, "board": ["######", "#P___#", "#_X__#", "#__O_#", "#____#", "######"]}
+    board = {
+        "set": "mine",
+        "seed": 0,
+        "board": ["######", "#P___#", "#_X__#", "#__O_#", "#____#", "######"],
+    }
     path.write_text(json.dumps(board))
-    assert run("--environment", "sokoban", "--boards", path, "--max-actions", 3, "--json", out).returncode == 0
-    assert json.loads(out.read_text())["optimum"] == 0.0  # the shortest solution takes more than three actions
+    assert (
+        run(
+            "--environment", "sokoban", "--boards", path, "--max-actions", 3, "--json", out
+        ).returncode
+        == 0
+    )
+    assert (
+        json.loads(out.read_text())["optimum"] == 0.0
+    )  # the shortest solution takes more than three actions
 
 
 @pytest.mark.parametrize(
@@ -80,7 +102,9 @@ class Coin:
         self.said.append(action.lower())
         done = len(self.said) == 2
         success = done and self.said[0] == self.said[1]
-        return StepResult("ok", float(success), done, False, {"success": success, "is_action_effective": True})
+        return StepResult(
+            "ok", float(success), done, False, {"success": success, "is_action_effective": True}
+        )
 
     def facts(self):
         return {}

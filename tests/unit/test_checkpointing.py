@@ -1,4 +1,6 @@
-"""Checkpoints are whole or not there, damage is seen, the right ones are kept, and one process works in a run at a time."""
+"""Checkpoints are whole or not there, damage is seen, the right ones are kept, and one process
+works in a run at a time.
+"""
 
 import json
 import math
@@ -13,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ragen_mega.checkpointing import (
+from ragen_mega.data.distributed import on_main
+from ragen_mega.storage.checkpoints import (
     MANIFEST,
     STATE,
     Checkpoint,
@@ -21,10 +24,9 @@ from ragen_mega.checkpointing import (
     check_config,
     find_latest,
     lock_run,
-    on_main,
     read_checkpoint,
 )
-from ragen_mega.megatron.shard_files import Piece, PieceReader, file_name, write_pieces
+from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_pieces
 
 CONFIG = {"model": {"hidden_size": 8}, "train": {"lr": 0.1}}
 
@@ -45,14 +47,23 @@ def stage_bytes(content: bytes):
     return stage
 
 
-def make_writer(directory: Path, *, keep_last: int = 0, keep_best: bool = False) -> CheckpointWriter:
+def make_writer(
+    directory: Path, *, keep_last: int = 0, keep_best: bool = False
+) -> CheckpointWriter:
     return CheckpointWriter(directory, CONFIG, keep_last=keep_last, keep_best=keep_best)
 
 
-def save_steps(directory: Path, *steps: int, scores: dict[int, float] | None = None, **keep) -> None:
+def save_steps(
+    directory: Path, *steps: int, scores: dict[int, float] | None = None, **keep
+) -> None:
     writer = make_writer(directory, **keep)
     for step in steps:
-        writer.save(step, stage_bytes(b"%d" % step * 100), {"of": step, "low": math.inf}, (scores or {}).get(step))
+        writer.save(
+            step,
+            stage_bytes(b"%d" % step * 100),
+            {"of": step, "low": math.inf},
+            (scores or {}).get(step),
+        )
     writer.wait()
 
 
@@ -81,7 +92,12 @@ def test_every_damage_is_seen_and_the_one_before_is_used(tmp_path: Path, file: s
     save_steps(tmp_path, 1, 2)
     path = tmp_path / "step_00000002" / file
     intact = path.read_bytes()
-    damaged = [intact[:-1], intact[: len(intact) // 2], b"", intact + b"\n" if file != MANIFEST else intact + b"}"]
+    damaged = [
+        intact[:-1],
+        intact[: len(intact) // 2],
+        b"",
+        intact + b"\n" if file != MANIFEST else intact + b"}",
+    ]
     for position in range(0, len(intact), max(1, len(intact) // 40)):
         flipped = bytearray(intact)
         flipped[position] ^= 1 << (position % 8)
@@ -93,7 +109,11 @@ def test_every_damage_is_seen_and_the_one_before_is_used(tmp_path: Path, file: s
         path.write_bytes(content)
         reports: list[str] = []
         assert find_latest(tmp_path, reports.append).step == 1
-        assert len(reports) == 1 and "step_00000002 is skipped" in reports[0] and "\n" not in reports[0]
+        assert (
+            len(reports) == 1
+            and "step_00000002 is skipped" in reports[0]
+            and "\n" not in reports[0]
+        )
         assert file in reports[0]
     path.write_bytes(intact)
     assert find_latest(tmp_path, pytest.fail).step == 2
@@ -180,9 +200,19 @@ def test_a_failed_write_is_an_error_and_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_config_of_a_resumed_run() -> None:
-    saved = Checkpoint(Path("c"), 1, None, {"model": {"hidden_size": 8}, "train": {"lr": 0.1}, "logging": {"name": "a"}}, {})
+    saved = Checkpoint(
+        Path("c"),
+        1,
+        None,
+        {"model": {"hidden_size": 8}, "train": {"lr": 0.1}, "logging": {"name": "a"}},
+        {},
+    )
     assert check_config(saved, saved.config) == []
-    changed = saved.config | {"train": {"lr": 0.2}, "logging": {"name": "b"}, "parallel": {"bf16": None}}
+    changed = saved.config | {
+        "train": {"lr": 0.2},
+        "logging": {"name": "b"},
+        "parallel": {"bf16": None},
+    }
     assert check_config(saved, changed) == ["train.lr was 0.1 and is 0.2 now"]
     with pytest.raises(ValueError, match="model.hidden_size was 8 in c and is 9 now; resume with"):
         check_config(saved, saved.config | {"model": {"hidden_size": 9}})
@@ -197,7 +227,7 @@ def test_errors_of_rank_0_reach_the_caller() -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from ragen_mega.checkpointing import lock_run
+from ragen_mega.storage.checkpoints import lock_run
 lock = lock_run(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()
@@ -207,10 +237,15 @@ sys.stdin.read()
 def test_the_second_process_refuses_until_the_first_is_gone(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "name"
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as holder:
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(ValueError, match="another process works in run directory .*name; wait for it"):
+        with pytest.raises(
+            ValueError, match="another process works in run directory .*name; wait for it"
+        ):
             lock_run(run)
         os.kill(holder.pid, signal.SIGKILL)
     lock_run(run).close()
@@ -236,11 +271,17 @@ def test_any_box_is_read_back_from_any_cut(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         top, left = (int(torch.randint(0, size, (), generator=generator)) for size in whole.shape)
-        height, width = (int(torch.randint(1, size - start + 1, (), generator=generator))
-                         for size, start in zip(whole.shape, (top, left)))
-        box = reader.read("w", (top, left), (height, width), dtype=torch.float32, global_shape=(7, 10))
+        height, width = (
+            int(torch.randint(1, size - start + 1, (), generator=generator))
+            for size, start in zip(whole.shape, (top, left))
+        )
+        box = reader.read(
+            "w", (top, left), (height, width), dtype=torch.float32, global_shape=(7, 10)
+        )
         assert torch.equal(box, whole[top : top + height, left : left + width])
-    padded = reader.read("w", (6, 0), (2, 10), dtype=torch.float32, global_shape=(8, 10), allow_padding=True)
+    padded = reader.read(
+        "w", (6, 0), (2, 10), dtype=torch.float32, global_shape=(8, 10), allow_padding=True
+    )
     assert torch.equal(padded, torch.cat([whole[6:], torch.zeros(1, 10)]))
 
 
@@ -252,8 +293,16 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for key, changes, message in (
         ("v", {}, "lacks v"),
         ("w", {}, "holds 8 of 16 elements asked for of w"),
-        ("w", {"global_shape": (4, 5)}, r"w has shape \[4, 4\] in the checkpoint .* and \[4, 5\] here"),
-        ("w", {"shape": (2, 4), "dtype": torch.bfloat16}, "w is torch.float32 in the checkpoint .* and torch.bfloat16 here"),
+        (
+            "w",
+            {"global_shape": (4, 5)},
+            r"w has shape \[4, 4\] in the checkpoint .* and \[4, 5\] here",
+        ),
+        (
+            "w",
+            {"shape": (2, 4), "dtype": torch.bfloat16},
+            "w is torch.float32 in the checkpoint .* and torch.bfloat16 here",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             reader.read(key, **asked | changes)
@@ -274,7 +323,9 @@ class _Payload:
 
 
 def test_reading_executes_nothing(tmp_path: Path) -> None:
-    """The one file that is not JSON or safetensors, megatron-core's common.pt, is read with weights_only."""
+    """The one file that is not JSON or safetensors, megatron-core's common.pt, is read with
+    weights_only.
+    """
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
     torch.save({"steps": _Payload(tmp_path / "owned")}, tmp_path / "common.pt")

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ragen_mega.cold_start import write_small_model
 from ragen_mega.config import parse
-from ragen_mega.huggingface import load_config
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import CheckpointReader
-from ragen_mega.packing import pack
-from ragen_mega.types import Completion, Trajectory
+from ragen_mega.models.huggingface import load_config
+from ragen_mega.warm_start.small_model import write_small_model
 
 FLAGS = "--environments bandit --hidden-size 16 --ffn-hidden-size 32 --lr 1e-3".split()
 
@@ -24,7 +24,9 @@ def test_loss_is_the_cross_entropy_at_the_temperature(temperature: float, tmp_pa
     groups = initialize(config.parallel, 0)
     write_small_model(config, tmp_path)
     hf = load_config(str(tmp_path))
-    policy = MegatronPolicy(hf, groups, config.parallel, config.train, config.loss, temperature=temperature)
+    policy = MegatronPolicy(
+        hf, groups, config.parallel, config.train, config.loss, temperature=temperature
+    )
     policy.load_weights(CheckpointReader(tmp_path))
     generator = torch.Generator().manual_seed(0)
     trajectories = []
@@ -35,12 +37,16 @@ def test_loss_is_the_cross_entropy_at_the_temperature(temperature: float, tmp_pa
         trajectory.append_action(Completion(tokens[4:], [0.0] * length, "stop"))
         trajectories.append(trajectory)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    expected = torch.cat([
-        torch.nn.functional.cross_entropy(
-            model(torch.tensor([one.tokens])).logits[0, 3:-1] / temperature, torch.tensor(one.tokens[4:]), reduction="none"
-        )
-        for one in trajectories
-    ])
+    expected = torch.cat(
+        [
+            torch.nn.functional.cross_entropy(
+                model(torch.tensor([one.tokens])).logits[0, 3:-1] / temperature,
+                torch.tensor(one.tokens[4:]),
+                reduction="none",
+            )
+            for one in trajectories
+        ]
+    )
     losses = [policy.clone(pack(trajectories))["loss"] for _ in range(5)]
     assert losses[0] == pytest.approx(expected.mean().item(), abs=1e-5)
     assert losses == sorted(losses, reverse=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from ragen_mega.engines.embedded import EmbeddedEngine
-from ragen_mega.environments.base import make
+from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup, Turn
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
+from ragen_mega.environments.protocol import make
 from ragen_mega.rollout.collector import Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
-from ragen_mega.types import Completion, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from tests.small_policy import lake_tokenizer, tiny_qwen2
 
 BOARD = ("SFFG", "FFFF", "FFFF", "FFFF")
@@ -48,7 +48,9 @@ class RecordingEngine:
         self.released: list[int] = []
         self.weight_version = engine.weight_version
 
-    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
         completion = await self.engine.generate(tokens, sampling, session=session)
         self.calls.setdefault(session, []).append((list(tokens), sampling, completion))
         return completion
@@ -68,7 +70,9 @@ class RecordingEngine:
 
 
 class ScriptedEngine:
-    """A policy that says what it is told: `say(session, turn)` -> text; `delay(session)` loop iterations later."""
+    """A policy that says what it is told: `say(session, turn)` -> text; `delay(session)` loop
+    iterations later.
+    """
 
     weight_version = 7
 
@@ -82,13 +86,17 @@ class ScriptedEngine:
         self.log: list[tuple[int, int]] = []
         self.turns: dict[int, int] = {}
 
-    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
         turn = self.turns.get(session, 0)
         self.turns[session] = turn + 1
         for _ in range(self.delay(session)):
             await asyncio.sleep(0)
         self.log.append((session, turn))
-        sampled = self.tokenizer.encode(self.say(session, turn) + "<|im_end|>", add_special_tokens=False)
+        sampled = self.tokenizer.encode(
+            self.say(session, turn) + "<|im_end|>", add_special_tokens=False
+        )
         sampled = sampled[: sampling.max_tokens]
         return Completion(sampled, [-1.0] * len(sampled), "stop")
 
@@ -122,18 +130,24 @@ def lake_tasks(num_groups: int = 2, group_size: int = 4) -> list[Task]:
     return [
         task
         for group_id in range(num_groups)
-        for task in tasks_for_group(group_id, "frozen_lake", 50 + group_id, frozen_lake(), group_size=group_size)
+        for task in tasks_for_group(
+            group_id, "frozen_lake", 50 + group_id, frozen_lake(), group_size=group_size
+        )
     ]
 
 
 def test_mask_covers_exactly_what_the_engine_returned(
     engine: RecordingEngine, renderer: ChatRenderer, model: Qwen2ForCausalLM
 ) -> None:
-    groups = collect(engine, renderer, lake_tasks(), max_tokens=12, max_context=512, temperature=0.8, seed=3)
+    groups = collect(
+        engine, renderer, lake_tasks(), max_tokens=12, max_context=512, temperature=0.8, seed=3
+    )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     assert [group.group_id for group in groups] == [0, 1] and len(trajectories) == 8
     assert sorted(engine.released) == list(range(8))
-    assert len({sampling.seed for calls in engine.calls.values() for _, sampling, _ in calls}) == 8 * 5
+    assert (
+        len({sampling.seed for calls in engine.calls.values() for _, sampling, _ in calls}) == 8 * 5
+    )
     for session, trajectory in enumerate(trajectories):
         calls = engine.calls[session]
         assert len(calls) == len(trajectory.turns) == 5  # garbage is penalised, not fatal
@@ -147,16 +161,22 @@ def test_mask_covers_exactly_what_the_engine_returned(
         assert trajectory.loss_mask[-1] and not trajectory.loss_mask[0]
         with torch.inference_mode():
             logits = model(torch.tensor([trajectory.tokens])).logits[0, :-1] / 0.8
-        picked = logits.log_softmax(-1).gather(-1, torch.tensor(trajectory.tokens[1:])[:, None])[:, 0]
+        picked = logits.log_softmax(-1).gather(-1, torch.tensor(trajectory.tokens[1:])[:, None])[
+            :, 0
+        ]
         mask = torch.tensor(trajectory.loss_mask[1:])
-        torch.testing.assert_close(torch.tensor(trajectory.rollout_logprobs[1:])[mask], picked[mask], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(trajectory.rollout_logprobs[1:])[mask], picked[mask], atol=1e-5, rtol=0
+        )
 
 
 def test_between_turns_stands_what_the_environment_said(
     engine: RecordingEngine, renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tasks = lake_tasks(1, 2)
-    trajectory = collect(engine, renderer, tasks, max_tokens=10, max_context=512, seed=0)[0].trajectories[1]
+    trajectory = collect(engine, renderer, tasks, max_tokens=10, max_context=512, seed=0)[
+        0
+    ].trajectories[1]
     episode = tasks[1].make_episode()
     episode.start(tasks[1].seed, outcome_seed=tasks[1].outcome_seed)
     for turn, following in zip(trajectory.turns, trajectory.turns[1:], strict=False):
@@ -171,7 +191,9 @@ def test_between_turns_stands_what_the_environment_said(
     assert trajectory.truncated and not trajectory.terminated
 
 
-def test_samples_depend_on_seed_and_task_alone(engine: RecordingEngine, renderer: ChatRenderer) -> None:
+def test_samples_depend_on_seed_and_task_alone(
+    engine: RecordingEngine, renderer: ChatRenderer
+) -> None:
     def play(tasks: Sequence[Task], seed: int) -> list[Trajectory]:
         groups = collect(engine, renderer, tasks, max_tokens=8, max_context=512, seed=seed)
         return [trajectory for group in groups for trajectory in group.trajectories]
@@ -182,54 +204,98 @@ def test_samples_depend_on_seed_and_task_alone(engine: RecordingEngine, renderer
     assert [t.tokens for t in parts] == [t.tokens for t in whole]
     assert [t.tokens for t in play(tasks, seed=6)] != [t.tokens for t in whole]
     assert len({tuple(t.tokens) for t in whole}) == len(whole)
-    twins = [replace(task, outcome_seed=1) for task in tasks[:4]]  # same outcomes, still different samples
+    twins = [
+        replace(task, outcome_seed=1) for task in tasks[:4]
+    ]  # same outcomes, still different samples
     assert len({tuple(t.tokens) for t in play(twins, seed=5)}) == 4
 
 
 def test_solved_episodes_are_terminated_with_their_reward(
     renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    answers = {0: " go</think><answer> Right || Right</answer>", 1: " go</think><answer> Right</answer>"}
+    answers = {
+        0: " go</think><answer> Right || Right</answer>",
+        1: " go</think><answer> Right</answer>",
+    }
     engine = ScriptedEngine(tokenizer, lambda session, turn: answers[turn])
     tasks = tasks_for_group(9, "frozen_lake", 0, frozen_lake(), group_size=2, board=BOARD)
     seen: list[int] = []
-    groups = collect(engine, renderer, tasks, max_tokens=60, max_context=512, seed=0, advance=lambda: seen.append(1))
+    groups = collect(
+        engine,
+        renderer,
+        tasks,
+        max_tokens=60,
+        max_context=512,
+        seed=0,
+        advance=lambda: seen.append(1),
+    )
     assert len(seen) == 2
     for trajectory in groups[0].trajectories:
         assert trajectory.success and trajectory.terminated and not trajectory.truncated
         assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
         assert trajectory.turns[0].info["actions"] == ("Right", "Right")
-        assert (trajectory.group_id, trajectory.weight_version, trajectory.environment) == (9, 7, "frozen_lake")
+        assert (trajectory.group_id, trajectory.weight_version, trajectory.environment) == (
+            9,
+            7,
+            "frozen_lake",
+        )
     metrics = summarize(groups)
-    assert metrics["success"] == metrics["reward"] == metrics["valid_format_rate"] == metrics["thought_length"] == 1.0
-    assert metrics["num_turns"] == 2.0 and metrics["truncated_rate"] == metrics["in_group_std"] == 0.0
+    assert (
+        metrics["success"]
+        == metrics["reward"]
+        == metrics["valid_format_rate"]
+        == metrics["thought_length"]
+        == 1.0
+    )
+    assert (
+        metrics["num_turns"] == 2.0 and metrics["truncated_rate"] == metrics["in_group_std"] == 0.0
+    )
 
 
-def test_no_trajectory_waits_for_another(renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast) -> None:
-    engine = ScriptedEngine(tokenizer, lambda session, turn: "?", delay=lambda session: 200 if session == 0 else 1)
+def test_no_trajectory_waits_for_another(
+    renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine = ScriptedEngine(
+        tokenizer, lambda session, turn: "?", delay=lambda session: 200 if session == 0 else 1
+    )
     collect(engine, renderer, lake_tasks(1, 3), max_tokens=5, max_context=512, seed=0)
-    assert engine.log[:10] == sorted(engine.log[:10], key=lambda call: call[1])  # sessions 1 and 2 go on together
+    assert engine.log[:10] == sorted(
+        engine.log[:10], key=lambda call: call[1]
+    )  # sessions 1 and 2 go on together
     assert {session for session, _ in engine.log[:10]} == {1, 2}
     assert engine.log[10:] == [(0, turn) for turn in range(5)]
 
 
-def test_a_context_without_room_closes_the_trajectory(engine: RecordingEngine, renderer: ChatRenderer) -> None:
+def test_a_context_without_room_closes_the_trajectory(
+    engine: RecordingEngine, renderer: ChatRenderer
+) -> None:
     tasks = lake_tasks(1, 4)
     prompt = len(renderer.start(tasks[0].make_episode().start(tasks[0].seed)))
     max_context = prompt + 70
-    for trajectory in collect(engine, renderer, tasks, max_tokens=12, max_context=max_context, seed=0)[0].trajectories:
+    for trajectory in collect(
+        engine, renderer, tasks, max_tokens=12, max_context=max_context, seed=0
+    )[0].trajectories:
         assert len(trajectory) <= max_context
         assert trajectory.truncated and not trajectory.terminated
         assert [turn.info.get("context_overflow", False) for turn in trajectory.turns][-1]
         assert not any("context_overflow" in turn.info for turn in trajectory.turns[:-1])
         assert 1 <= len(trajectory.turns) < 5 and trajectory.loss_mask[-1]
-    free = collect(engine, renderer, tasks[:1], max_tokens=12, max_context=512, seed=0)[0].trajectories[0]
+    free = collect(engine, renderer, tasks[:1], max_tokens=12, max_context=512, seed=0)[
+        0
+    ].trajectories[0]
     second = free.turns[1].start
-    for max_context, sampled in ((second, 0), (second + 1, 1)):  # no room at all, room for one token
-        cut = collect(engine, renderer, tasks[:1], max_tokens=12, max_context=max_context, seed=0)[0].trajectories[0]
+    for max_context, sampled in (
+        (second, 0),
+        (second + 1, 1),
+    ):  # no room at all, room for one token
+        cut = collect(engine, renderer, tasks[:1], max_tokens=12, max_context=max_context, seed=0)[
+            0
+        ].trajectories[0]
         assert cut.tokens == free.tokens[: second + 1 if sampled else free.turns[0].end]
         assert len(cut.turns) == 1 + sampled and cut.turns[-1].info["context_overflow"]
-    tight = collect(engine, renderer, tasks, max_tokens=12, max_context=prompt + 3, seed=0)[0].trajectories
+    tight = collect(engine, renderer, tasks, max_tokens=12, max_context=prompt + 3, seed=0)[
+        0
+    ].trajectories
     assert all(len(trajectory) <= prompt + 3 for trajectory in tight)
     with pytest.raises(ValueError, match=f"has {prompt} tokens and max_context is {prompt}"):
         collect(engine, renderer, tasks, max_tokens=12, max_context=prompt, seed=0)
@@ -244,42 +310,66 @@ class BrokenEpisode(Episode):
         return super().respond(text)
 
 
-def test_an_environment_that_raises_costs_one_trajectory(engine: RecordingEngine, renderer: ChatRenderer) -> None:
+def test_an_environment_that_raises_costs_one_trajectory(
+    engine: RecordingEngine, renderer: ChatRenderer
+) -> None:
     def broken() -> Episode:
         return BrokenEpisode(make("frozen_lake"), COMPACT)
 
     healthy, other = lake_tasks(1, 2)
     groups = collect(
-        engine, renderer, [healthy, replace(other, make_episode=broken)], max_tokens=6, max_context=512, seed=0
+        engine,
+        renderer,
+        [healthy, replace(other, make_episode=broken)],
+        max_tokens=6,
+        max_context=512,
+        seed=0,
     )
     fine, failed = groups[0].trajectories
     assert len(fine.turns) == 5 and "error" not in fine.turns[-1].info
-    assert len(failed.turns) == 2 and failed.truncated and not failed.terminated and not failed.success
-    assert failed.turns[-1].info["error"] == "KeyError: 'lost connection'" and failed.turns[-1].reward == 0.0
+    assert (
+        len(failed.turns) == 2 and failed.truncated and not failed.terminated and not failed.success
+    )
+    assert (
+        failed.turns[-1].info["error"] == "KeyError: 'lost connection'"
+        and failed.turns[-1].reward == 0.0
+    )
     assert summarize(groups)["environment_errors"] == 1.0
 
 
-def test_an_episode_that_cannot_start_ends_the_rollout(engine: RecordingEngine, renderer: ChatRenderer) -> None:
+def test_an_episode_that_cannot_start_ends_the_rollout(
+    engine: RecordingEngine, renderer: ChatRenderer
+) -> None:
     tasks = tasks_for_group(0, "frozen_lake", 0, frozen_lake(), group_size=3, board=("SF", "FX"))
     with pytest.raises(ValueError, match="board"):
         collect(engine, renderer, tasks, max_tokens=6, max_context=512, seed=0)
 
 
 def test_tasks_of_a_group_share_all_but_their_outcomes() -> None:
-    tasks = tasks_for_group(3, "frozen_lake", 11, frozen_lake(), group_size=4, outcome_seed=2, board=list(BOARD))
+    tasks = tasks_for_group(
+        3, "frozen_lake", 11, frozen_lake(), group_size=4, outcome_seed=2, board=list(BOARD)
+    )
     assert len({task.outcome_seed for task in tasks}) == 4
     assert {replace(task, outcome_seed=0) for task in tasks} == {replace(tasks[0], outcome_seed=0)}
-    again = tasks_for_group(3, "frozen_lake", 11, tasks[0].make_episode, group_size=4, outcome_seed=2, board=BOARD)
+    again = tasks_for_group(
+        3, "frozen_lake", 11, tasks[0].make_episode, group_size=4, outcome_seed=2, board=BOARD
+    )
     assert again == tasks
     with pytest.raises(ValueError, match="group_size"):
         tasks_for_group(3, "frozen_lake", 11, frozen_lake(), group_size=0)
     assert collect(None, None, [], max_tokens=1, max_context=2, seed=0) == []
 
 
-def trajectory_of(environment: str, rewards: Sequence[float], *, success: bool, truncated: bool) -> Trajectory:
+def trajectory_of(
+    environment: str, rewards: Sequence[float], *, success: bool, truncated: bool
+) -> Trajectory:
     trajectory = Trajectory(group_id=0, environment=environment, truncated=truncated)
     for index, reward in enumerate(rewards):
-        info = {"is_format_valid": index == 0, "is_action_valid": False, "thought": "two words" if index == 0 else ""}
+        info = {
+            "is_format_valid": index == 0,
+            "is_action_valid": False,
+            "thought": "two words" if index == 0 else "",
+        }
         trajectory.turns.append(Turn(10 * index, 10 * index + 3 + index, reward, info))
     trajectory.turns[-1].info["success"] = success
     return trajectory
@@ -293,7 +383,9 @@ def test_summary_by_hand() -> None:
             trajectory_of("frozen_lake", [-0.1, -0.1, -0.2], success=False, truncated=True),
         ],
     )
-    bandit = TrajectoryGroup(1, [trajectory_of("bandit", [0.1], success=False, truncated=False)] * 2)
+    bandit = TrajectoryGroup(
+        1, [trajectory_of("bandit", [0.1], success=False, truncated=False)] * 2
+    )
     expected = {
         "success": 0.5,
         "reward": 0.3,

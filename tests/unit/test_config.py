@@ -1,4 +1,6 @@
-"""Flags: every bad one is a ValueError of one line that names the rule; a good configuration survives its JSON."""
+"""Flags: every bad one is a ValueError of one line that names the rule; a good configuration
+survives its JSON.
+"""
 
 import json
 
@@ -8,7 +10,9 @@ from ragen_mega.config import StarPOConfig, parse
 
 
 def test_last_flag_wins_and_json_round_trips() -> None:
-    config = parse(["--lr", "1e-4", "--no-think", "--environments", "sokoban:3,frozen_lake", "--lr", "3e-4"])
+    config = parse(
+        ["--lr", "1e-4", "--no-think", "--environments", "sokoban:3,frozen_lake", "--lr", "3e-4"]
+    )
     assert config.train.lr == 3e-4 and not config.environment.think
     assert config.environment.shares == {"sokoban": 3, "frozen_lake": 1}
     assert StarPOConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -35,9 +39,15 @@ def test_last_flag_wins_and_json_round_trips() -> None:
         ("--filter-strategy top_k", "needs its value"),
         ("--turn-gamma 0.9", "do nothing with advantage_estimator gae"),
         ("--advantage-estimator bilevel_gae", "--reward-placement turn"),
-        ("--advantage-estimator grpo --reward-placement turn", "reward_placement turn does nothing"),
+        (
+            "--advantage-estimator grpo --reward-placement turn",
+            "reward_placement turn does nothing",
+        ),
         ("--advantage-estimator grpo --critic-warmup 3", "has no critic"),
-        ("--advantage-estimator grpo --kl-in-reward k1 --kl-reward-coef 0.1", "per-token KL reward does nothing"),
+        (
+            "--advantage-estimator grpo --kl-in-reward k1 --kl-reward-coef 0.1",
+            "per-token KL reward does nothing",
+        ),
         ("--kl-coef 0.1", "need each other"),
         ("--kl-in-reward k1", "need each other"),
         ("--group-size 1 --filter-strategy none --advantage-estimator grpo", "group_size is 1"),
@@ -47,7 +57,10 @@ def test_last_flag_wins_and_json_round_trips() -> None:
         ("--sglang-python x/python", "does nothing with rollout_engine embedded"),
         ("--rollout-fp8", "rollout_fp8 does nothing with rollout_engine embedded"),
         ("--weight-transfer ipc", "weight_transfer does nothing with rollout_engine embedded"),
-        ("--rollout-tensor-parallel-size 2", "rollout_tensor_parallel_size does nothing with rollout_engine embedded"),
+        (
+            "--rollout-tensor-parallel-size 2",
+            "rollout_tensor_parallel_size does nothing with rollout_engine embedded",
+        ),
         ("--rollout-tensor-parallel-size 0 --rollout-engine sglang", "must be at least 1"),
         ("--lr nan", "finite number"),
         ("--warm-start-temperature 0", "must be positive"),
@@ -62,7 +75,9 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("rank", "is_printed"), [(None, True), ("0", True), ("1", False)])
-def test_help_comes_from_one_rank_and_names_the_recipes(rank, is_printed, monkeypatch, capsys) -> None:
+def test_help_comes_from_one_rank_and_names_the_recipes(
+    rank, is_printed, monkeypatch, capsys
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
@@ -84,5 +99,7 @@ def test_engines_have_their_ranks_on_one_node() -> None:
     rollout = parse(["--rollout-engine", "sglang", "--rollout-tensor-parallel-size", "4"]).rollout
     assert rollout.num_engines(16, 8) == 4
     for world_size, ranks_per_node in ((16, 2), (6, 6), (2, 2)):
-        with pytest.raises(ValueError, match=r"rollout_tensor_parallel_size \(4\) must divide the ranks of a node"):
+        with pytest.raises(
+            ValueError, match=r"rollout_tensor_parallel_size \(4\) must divide the ranks of a node"
+        ):
             rollout.num_engines(world_size, ranks_per_node)

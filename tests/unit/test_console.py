@@ -1,4 +1,6 @@
-"""What a run prints, to a pipe and to a terminal, and that an error is one line however many ranks meet it."""
+"""What a run prints, to a pipe and to a terminal, and that an error is one line however many ranks
+meet it.
+"""
 
 import io
 import subprocess
@@ -7,7 +9,7 @@ import textwrap
 
 import pytest
 
-from ragen_mega.console import COLUMNS, ROWS_BETWEEN_HEADERS, Console, fail
+from ragen_mega.report.console import COLUMNS, ROWS_BETWEEN_HEADERS, Console, fail
 
 METRICS = {
     "rollout/success": 0.3125, "rollout/random": 0.212, "rollout/optimum": 0.477, "rollout/reward": 0.25,
@@ -33,7 +35,9 @@ def test_a_step_is_one_row_under_its_headings():
     output = io.StringIO()
     Console(is_writer=True, num_steps=200, file=output).step(7, METRICS)
     header, row = output.getvalue().splitlines()
-    assert row.split() == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234".split()
+    assert (
+        row.split() == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234".split()
+    )
     assert len(header) == len(row)
     for column in COLUMNS:
         end = header.index(column.title) + len(column.title)
@@ -43,7 +47,20 @@ def test_a_step_is_one_row_under_its_headings():
 def test_what_was_not_measured_is_a_dash_and_a_lost_number_is_seen():
     output = io.StringIO()
     Console(is_writer=True, num_steps=200, file=output).step(0, {"actor/entropy": float("nan")})
-    assert output.getvalue().splitlines()[1].split() == ["0", "-", "-", "-", "-", "-", "nan", "-", "-", "-", "-", "-"]
+    assert output.getvalue().splitlines()[1].split() == [
+        "0",
+        "-",
+        "-",
+        "-",
+        "-",
+        "-",
+        "nan",
+        "-",
+        "-",
+        "-",
+        "-",
+        "-",
+    ]
 
 
 def test_headings_are_repeated():
@@ -51,7 +68,9 @@ def test_headings_are_repeated():
     console = Console(is_writer=True, num_steps=200, file=output)
     for step in range(ROWS_BETWEEN_HEADERS + 1):
         console.step(step, METRICS)
-    headers = [number for number, line in enumerate(output.getvalue().splitlines()) if "success" in line]
+    headers = [
+        number for number, line in enumerate(output.getvalue().splitlines()) if "success" in line
+    ]
     assert headers == [0, ROWS_BETWEEN_HEADERS + 1]
 
 
@@ -74,7 +93,10 @@ def test_without_a_terminal_a_phase_prints_plain_lines_and_not_too_many():
         for step in range(100):
             now[0] += 0.3
             phase.advance(note=f"loss {step}")
-    assert output.getvalue().splitlines() == ["warm start 34/100 loss 33", "warm start 68/100 loss 67"]
+    assert output.getvalue().splitlines() == [
+        "warm start 34/100 loss 33",
+        "warm start 68/100 loss 67",
+    ]
     assert "\x1b" not in output.getvalue()
 
 
@@ -89,7 +111,8 @@ def test_a_terminal_gets_bars_also_nested_ones_and_they_leave_no_trace():
     assert "rollout" in text and "above [the] bars" in text and "\x1b[" in text
     with console.phase("update"):
         pass
-    # Each display hides the cursor once, the nested bar shares its parent's, and none is left running.
+    # Each display hides the cursor once, the nested bar shares its parent's, and none is left
+    # running.
     assert output.getvalue().count("\x1b[?25l") == output.getvalue().count("\x1b[?25h") == 2
 
 
@@ -103,8 +126,17 @@ def test_an_error_in_a_phase_ends_its_bar():
 
 def test_table_of_evaluated_sets():
     output = io.StringIO()
-    result = {"success": 0.41, "ci_low": 0.352, "ci_high": 0.471, "random": 0.212, "optimum": 0.477, "num_prompts": 256}
-    Console(is_writer=True, num_steps=1, file=output).evaluations("256 boards", {"frozen_lake_4x4_p0.8": result})
+    result = {
+        "success": 0.41,
+        "ci_low": 0.352,
+        "ci_high": 0.471,
+        "random": 0.212,
+        "optimum": 0.477,
+        "num_prompts": 256,
+    }
+    Console(is_writer=True, num_steps=1, file=output).evaluations(
+        "256 boards", {"frozen_lake_4x4_p0.8": result}
+    )
     for text in ("frozen_lake_4x4_p0.8", "41.0%", "35.2% - 47.1%", "21.2%", "47.7%", "256"):
         assert text in output.getvalue()
 
@@ -119,20 +151,22 @@ def test_fail_is_one_line_and_an_exit_code(capsys):
 def test_ranks_of_one_torchrun_say_each_error_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             import os
-            from ragen_mega.console import fail
+            from ragen_mega.report.console import fail
             fail("all fail alike" if os.environ["RANK"] != "2" else "rank 2 has its own")
-            """
-        )
+            """)
     )
     (tmp_path / "attempt").mkdir()
     ranks = []
     for rank in range(4):
         error_file = tmp_path / "attempt" / str(rank) / "error.json"
         environment = {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
-        ranks.append(subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, env=environment))
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, script], stderr=subprocess.PIPE, text=True, env=environment
+            )
+        )
     lines = sorted(line for rank in ranks for line in rank.communicate()[1].splitlines())
     assert lines == ["error: all fail alike", "error: rank 2 has its own"]
     assert [rank.returncode for rank in ranks] == [2, 2, 2, 2]

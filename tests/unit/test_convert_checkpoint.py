@@ -1,4 +1,6 @@
-"""Models that change their format keep every bit, whatever the layout, and what is damaged or impossible is refused."""
+"""Models that change their format keep every bit, whatever the layout, and what is damaged or
+impossible is refused.
+"""
 
 import argparse
 import importlib.util
@@ -15,13 +17,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from ragen_mega.console import Console
 from ragen_mega.megatron.weights import CheckpointReader
+from ragen_mega.report.console import Console
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 ARCHITECTURES = ("qwen2_tied", "qwen2_untied", "qwen3_tied", "qwen3_untied")
 CUTS = ((1, 1), (2, 1), (2, 2))
-CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt", "chat_template.jinja")
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 def load_tool():
@@ -36,30 +44,49 @@ tool = load_tool()
 
 
 def convert(source: Path, target: Path, format: str, **flags) -> Path:
-    given = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "dtype", "max_shard_size"))
+    given = dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "dtype", "max_shard_size")
+    )
     arguments = argparse.Namespace(source=source, target=target, format=format, **(given | flags))
     tool.convert(arguments, Console(is_writer=True, num_steps=0))
     return target
 
 
 def megatron(source: Path, target: Path, tp: int = 1, pp: int = 1, **flags) -> Path:
-    return convert(source, target, "megatron", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **flags)
+    return convert(
+        source,
+        target,
+        "megatron",
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        **flags,
+    )
 
 
 def model_config(architecture: str, **changes) -> PretrainedConfig:
     """Small, with a vocabulary that two ranks must pad."""
     name, tying = architecture.split("_")
     sizes = dict(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tying == "tied",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tying == "tied",
     )
     return (Qwen2Config if name == "qwen2" else Qwen3Config)(
         **(sizes | ({"head_dim": 12} if name == "qwen3" else {}) | changes)
     )
 
 
-def write_model(directory: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes) -> Path:
-    """What transformers saves of a model with random weights, in several shards, and files beside it."""
+def write_model(
+    directory: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes
+) -> Path:
+    """What transformers saves of a model with random weights, in several shards, and files beside
+    it.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(model_config(architecture, **changes), dtype=dtype)
     with torch.no_grad():
@@ -74,7 +101,11 @@ def write_model(directory: Path, architecture: str, dtype: torch.dtype = torch.f
 
 def read(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face directory, by safetensors itself."""
-    return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
+    return {
+        name: value
+        for path in sorted(directory.glob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -99,13 +130,21 @@ def test_round_trips_keep_every_bit(tmp_path: Path, architecture: str, dtype: to
         assert_equal(read(back), expected)
         assert (back / "config.json").read_bytes() == (start / "config.json").read_bytes()
         for name in CARRIED:
-            assert (cut / name).read_bytes() == (back / name).read_bytes() == (start / name).read_bytes()
+            assert (
+                (cut / name).read_bytes()
+                == (back / name).read_bytes()
+                == (start / name).read_bytes()
+            )
         reader = CheckpointReader(cut)  # what --load of training and evaluation opens
         assert_equal({name: reader(name) for name in reader.names()}, expected)
         before = cut
-    assert_equal(dict(AutoModelForCausalLM.from_pretrained(back).named_parameters()), {
-        name: value for name, value in AutoModelForCausalLM.from_pretrained(start).named_parameters()
-    })
+    assert_equal(
+        dict(AutoModelForCausalLM.from_pretrained(back).named_parameters()),
+        {
+            name: value
+            for name, value in AutoModelForCausalLM.from_pretrained(start).named_parameters()
+        },
+    )
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
@@ -133,7 +172,9 @@ def test_a_type_is_changed_only_when_asked_for(tmp_path: Path) -> None:
     assert after == before | {"dtype": "bfloat16"}
     assert AutoModelForCausalLM.from_pretrained(back).dtype == torch.bfloat16
     wide = convert(back, tmp_path / "wide", "huggingface", dtype="float32")
-    assert_equal(read(wide), {name: value.bfloat16().float() for name, value in read(start).items()})
+    assert_equal(
+        read(wide), {name: value.bfloat16().float() for name, value in read(start).items()}
+    )
 
 
 def flip_a_byte(path: Path, position: float) -> None:
@@ -160,30 +201,62 @@ def add_a_tensor(directory: Path) -> None:
 
 
 DAMAGE = {
-    "architecture": (lambda path: edit_config(path, model_type="llama"), "model_type must be one of qwen2, qwen3"),
-    "unknown architecture": (lambda path: edit_config(path, model_type="nonsense"), "cannot read a model configuration"),
-    "no config": (lambda path: (path / "config.json").unlink(), "cannot read a model configuration"),
-    "missing": (drop_a_tensor, r"lacks model.layers.0.self_attn.k_proj.weight; is it a complete qwen2"),
-    "config at odds": (lambda path: edit_config(path, num_hidden_layers=5), "cannot read a model configuration .*5"),
+    "architecture": (
+        lambda path: edit_config(path, model_type="llama"),
+        "model_type must be one of qwen2, qwen3",
+    ),
+    "unknown architecture": (
+        lambda path: edit_config(path, model_type="nonsense"),
+        "cannot read a model configuration",
+    ),
+    "no config": (
+        lambda path: (path / "config.json").unlink(),
+        "cannot read a model configuration",
+    ),
+    "missing": (
+        drop_a_tensor,
+        r"lacks model.layers.0.self_attn.k_proj.weight; is it a complete qwen2",
+    ),
+    "config at odds": (
+        lambda path: edit_config(path, num_hidden_layers=5),
+        "cannot read a model configuration .*5",
+    ),
     "too few layers": (
         lambda path: edit_config(path, num_hidden_layers=5, layer_types=["full_attention"] * 5),
         r"lacks model.layers.4.input_layernorm.weight and 11 more",
     ),
-    "unknown tensor": (add_a_tensor, "holds value_head.weight, for which a qwen2 policy has no place"),
-    "shape": (lambda path: edit_config(path, intermediate_size=50), r"gate_proj.weight has shape \[48, 32\] .* \[50, 32\]"),
-    "cut short": (lambda path: os.truncate(path / "model.safetensors", 9000), "cannot read .*model.safetensors.*damaged"),
-    "header": (lambda path: flip_a_byte(path / "model.safetensors", 0.0), "cannot read .*model.safetensors.*damaged"),
+    "unknown tensor": (
+        add_a_tensor,
+        "holds value_head.weight, for which a qwen2 policy has no place",
+    ),
+    "shape": (
+        lambda path: edit_config(path, intermediate_size=50),
+        r"gate_proj.weight has shape \[48, 32\] .* \[50, 32\]",
+    ),
+    "cut short": (
+        lambda path: os.truncate(path / "model.safetensors", 9000),
+        "cannot read .*model.safetensors.*damaged",
+    ),
+    "header": (
+        lambda path: flip_a_byte(path / "model.safetensors", 0.0),
+        "cannot read .*model.safetensors.*damaged",
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_cannot_be_converted_is_refused(tmp_path: Path, damage: str) -> None:
-    start = convert(write_model(tmp_path / "start", "qwen2_untied"), tmp_path / "single", "huggingface")
+    start = convert(
+        write_model(tmp_path / "start", "qwen2_untied"), tmp_path / "single", "huggingface"
+    )
     harm, message = DAMAGE[damage]
     harm(start)
     with pytest.raises(ValueError, match=message):
         megatron(start, tmp_path / "target", 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["single", "start"]  # and nothing of the target is left
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "single",
+        "start",
+    ]  # and nothing of the target is left
 
 
 def test_every_damaged_byte_of_the_megatron_format_is_seen(tmp_path: Path) -> None:
@@ -191,7 +264,10 @@ def test_every_damaged_byte_of_the_megatron_format_is_seen(tmp_path: Path) -> No
     for name in sorted(path.name for path in intact.iterdir()):
         content = (intact / name).read_bytes()
         flip_a_byte(intact / name, 0.6)
-        for use in (lambda: convert(intact, tmp_path / "target", "huggingface"), lambda: CheckpointReader(intact)):
+        for use in (
+            lambda: convert(intact, tmp_path / "target", "huggingface"),
+            lambda: CheckpointReader(intact),
+        ):
             with pytest.raises(ValueError, match="SHA-256|cannot read"):
                 use()
         (intact / name).write_bytes(content)
@@ -206,18 +282,30 @@ def test_every_damaged_byte_of_the_megatron_format_is_seen(tmp_path: Path) -> No
         ("megatron", {"tensor_model_parallel_size": 4}, r"key-value heads \(2\)"),
         ("megatron", {"pipeline_model_parallel_size": 3}, r"layers \(4\)"),
         ("megatron", {"tensor_model_parallel_size": 0}, "must be at least 1"),
-        ("megatron", {"max_shard_size": 5}, "--max-shard-size means nothing with --format megatron"),
-        ("huggingface", {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size means nothing"),
+        (
+            "megatron",
+            {"max_shard_size": 5},
+            "--max-shard-size means nothing with --format megatron",
+        ),
+        (
+            "huggingface",
+            {"tensor_model_parallel_size": 2},
+            "--tensor-model-parallel-size means nothing",
+        ),
     ],
 )
-def test_impossible_flags_are_refused(tmp_path: Path, format: str, flags: dict, message: str) -> None:
+def test_impossible_flags_are_refused(
+    tmp_path: Path, format: str, flags: dict, message: str
+) -> None:
     start = write_model(tmp_path / "start", "qwen2_tied")
     with pytest.raises(ValueError, match=message):
         convert(start, tmp_path / "target", format, **flags)
     assert [path.name for path in tmp_path.iterdir()] == ["start"]
 
 
-def test_a_target_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_appears_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = write_model(tmp_path / "start", "qwen2_tied")
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "precious").touch()
@@ -240,23 +328,39 @@ def test_a_target_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match="another conversion is at work or was killed"):
         megatron(start, tmp_path / "target")
     (tmp_path / ".target.unfinished").rmdir()
-    assert_equal(read(convert(start, tmp_path / "target", "huggingface")), read(start))  # an empty one may stand there
+    assert_equal(
+        read(convert(start, tmp_path / "target", "huggingface")), read(start)
+    )  # an empty one may stand there
 
 
 def test_a_tied_head_that_is_stored_too(tmp_path: Path) -> None:
-    start = convert(write_model(tmp_path / "start", "qwen2_tied"), tmp_path / "single", "huggingface")
+    start = convert(
+        write_model(tmp_path / "start", "qwen2_tied"), tmp_path / "single", "huggingface"
+    )
     tensors = load_file(start / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding.clone()}, start / "model.safetensors")
-    assert_equal(read(convert(megatron(start, tmp_path / "a"), tmp_path / "b", "huggingface")), tensors)
+    assert_equal(
+        read(convert(megatron(start, tmp_path / "a"), tmp_path / "b", "huggingface")), tensors
+    )
     save_file(tensors | {"lm_head.weight": embedding + 1}, start / "model.safetensors")
     with pytest.raises(ValueError, match="the two differ"):
         megatron(start, tmp_path / "c")
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     start = write_model(tmp_path / "start", "qwen2_tied")
-    command = ["convert_checkpoint.py", "--from", str(start), "--to", str(tmp_path / "a" / "b"), "--format", "huggingface"]
+    command = [
+        "convert_checkpoint.py",
+        "--from",
+        str(start),
+        "--to",
+        str(tmp_path / "a" / "b"),
+        "--format",
+        "huggingface",
+    ]
     monkeypatch.setattr(sys, "argv", [*command, "--max-shard-size", "20KB"])
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -268,8 +372,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     finally:
         signal.signal(signal.SIGTERM, before)
     assert left.value.code == 2
-    assert capsys.readouterr().err == f"error: --to {tmp_path}/a/b exists already and stays untouched; " \
+    assert (
+        capsys.readouterr().err
+        == f"error: --to {tmp_path}/a/b exists already and stays untouched; "
         "delete it or give another name\n"
+    )
 
 
 def memory(field: str) -> int:
@@ -279,8 +386,8 @@ def memory(field: str) -> int:
 
 
 def peak_of(first, work) -> int:
-    """Bytes by which a child process grows at most while it does `work`, mapped files included, once it has done `first`,
-    which brings the code into its memory."""
+    """Bytes by which a child process grows at most while it does `work`, mapped files included,
+    once it has done `first`, which brings the code into its memory."""
     receive, send = multiprocessing.Pipe(duplex=False)
 
     def child() -> None:
@@ -298,10 +405,18 @@ def peak_of(first, work) -> int:
 
 
 def test_peak_memory_is_below_two_layers_and_a_shard(tmp_path: Path) -> None:
-    sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=10, num_attention_heads=8, vocab_size=2048)
+    sizes = dict(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=10,
+        num_attention_heads=8,
+        vocab_size=2048,
+    )
     start, shard = write_model(tmp_path / "start", "qwen2_untied", **sizes), 10_000_000
     tensors = read(start)
-    layer = sum(value.nbytes for name, value in tensors.items() if name.startswith("model.layers.0."))
+    layer = sum(
+        value.nbytes for name, value in tensors.items() if name.startswith("model.layers.0.")
+    )
     total, bound = sum(value.nbytes for value in tensors.values()), 2 * layer + shard
     assert total > 3 * bound
     small = write_model(tmp_path / "small", "qwen2_untied")

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from ragen_mega.starpo.diagnostics import (
+from ragen_mega.algorithm.diagnostics import (
     EchoTrapMonitor,
     EchoTrapThresholds,
     distinct_response_rate,
@@ -15,31 +15,212 @@ from ragen_mega.starpo.diagnostics import (
     mutual_information,
 )
 
-# In-group reward std and entropy of Fig. 6, one value per 10 steps from step 10 on; grad norm of the PPO runs.
+# In-group reward std and entropy of Fig. 6, one value per 10 steps from step 10 on; grad norm of
+# the PPO runs.
 REWARD_STD = {
-    "FrozenLake PPO": [.358, .435, .386, .244, .352, .334, .327, .288, .253, .185, .132, .0545, .017, .003],
-    "FrozenLake GRPO": [.645, .833, .916, .923, .843, .818, .782, .733, .729, .658, .663, .665, .657, .612, .605, .648,
-                        .667, .669, .661, .711],
-    "Bandit PPO": [.179, .144, .108, .127, .135, .121, .145, .146, .132, .139, .159, .114, .11, .132, .121, .0976,
-                   .0998, .104, .0802, .0604],
-    "Sokoban PPO": [1.55, .706, 1.11, 1.14, .95, .813, .712, .935, .715, .67, .497, .457, .0112, .0025],
-    "Sokoban GRPO": [.962, .243, .247, .356, .362, .194, .145, .121, .0494],
+    "FrozenLake PPO": [
+        0.358,
+        0.435,
+        0.386,
+        0.244,
+        0.352,
+        0.334,
+        0.327,
+        0.288,
+        0.253,
+        0.185,
+        0.132,
+        0.0545,
+        0.017,
+        0.003,
+    ],
+    "FrozenLake GRPO": [
+        0.645,
+        0.833,
+        0.916,
+        0.923,
+        0.843,
+        0.818,
+        0.782,
+        0.733,
+        0.729,
+        0.658,
+        0.663,
+        0.665,
+        0.657,
+        0.612,
+        0.605,
+        0.648,
+        0.667,
+        0.669,
+        0.661,
+        0.711,
+    ],
+    "Bandit PPO": [
+        0.179,
+        0.144,
+        0.108,
+        0.127,
+        0.135,
+        0.121,
+        0.145,
+        0.146,
+        0.132,
+        0.139,
+        0.159,
+        0.114,
+        0.11,
+        0.132,
+        0.121,
+        0.0976,
+        0.0998,
+        0.104,
+        0.0802,
+        0.0604,
+    ],
+    "Sokoban PPO": [
+        1.55,
+        0.706,
+        1.11,
+        1.14,
+        0.95,
+        0.813,
+        0.712,
+        0.935,
+        0.715,
+        0.67,
+        0.497,
+        0.457,
+        0.0112,
+        0.0025,
+    ],
+    "Sokoban GRPO": [0.962, 0.243, 0.247, 0.356, 0.362, 0.194, 0.145, 0.121, 0.0494],
 }
 ENTROPY = {
-    "FrozenLake PPO": [1.242, 1.197, 1.308, 1.225, 1.193, 1.133, 1.09, 1.062, 1.041, 1.052, 1.029, .984, .867, .742],
-    "FrozenLake GRPO": [1.428, 1.563, 1.285, 1.289, 1.312, 1.242, 1.105, .99, .843, .745, .633, .555, .515, .5, .501,
-                        .48, .464, .448, .432, .412],
-    "Bandit PPO": [2.106, 1.956, 1.795, 1.637, 1.801, 1.645, 1.452, 1.258, 1.091, .96, .833, .759, .73, .7, .651, .623,
-                   .576, .525, .462, .4],
+    "FrozenLake PPO": [
+        1.242,
+        1.197,
+        1.308,
+        1.225,
+        1.193,
+        1.133,
+        1.09,
+        1.062,
+        1.041,
+        1.052,
+        1.029,
+        0.984,
+        0.867,
+        0.742,
+    ],
+    "FrozenLake GRPO": [
+        1.428,
+        1.563,
+        1.285,
+        1.289,
+        1.312,
+        1.242,
+        1.105,
+        0.99,
+        0.843,
+        0.745,
+        0.633,
+        0.555,
+        0.515,
+        0.5,
+        0.501,
+        0.48,
+        0.464,
+        0.448,
+        0.432,
+        0.412,
+    ],
+    "Bandit PPO": [
+        2.106,
+        1.956,
+        1.795,
+        1.637,
+        1.801,
+        1.645,
+        1.452,
+        1.258,
+        1.091,
+        0.96,
+        0.833,
+        0.759,
+        0.73,
+        0.7,
+        0.651,
+        0.623,
+        0.576,
+        0.525,
+        0.462,
+        0.4,
+    ],
     "Bandit GRPO": [2.074, 2.091, 2.205, 2.394, 2.294, 2.497, 2.784, 3.146, 3.593, 4.054],
-    "Sokoban PPO": [1.242, 1.087, 1.071, 1.025, 1.086, .992, .928, .872, .794, .729, .718, .72, .813, .939, 1.041],
-    "Sokoban GRPO": [1.035, .878, .952, 1.011, .986, 1.002, 1.074, 1.189, 1.411, 1.816],
+    "Sokoban PPO": [
+        1.242,
+        1.087,
+        1.071,
+        1.025,
+        1.086,
+        0.992,
+        0.928,
+        0.872,
+        0.794,
+        0.729,
+        0.718,
+        0.72,
+        0.813,
+        0.939,
+        1.041,
+    ],
+    "Sokoban GRPO": [1.035, 0.878, 0.952, 1.011, 0.986, 1.002, 1.074, 1.189, 1.411, 1.816],
 }
 GRAD_NORM = {
-    "Bandit PPO": [10.6, 34.7, 80, 25, 34.7, 34.2, 48.1, 40.5, 42.4, 45, 57.1, 52.5, 49.8, 52.2, 49, 47.2, 3660, 7030],
+    "Bandit PPO": [
+        10.6,
+        34.7,
+        80,
+        25,
+        34.7,
+        34.2,
+        48.1,
+        40.5,
+        42.4,
+        45,
+        57.1,
+        52.5,
+        49.8,
+        52.2,
+        49,
+        47.2,
+        3660,
+        7030,
+    ],
     "Sokoban PPO": [8, 8.55, 8.92, 12.1, 10.6, 11.4, 18, 21.1, 58.9, 75.9, 2910, 2980],
-    "FrozenLake GRPO": [10.4, 14.8, 8.31, 13.3, 13.9, 13.2, 12.7, 13.1, 20.4, 23.7, 26.7, 28.7, 28, 37.9, 33.8, 31,
-                        27.2, 26.3, 7.65, 4.98],
+    "FrozenLake GRPO": [
+        10.4,
+        14.8,
+        8.31,
+        13.3,
+        13.9,
+        13.2,
+        12.7,
+        13.1,
+        20.4,
+        23.7,
+        26.7,
+        28.7,
+        28,
+        37.9,
+        33.8,
+        31,
+        27.2,
+        26.3,
+        7.65,
+        4.98,
+    ],
 }
 
 
@@ -65,7 +246,9 @@ def first_warnings(run):
 
 @pytest.mark.parametrize(
     ("run", "rule", "before"),
-    [  # `before`: the step at which success (Fig. 5) is down to a tenth of its peak, or the end of the curve
+    # `before`: the step at which success (Fig. 5) is down to a tenth of its peak, or the end of the
+    # curve
+    [
         ("FrozenLake PPO", "reward_std_cliff", 111),
         ("Sokoban PPO", "reward_std_cliff", 120),
         ("Sokoban GRPO", "reward_std_cliff", 40),
@@ -107,34 +290,51 @@ def test_single_outliers_do_not_move_a_level():
     assert not any(feed(EchoTrapMonitor(), "entropy", [1.0] * 10 + ([9.0] + [1.0] * 4) * 5))
 
 
-@pytest.mark.parametrize(("success", "expected"), [(1.0, []), (0.2, ["reward_std_cliff", "reward_std_lost"])])
+@pytest.mark.parametrize(
+    ("success", "expected"), [(1.0, []), (0.2, ["reward_std_cliff", "reward_std_lost"])]
+)
 def test_a_solved_task_may_lose_its_reward_std(success, expected):
     monitor = EchoTrapMonitor()
     fired = []
     for step in range(40):
-        warnings = monitor.observe({"reward_std": 1.0 if step < 20 else 0.0, "success_rate": success})
+        warnings = monitor.observe(
+            {"reward_std": 1.0 if step < 20 else 0.0, "success_rate": success}
+        )
         fired += [warning.rule for warning in warnings]
     assert fired == expected
 
 
 def test_entropy_rules():
-    assert not any(feed(EchoTrapMonitor(), "entropy", [2.0 * 0.99**n for n in range(200)])), "steady decay to 13%"
+    assert not any(feed(EchoTrapMonitor(), "entropy", [2.0 * 0.99**n for n in range(200)])), (
+        "steady decay to 13%"
+    )
     assert ["entropy_collapse"] in feed(EchoTrapMonitor(), "entropy", [2.0] * 10 + [0.1] * 10)
-    assert ["entropy_rise"] in feed(EchoTrapMonitor(), "entropy", [2.0] * 10 + [1.0] * 10 + [1.5] * 10)
+    assert ["entropy_rise"] in feed(
+        EchoTrapMonitor(), "entropy", [2.0] * 10 + [1.0] * 10 + [1.5] * 10
+    )
     assert not any(feed(EchoTrapMonitor(), "entropy", [2.0] * 10 + [1.0] * 10 + [1.3] * 10))
 
 
 def test_grad_norm_rule():
     rules = feed(EchoTrapMonitor(), "grad_norm", [1.0] * 10 + [4.9, 5.1, 1.0])
     assert rules[9:] == [[], [], ["grad_norm_spike"], []]
-    assert feed(EchoTrapMonitor(), "grad_norm", [1.0, 100.0]) == [[], []], "too few steps for a median"
+    assert feed(EchoTrapMonitor(), "grad_norm", [1.0, 100.0]) == [
+        [],
+        [],
+    ], "too few steps for a median"
 
 
 @pytest.mark.parametrize("name", ["reward_std", "entropy", "grad_norm", "success_rate"])
 def test_values_that_are_not_finite_warn_and_leave_no_trace(name):
     monitor, undisturbed = EchoTrapMonitor(), EchoTrapMonitor()
     rule = [f"{name}_not_finite"]
-    assert feed(monitor, name, [1.0, math.nan, math.inf, 1.0, -math.inf]) == [[], rule, [], [], rule]
+    assert feed(monitor, name, [1.0, math.nan, math.inf, 1.0, -math.inf]) == [
+        [],
+        rule,
+        [],
+        [],
+        rule,
+    ]
     feed(monitor, name, [1.0] * 10)
     feed(undisturbed, name, [1.0] * 12)
     assert monitor.state_dict() == undisturbed.state_dict()
@@ -145,7 +345,9 @@ def test_warning_says_rule_values_and_remedy():
     feed(monitor, "grad_norm", [2.0] * 10)
     (warning,) = monitor.observe({"grad_norm": 50.0})
     assert (warning.rule, warning.value, warning.limit) == ("grad_norm_spike", 50.0, 10.0)
-    assert "grad_norm_spike: 50 crossed the limit 10; " in str(warning) and "learning rate" in str(warning)
+    assert "grad_norm_spike: 50 crossed the limit 10; " in str(warning) and "learning rate" in str(
+        warning
+    )
 
 
 @pytest.mark.parametrize("cut", [3, 12, 30, 75])
@@ -184,7 +386,9 @@ def test_monitor_errors():
 
 def test_in_group_reward_std():
     rewards = [[0.0, 1.0, 2.0], [5.0, 5.0], [1.0, -1.0]]
-    assert in_group_reward_std(rewards) == pytest.approx(statistics.mean(map(statistics.stdev, rewards)))
+    assert in_group_reward_std(rewards) == pytest.approx(
+        statistics.mean(map(statistics.stdev, rewards))
+    )
 
 
 def test_distinct_response_rate():
@@ -198,7 +402,11 @@ def test_reasoning_that_ignores_its_input():
     own = torch.randn(12, 1, generator=torch.Generator().manual_seed(0)) - 20
     estimate = mutual_information(own.expand(12, 4), torch.arange(12) % 4, top_k=(1, 2, 4))
     assert estimate.mutual_information == pytest.approx(0.0, abs=1e-12)
-    assert estimate.entropy == pytest.approx(estimate.conditional_entropy) == pytest.approx(-float(own.double().mean()))
+    assert (
+        estimate.entropy
+        == pytest.approx(estimate.conditional_entropy)
+        == pytest.approx(-float(own.double().mean()))
+    )
     assert estimate.retrieval_accuracy == pytest.approx({1: 0.25, 2: 0.5, 4: 1.0})
     assert estimate.retrieval_accuracy == pytest.approx(estimate.retrieval_chance)
 
@@ -211,14 +419,21 @@ def test_reasoning_that_names_its_input():
     assert estimate.mutual_information == pytest.approx(math.log(3), abs=1e-12)
     assert estimate.max_mutual_information == pytest.approx(math.log(3), abs=1e-12)
     assert (estimate.matched, estimate.conditional_entropy) == (-7.0, 7.0)
-    assert estimate.retrieval_accuracy == {1: 1.0} and estimate.retrieval_chance == {1: pytest.approx(1 / 3)}
+    assert estimate.retrieval_accuracy == {1: 1.0} and estimate.retrieval_chance == {
+        1: pytest.approx(1 / 3)
+    }
 
 
 def test_mutual_information_of_a_noisy_channel():
-    """All outcomes of a symmetric binary channel, each as often as it occurs: I = log 2 - H(error rate), exactly."""
+    """All outcomes of a symmetric binary channel, each as often as it occurs: I = log 2 - H(error
+    rate), exactly.
+    """
     ids = torch.tensor([0] * 10 + [1] * 10)
     outcomes = [0] * 9 + [1] + [1] * 9 + [0]  # 10% of the reasonings flip
-    likelihood = [[math.log(0.9), math.log(0.1)], [math.log(0.1), math.log(0.9)]]  # [outcome][input]
+    likelihood = [
+        [math.log(0.9), math.log(0.1)],
+        [math.log(0.1), math.log(0.9)],
+    ]  # [outcome][input]
     cross = torch.tensor([likelihood[outcome] for outcome in outcomes], dtype=torch.float64)
     estimate = mutual_information(cross, ids)
     error_entropy = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
@@ -229,7 +444,9 @@ def test_mutual_information_of_a_noisy_channel():
 
 
 def test_equal_inputs_count_as_one():
-    cross = torch.tensor([[-1.0, -1.0, -9.0], [-1.5, -1.5, -8.0], [-7.0, -7.0, -2.0]], dtype=torch.float64)
+    cross = torch.tensor(
+        [[-1.0, -1.0, -9.0], [-1.5, -1.5, -8.0], [-7.0, -7.0, -2.0]], dtype=torch.float64
+    )
     ids = torch.tensor([0, 1, 2])
     estimate = mutual_information(cross, ids, input_keys=["a", "a", "b"])
     unmerged = mutual_information(cross, ids)

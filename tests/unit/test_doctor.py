@@ -18,7 +18,13 @@ TOOL = ROOT / "tools" / "doctor.py"
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True, timeout=250, check=False)
+    return subprocess.run(
+        [sys.executable, str(TOOL), *flags],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
 
 
 def test_this_machine_is_ready_for_the_cpu() -> None:
@@ -32,7 +38,12 @@ def test_a_machine_without_gpu_is_not_ready_for_h100() -> None:
     answer = run("--for", "h100", "--json", "--sglang-python", "/no/such/python")
     report = json.loads(answer.stdout)
     assert answer.returncode == 1 and report["ready"] is False
-    findings = {finding["name"]: finding for heading, part in report.items() if isinstance(part, list) for finding in part}
+    findings = {
+        finding["name"]: finding
+        for heading, part in report.items()
+        if isinstance(part, list)
+        for finding in part
+    }
     assert findings["CUDA device"]["state"] == findings["SGLang"]["state"] == "missing"
     assert "/no/such/python cannot run" in findings["SGLang"]["detail"]
     assert findings["torch"]["remedy"] == "pip install 'torch==2.11.0'"
@@ -41,13 +52,19 @@ def test_a_machine_without_gpu_is_not_ready_for_h100() -> None:
 def install(site: Path, name: str, summary: str) -> None:
     folder = site / f"{name}-1.0.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nSummary: {summary}\n")
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nSummary: {summary}\n"
+    )
 
 
 def test_the_apex_of_pypi_is_no_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.apex_finding().state == "falls back"
     monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "apex", "Pyramid toolkit to add Velruse, Flash Messages, CSRF, ReCaptcha and Sessions")
+    install(
+        tmp_path,
+        "apex",
+        "Pyramid toolkit to add Velruse, Flash Messages, CSRF, ReCaptcha and Sessions",
+    )
     assert doctor.apex_finding().remedy == "pip uninstall apex"
     (tmp_path / "amp_C.py").touch()  # the extension that NVIDIA's builds
     importlib.invalidate_caches()

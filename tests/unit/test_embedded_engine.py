@@ -10,12 +10,18 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from ragen_mega.engines import kv_cache, slots
-from ragen_mega.engines.decoder import Decoder, DecoderShape
-from ragen_mega.engines.embedded import EmbeddedEngine
-from ragen_mega.types import Completion, SamplingParams
+from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.engines.embedded import kv_cache, slots
+from ragen_mega.engines.embedded.decoder import Decoder, DecoderShape
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from tests.support.rounding import exact_logprobs
 
 Result = TypeVar("Result")
@@ -73,14 +79,23 @@ def random_tokens(generator: random.Random, count: int) -> list[int]:
 
 
 async def play(
-    engine: EmbeddedEngine, session: int, prompt: list[int], *, turns: int, temperature: float = 1.0, rest: bool = False
+    engine: EmbeddedEngine,
+    session: int,
+    prompt: list[int],
+    *,
+    turns: int,
+    temperature: float = 1.0,
+    rest: bool = False,
 ) -> tuple[list[int], list[tuple[int, Completion]]]:
     """A trajectory with random observations; `rest`: the environment takes its time."""
     generator = random.Random(session)
     tokens, answers = list(prompt), []
     for turn in range(turns):
         sampling = SamplingParams(
-            generator.randint(3, 12), temperature=temperature, stop_token_ids=(7, 8), seed=100 * session + turn
+            generator.randint(3, 12),
+            temperature=temperature,
+            stop_token_ids=(7, 8),
+            seed=100 * session + turn,
         )
         completion = await engine.generate(list(tokens), sampling, session=session)
         answers.append((len(tokens), completion))
@@ -92,19 +107,29 @@ async def play(
 
 
 def assert_logprobs(
-    model: PreTrainedModel, tokens: list[int], start: int, completion: Completion, temperature: float = 1.0
+    model: PreTrainedModel,
+    tokens: list[int],
+    start: int,
+    completion: Completion,
+    temperature: float = 1.0,
 ) -> None:
-    """The completion stands at `start` of `tokens`, and its log-probabilities are those of one full forward in float64."""
+    """The completion stands at `start` of `tokens`, and its log-probabilities are those of one full
+    forward in float64.
+    """
     end = start + len(completion.tokens)
     assert tokens[start:end] == completion.tokens
     exact, bound = exact_logprobs(model, tokens, temperature)
     picked = exact[torch.arange(start - 1, end - 1), completion.tokens]
-    torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), picked, atol=bound, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(completion.logprobs, dtype=torch.float64), picked, atol=bound, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("rest", [False, True])
-def test_multi_turn_logprobs_equal_one_full_forward(name: str, rest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multi_turn_logprobs_equal_one_full_forward(
+    name: str, rest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_cache, "_FIRST_WIDTH", 16)  # so that the cache has to grow
     monkeypatch.setattr(kv_cache, "_WIDTH_STEP", 8)
     model = build_model(name)
@@ -112,12 +137,19 @@ def test_multi_turn_logprobs_equal_one_full_forward(name: str, rest: bool, monke
     common = random_tokens(generator, 20)
     prompts = [common + random_tokens(generator, length) for length in (1, 25, 25, 60)]
 
-    async def everything(engine: EmbeddedEngine) -> list[tuple[list[int], list[tuple[int, Completion]]]]:
+    async def everything(
+        engine: EmbeddedEngine,
+    ) -> list[tuple[list[int], list[tuple[int, Completion]]]]:
         return await asyncio.gather(
-            *(play(engine, i, prompts[i % 4], turns=1 + i % 4, temperature=0.7, rest=rest) for i in range(13))
+            *(
+                play(engine, i, prompts[i % 4], turns=1 + i % 4, temperature=0.7, rest=rest)
+                for i in range(13)
+            )
         )
 
-    engine = EmbeddedEngine(model.config, max_context=200, max_sessions=9)  # some sessions have to wait for a slot
+    engine = EmbeddedEngine(
+        model.config, max_context=200, max_sessions=9
+    )  # some sessions have to wait for a slot
     with engine.awake():
         engine.load_weights(model.state_dict().items())
         trajectories = run(everything(engine))
@@ -135,7 +167,9 @@ def test_float64_is_exact_to_float64() -> None:
     # The rotary tables are float32 in both, so only their cosines' last bits differ.
     expected, _ = exact_logprobs(model, [1, 2, 3, *completion.tokens], 1.0)
     picked = expected[torch.arange(2, 42), completion.tokens]
-    torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), picked, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(completion.logprobs, dtype=torch.float64), picked, atol=1e-6, rtol=0
+    )
 
 
 def test_a_turn_costs_its_new_tokens_and_equal_prompts_are_computed_once(
@@ -144,7 +178,9 @@ def test_a_turn_costs_its_new_tokens_and_equal_prompts_are_computed_once(
     computed: list[int] = []
     forward = Decoder.forward
 
-    def counting_forward(self: Decoder, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def counting_forward(
+        self: Decoder, tokens: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         computed.append(tokens.shape[0])
         return forward(self, tokens, *args, **kwargs)
 
@@ -155,17 +191,24 @@ def test_a_turn_costs_its_new_tokens_and_equal_prompts_are_computed_once(
 
     async def members() -> None:
         first = await asyncio.gather(
-            *(engine.generate(prompts[i // 8], SamplingParams(1, seed=i), session=i) for i in range(16))
+            *(
+                engine.generate(prompts[i // 8], SamplingParams(1, seed=i), session=i)
+                for i in range(16)
+            )
         )
         # One prompt whole, the other's own part, and of the copies the last token alone.
         assert sum(computed) == 80 + 30 + 14
         assert (engine.counts.completions, engine.counts.prompt_tokens) == (16, 16 * 80)
         assert engine.counts.cached_tokens == 16 * 80 - sum(computed)
         computed.clear()
-        await engine.generate(prompts[0] + first[3].tokens + [1, 2, 3, 4], SamplingParams(1), session=3)
+        await engine.generate(
+            prompts[0] + first[3].tokens + [1, 2, 3, 4], SamplingParams(1), session=3
+        )
         assert sum(computed) == 1 + 4  # the last sampled token has not been fed yet
         computed.clear()
-        await engine.generate(prompts[0] + first[4].tokens + [1, 2, 3, 4], SamplingParams(6), session=4)
+        await engine.generate(
+            prompts[0] + first[4].tokens + [1, 2, 3, 4], SamplingParams(6), session=4
+        )
         assert computed[0] == 1 + 4 and len(computed) == 6
 
     run(members())
@@ -200,7 +243,9 @@ def test_shared_prefix_attention_changes_nothing(
 ) -> None:
     generator = random.Random(4)
     task = random_tokens(generator, 40)
-    prompts = [task + random_tokens(generator, 20) for _ in range(3)] + [random_tokens(generator, 70)]
+    prompts = [task + random_tokens(generator, 20) for _ in range(3)] + [
+        random_tokens(generator, 70)
+    ]
     used: list[int] = []
     share = kv_cache.KVCache.share
 
@@ -211,7 +256,9 @@ def test_shared_prefix_attention_changes_nothing(
 
     async def everything() -> list[tuple[list[int], list[tuple[int, Completion]]]]:
         sizes = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3)  # uneven classes
-        return await asyncio.gather(*(play(engine, i, prompts[p], turns=3, rest=True) for i, p in enumerate(sizes)))
+        return await asyncio.gather(
+            *(play(engine, i, prompts[p], turns=3, rest=True) for i, p in enumerate(sizes))
+        )
 
     monkeypatch.setattr(kv_cache.KVCache, "share", recording_share)
     shared = run(everything())
@@ -243,10 +290,14 @@ def test_samples_follow_the_distribution(
         probabilities = nucleus / nucleus.sum()
 
     async def draw(seed: int) -> int:
-        completion = await engine.generate(prompt, SamplingParams(1, temperature, top_p, seed=seed), session=seed)
+        completion = await engine.generate(
+            prompt, SamplingParams(1, temperature, top_p, seed=seed), session=seed
+        )
         engine.release(seed)
         token = completion.tokens[0]
-        assert completion.logprobs[0] == pytest.approx(float(logprobs[token]), abs=bound)  # before top_p
+        assert completion.logprobs[0] == pytest.approx(
+            float(logprobs[token]), abs=bound
+        )  # before top_p
         return token
 
     async def draw_all() -> list[int]:
@@ -261,10 +312,14 @@ def test_samples_follow_the_distribution(
     statistic = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in common)
     statistic += (rare_count - rare_expected) ** 2 / rare_expected if rare_expected > 1 else 0.0
     freedom = len(common)
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # mean + 4 standard deviations of chi-square
+    assert (
+        statistic < freedom + 4 * (2 * freedom) ** 0.5
+    )  # mean + 4 standard deviations of chi-square
 
 
-def test_greedy_is_argmax_with_the_logprob_of_temperature_one(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+def test_greedy_is_argmax_with_the_logprob_of_temperature_one(
+    model: PreTrainedModel, engine: EmbeddedEngine
+) -> None:
     tokens = [5, 6, 9]
     completion = run(engine.generate(list(tokens), SamplingParams(12, temperature=0.0), session=0))
     for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
@@ -279,7 +334,9 @@ def test_completions_end_at_a_stop_token_a_limit_or_the_context(engine: Embedded
     assert (len(free.tokens), free.finish_reason) == (30, "length")
     stop = free.tokens[11]
     first = free.tokens.index(stop)
-    stopped = run(engine.generate([1, 2], SamplingParams(30, seed=1, stop_token_ids=(stop,)), session=1))
+    stopped = run(
+        engine.generate([1, 2], SamplingParams(30, seed=1, stop_token_ids=(stop,)), session=1)
+    )
     assert stopped.tokens == free.tokens[: first + 1] and stopped.finish_reason == "stop"
     assert len(stopped.logprobs) == first + 1
     for room in (0, 1, 7):
@@ -288,14 +345,19 @@ def test_completions_end_at_a_stop_token_a_limit_or_the_context(engine: Embedded
         assert (len(cut.tokens), len(cut.logprobs), cut.finish_reason) == (room, room, "length")
 
 
-def test_long_prompts_are_computed_in_parts(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_computed_in_parts(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slots, "_MAX_PREFILL_PLACES", 16)
     engine = EmbeddedEngine(model.config, max_context=120, max_sessions=4)
     prompts = [random_tokens(random.Random(i), length) for i, length in enumerate((100, 33, 16, 5))]
 
     async def everything() -> list[Completion]:
         return await asyncio.gather(
-            *(engine.generate(prompt, SamplingParams(4, seed=i), session=i) for i, prompt in enumerate(prompts))
+            *(
+                engine.generate(prompt, SamplingParams(4, seed=i), session=i)
+                for i, prompt in enumerate(prompts)
+            )
         )
 
     with engine.awake():
@@ -304,7 +366,9 @@ def test_long_prompts_are_computed_in_parts(model: PreTrainedModel, monkeypatch:
             assert_logprobs(model, prompt + completion.tokens, len(prompt), completion)
 
 
-def test_a_changed_history_is_computed_again(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+def test_a_changed_history_is_computed_again(
+    model: PreTrainedModel, engine: EmbeddedEngine
+) -> None:
     run(engine.generate([1, 2, 3, 4, 5, 6], SamplingParams(3), session=0))
     prompt = [1, 2, 3, 9, 9]
     completion = run(engine.generate(prompt, SamplingParams(1), session=0))
@@ -313,12 +377,21 @@ def test_a_changed_history_is_computed_again(model: PreTrainedModel, engine: Emb
 
 def test_a_slot_forgets_the_longer_trajectory_that_left_it(model: PreTrainedModel) -> None:
     engine = EmbeddedEngine(model.config, max_context=120, max_sessions=2)
-    lengths = (90, 90, 3, 80)  # of the prompts; the short one sits in a long one's slot, beside another long one
-    prompts = [random_tokens(random.Random(session), length) for session, length in enumerate(lengths)]
+    lengths = (
+        90,
+        90,
+        3,
+        80,
+    )  # of the prompts; the short one sits in a long one's slot, beside another long one
+    prompts = [
+        random_tokens(random.Random(session), length) for session, length in enumerate(lengths)
+    ]
 
     async def scenario() -> list[Completion]:
         async def generate(session: int) -> Completion:
-            return await engine.generate(prompts[session], SamplingParams(25, seed=session), session=session)
+            return await engine.generate(
+                prompts[session], SamplingParams(25, seed=session), session=session
+            )
 
         await asyncio.gather(generate(0), generate(1))
         engine.release(0)
@@ -336,11 +409,15 @@ def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_weights_must_arrive_complete_once_and_in_shape(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+def test_weights_must_arrive_complete_once_and_in_shape(
+    model: PreTrainedModel, engine: EmbeddedEngine
+) -> None:
     weights = weights_of(model)
     name = "model.layers.1.self_attn.k_proj.bias"
     bad_streams = {
-        f"1 of .* missing, first '{name}'": {key: value for key, value in weights.items() if key != name},
+        f"1 of .* missing, first '{name}'": {
+            key: value for key, value in weights.items() if key != name
+        },
         "unexpected weight 'model.layers.9.x'": weights | {"model.layers.9.x": weights[name]},
         "must have the full shape \\(16,\\)": weights | {name: weights[name][:8]},
         "ties its embeddings": weights | {"lm_head.weight": weights["lm_head.weight"] + 1},
@@ -353,7 +430,7 @@ def test_weights_must_arrive_complete_once_and_in_shape(model: PreTrainedModel, 
     with pytest.raises(ValueError, match="arrived twice"):
         engine.load_weights([*weights.items(), (name, weights[name])])
     before = engine.weight_version
-    engine.load_weights((item for item in weights.items() if item[0] != "lm_head.weight"))
+    engine.load_weights(item for item in weights.items() if item[0] != "lm_head.weight")
     assert engine.weight_version == before + 1
 
 
@@ -361,10 +438,14 @@ def test_untied_models_need_their_head() -> None:
     model = build_model("qwen2_untied")
     engine = EmbeddedEngine(model.config, max_context=8, max_sessions=1)
     with engine.awake(), pytest.raises(ValueError, match="missing, first 'lm_head.weight'"):
-        engine.load_weights((item for item in weights_of(model).items() if item[0] != "lm_head.weight"))
+        engine.load_weights(
+            item for item in weights_of(model).items() if item[0] != "lm_head.weight"
+        )
 
 
-def test_weights_are_copied_and_new_weights_take_effect(model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+def test_weights_are_copied_and_new_weights_take_effect(
+    model: PreTrainedModel, engine: EmbeddedEngine
+) -> None:
     weights = weights_of(model)
     engine.load_weights(weights.items())
     before = run(engine.generate([1, 2, 3], SamplingParams(5), session=0))
@@ -454,11 +535,15 @@ def test_bad_requests_are_refused(
     "config",
     [
         Qwen2Config(**SIZES, hidden_act="gelu"),
-        Qwen2Config(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+        Qwen2Config(
+            **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+        ),
         Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
         Qwen3Config(**SIZES, attention_bias=True),
     ],
 )
-def test_variants_that_would_be_computed_wrongly_are_refused(config: Qwen2Config | Qwen3Config) -> None:
+def test_variants_that_would_be_computed_wrongly_are_refused(
+    config: Qwen2Config | Qwen3Config,
+) -> None:
     with pytest.raises(ValueError, match="only|not supported"):
         DecoderShape.from_config(config)

@@ -9,9 +9,14 @@ import gymnasium
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from ragen_mega.environments.base import Environment, make, names, stable_seed
-from ragen_mega.environments.boards import has_packaged_boards, load_boards, packaged_sets, read_boards
-from ragen_mega.environments.gymnasium_adapter import environment_id
+from ragen_mega.environments.adapters.gymnasium import environment_id
+from ragen_mega.environments.boards import (
+    has_packaged_boards,
+    load_boards,
+    packaged_sets,
+    read_boards,
+)
+from ragen_mega.environments.protocol import Environment, make, names, stable_seed
 
 CHECK = "\u221a"
 ROOM = ["######", "#____#", "#_PXO#", "#____#", "#____#", "######"]
@@ -30,7 +35,9 @@ def test_every_environment_keeps_the_protocol(name):
     environment = make(name)
     assert isinstance(environment, Environment)
     observation = environment.reset(7, outcome_seed=1)
-    assert observation and observation == make(name).reset(7, outcome_seed=2), "the prompt seed alone draws the state"
+    assert observation and observation == make(name).reset(7, outcome_seed=2), (
+        "the prompt seed alone draws the state"
+    )
     assert environment.facts()
     for action in environment.actions:
         assert action in environment.instruction
@@ -66,12 +73,14 @@ def test_bad_options_are_refused(name, options, message):
 
 def test_seeds_do_not_depend_on_the_process():
     script = (
-        "from ragen_mega.environments.base import make, stable_seed\n"
-        "print(stable_seed(5, 'x'), *(make(n).reset(10123) for n in ('sokoban', 'sokoban_large', 'frozen_lake')))"
+        "from ragen_mega.environments.protocol import make, stable_seed\nprint(stable_seed(5, 'x'),"
+        " *(make(n).reset(10123) for n in ('sokoban', 'sokoban_large', 'frozen_lake')))"
     )
     run = [sys.executable, "-X", "utf8", "-c", script]
     outputs = {
-        subprocess.run(run, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": salt}).stdout
+        subprocess.run(
+            run, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": salt}
+        ).stdout
         for salt in ("0", "1")
     }
     assert len(outputs) == 1
@@ -101,7 +110,11 @@ def test_bandit_payouts(name, low, high):
     assert rewards[1.0] / 4000 == pytest.approx(0.25, abs=0.028)  # 4 standard errors
     environment.reset(3)
     result = environment.step(low.lower())
-    assert (result.reward, result.info["success"], result.observation) == (0.1, False, f"{low}: 0.1 points")
+    assert (result.reward, result.info["success"], result.observation) == (
+        0.1,
+        False,
+        f"{low}: 0.1 points",
+    )
     with pytest.raises(RuntimeError, match="call reset"):
         environment.step(low)
 
@@ -123,7 +136,11 @@ def test_sokoban_rewards_and_symbols():
     assert environment.reset(0, board=ROOM) == "\n".join(ROOM)
     solved = environment.step("right")
     assert solved.observation.split("\n")[2] == f"#__P{CHECK}#"
-    assert solved.reward == pytest.approx(-0.1 + 1 + 10) and solved.terminated and solved.info["success"]
+    assert (
+        solved.reward == pytest.approx(-0.1 + 1 + 10)
+        and solved.terminated
+        and solved.info["success"]
+    )
     with pytest.raises(RuntimeError, match="call reset"):
         environment.step("Left")
 
@@ -149,16 +166,24 @@ def test_sokoban_boxes_block():
 
 def test_sokoban_vocabulary_and_coordinates():
     assert make("sokoban_new_vocabulary").reset(0, board=ROOM).split("\n")[2] == "W.ABGW"
-    text = make("sokoban", observation="coord").reset(0, board=["######", *ROOM[1:4], "#_##_#", "######"])
+    text = make("sokoban", observation="coord").reset(
+        0, board=["######", *ROOM[1:4], "#_##_#", "######"]
+    )
     assert text.split("\n") == [
-        "Player: (2, 2)", "Boxes: (2, 3)", "Targets: (2, 4)", "Walls: (4, 2), (4, 3)", "Size: 6 rows, 6 columns",
+        "Player: (2, 2)",
+        "Boxes: (2, 3)",
+        "Targets: (2, 4)",
+        "Walls: (4, 2), (4, 3)",
+        "Size: 6 rows, 6 columns",
     ]
     both = make("sokoban", observation="grid_coord")
     assert both.reset(0, board=ROOM).split("\n")[3:] == ROOM
     after = both.step("Down")
     assert after.observation.startswith("Player: (3, 2)")
     facts = both.facts()
-    assert facts["player"] == (3, 2) and facts["boxes"] == ((2, 3),) and facts["targets"] == ((2, 4),)
+    assert (
+        facts["player"] == (3, 2) and facts["boxes"] == ((2, 3),) and facts["targets"] == ((2, 4),)
+    )
     assert len(facts["walls"]) == 20 and len(facts["free"]) == 16
 
 
@@ -197,7 +222,12 @@ def test_frozen_lake_slips_sideways_at_the_stated_rate(success_rate):
 
 def test_frozen_lake_coordinates_end_at_the_last_cell():
     text = make("frozen_lake", observation="grid_coord").reset(0, board=LAKE)
-    assert text.split("\n")[:4] == ["Player: (0, 0)", "Goal: (3, 3)", "Holes: (1, 1)", "Corners: (0, 0) to (3, 3)"]
+    assert text.split("\n")[:4] == [
+        "Player: (0, 0)",
+        "Goal: (3, 3)",
+        "Holes: (1, 1)",
+        "Corners: (0, 0) to (3, 3)",
+    ]
 
 
 def test_outcomes_belong_to_the_member_and_repeat():
@@ -232,11 +262,15 @@ def record(**changes):
 def test_boards_of_other_kinds_are_left_out(tmp_path):
     path = tmp_path / "mixed.jsonl"
     large = ["#######", "#_PX_O#", "#_____#", "#__#__#", "#_____#", "#_____#", "#######"]
-    path.write_text("\n".join([record(), "", record(board=LAKE), record(board=large, seed=9)]), encoding="utf-8")
+    path.write_text(
+        "\n".join([record(), "", record(board=LAKE), record(board=large, seed=9)]), encoding="utf-8"
+    )
     assert [board.rows for board in load_boards(path, "sokoban")] == [tuple(ROOM)]
     assert [board.seed for board in load_boards(path, "sokoban", dim=7)] == [9]
     assert [board.rows for board in load_boards(path, "frozen_lake")] == [tuple(LAKE)]
-    with pytest.raises(ValueError, match=r"none of its 3 boards \(sets mine\) fits environment sokoban_large"):
+    with pytest.raises(
+        ValueError, match=r"none of its 3 boards \(sets mine\) fits environment sokoban_large"
+    ):
         load_boards(path, "sokoban_large")
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_mega.environments.base import make
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import make
 
 ROOM = ["######", "#____#", "#_PXO#", "#____#", "#____#", "######"]
 
@@ -36,11 +36,16 @@ def test_full_prompt():
 
 def test_system_and_compact_prompts():
     episode, (system, user) = start(prompt_style="system", think=False)
-    assert system.content.startswith(episode.environment.instruction) and user.content.startswith("Turn 1:")
+    assert system.content.startswith(episode.environment.instruction) and user.content.startswith(
+        "Turn 1:"
+    )
     assert "<think>" not in user.content
     episode, messages = start(prompt_style="compact")
     assert [message.content for message in messages] == ["\n".join(ROOM) + "\n10 left"]
-    assert episode.respond(answer("Up")).message.content == episode.environment.step("Up").observation + "\n9 left"
+    assert (
+        episode.respond(answer("Up")).message.content
+        == episode.environment.step("Up").observation + "\n9 left"
+    )
 
 
 def test_success_ends_the_episode_and_drops_the_rest_of_the_answer():
@@ -49,8 +54,13 @@ def test_success_ends_the_episode_and_drops_the_rest_of_the_answer():
     assert result.reward == pytest.approx(10.9)
     assert result.terminated and not result.truncated and result.message is None and episode.done
     assert result.info == {
-        "success": True, "is_format_valid": True, "is_action_valid": True, "is_action_effective": True,
-        "num_actions": 1, "actions": ("Right",), "thought": "thought",
+        "success": True,
+        "is_format_valid": True,
+        "is_action_valid": True,
+        "is_action_effective": True,
+        "num_actions": 1,
+        "actions": ("Right",),
+        "thought": "thought",
     }
     with pytest.raises(RuntimeError, match="call start"):
         episode.respond("")
@@ -59,7 +69,10 @@ def test_success_ends_the_episode_and_drops_the_rest_of_the_answer():
 
 def test_format_penalty_every_turn_until_the_turns_run_out():
     episode, _ = start()
-    results = [episode.respond(text) for text in ("", "!!!!!!", answer("jump"), "<answer>Up</answer>", answer())]
+    results = [
+        episode.respond(text)
+        for text in ("", "!!!!!!", answer("jump"), "<answer>Up</answer>", answer())
+    ]
     assert [result.reward for result in results] == [-0.1] * 5
     assert [result.truncated for result in results] == [False] * 4 + [True]
     assert not results[-1].info["success"] and results[-1].message is None
@@ -70,7 +83,9 @@ def test_unknown_action_costs_the_penalty_and_the_rest_runs():
     result = episode.respond(answer("Up", "jump"))
     assert result.reward == pytest.approx(-0.2) and result.info["num_actions"] == 1
     assert not result.info["is_action_valid"] and result.info["is_format_valid"]
-    assert "Reward:\n-0.1\n" in result.message.content, "the penalty is no part of the environment's reward"
+    assert "Reward:\n-0.1\n" in result.message.content, (
+        "the penalty is no part of the environment's reward"
+    )
 
 
 def test_action_budget_truncates_inside_a_turn():
@@ -116,7 +131,9 @@ def test_bad_configuration_is_refused(changes, message):
 
 
 PIECES = st.sampled_from(["Up", "down", "Left", "RIGHT", "jump", "", "</answer>"])
-RESPONSES = st.one_of(st.text(max_size=30), st.lists(PIECES, max_size=8).map(lambda pieces: answer(*pieces)))
+RESPONSES = st.one_of(
+    st.text(max_size=30), st.lists(PIECES, max_size=8).map(lambda pieces: answer(*pieces))
+)
 
 
 @settings(deadline=None, max_examples=100)
@@ -128,13 +145,22 @@ RESPONSES = st.one_of(st.text(max_size=30), st.lists(PIECES, max_size=8).map(lam
     seed=st.integers(0, 20),
 )
 def test_budgets_hold_whatever_the_model_says(responses, max_turns, per_turn, max_actions, seed):
-    config = EpisodeConfig(max_turns=max_turns, max_actions_per_turn=per_turn, max_actions=max_actions)
+    config = EpisodeConfig(
+        max_turns=max_turns, max_actions_per_turn=per_turn, max_actions=max_actions
+    )
     episode = Episode(make("sokoban"), config)
     announced = episode.start(seed)[-1].content
     executed = 0
     for turn in range(1, max_turns + 1):
-        left, now = map(int, re.search(r"You have (\d+) actions? left and may use at most (\d+)", announced).groups())
-        assert left == min(max_actions - executed, (max_turns - turn + 1) * per_turn) and now == min(left, per_turn)
+        left, now = map(
+            int,
+            re.search(
+                r"You have (\d+) actions? left and may use at most (\d+)", announced
+            ).groups(),
+        )
+        assert left == min(
+            max_actions - executed, (max_turns - turn + 1) * per_turn
+        ) and now == min(left, per_turn)
         result = episode.respond(responses[turn - 1])
         executed += result.info["num_actions"]
         assert result.info["num_actions"] <= now

@@ -5,13 +5,14 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from ragen_mega.environments.solvers import wilson_interval
-from ragen_mega.evaluation import pass_at_k, success_interval
+from ragen_mega.environments.reference_players import wilson_interval
+from ragen_mega.rollout.evaluate import pass_at_k, success_interval
 
 
 @pytest.mark.parametrize("samples", [2, 8])
 def test_interval_covers_the_expected_success_in_95_of_100_draws(samples: int) -> None:
-    # Prompts drawn from a population of difficulties, then episodes from each: what an evaluation does.
+    # Prompts drawn from a population of difficulties, then episodes from each: what an evaluation
+    # does.
     random = np.random.default_rng(0)
     covered, widths = 0, []
     for _ in range(1000):
@@ -26,7 +27,9 @@ def test_interval_covers_the_expected_success_in_95_of_100_draws(samples: int) -
 
 def test_interval_of_one_sample_is_wilsons() -> None:
     successes = [[index < 100] for index in range(256)]
-    assert success_interval(successes) == pytest.approx((100 / 256, *wilson_interval(100, 256)), abs=2e-4)
+    assert success_interval(successes) == pytest.approx(
+        (100 / 256, *wilson_interval(100, 256)), abs=2e-4
+    )
 
 
 @pytest.mark.parametrize("won", [False, True])
@@ -42,4 +45,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
     successes = [[True, False, False, False], [False] * 4, [True, True, False, True]]
     for k in (1, 2, 4):
         subsets = [[any(subset) for subset in combinations(row, k)] for row in successes]
-        assert pass_at_k(successes)[f"pass@{k}"] == pytest.approx(np.mean([np.mean(row) for row in subsets]))
+        assert pass_at_k(successes)[f"pass@{k}"] == pytest.approx(
+            np.mean([np.mean(row) for row in subsets])
+        )

@@ -1,4 +1,6 @@
-"""Group selection against definitions spelled out with the standard library, and the edge cases of RAGEN's filter."""
+"""Group selection against definitions spelled out with the standard library, and the edge cases of
+RAGEN's filter.
+"""
 
 import math
 import random
@@ -9,8 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_mega.starpo.filtering import filter_groups, group_uncertainty, select_groups, soft_reweighting
-from ragen_mega.types import Trajectory, TrajectoryGroup, Turn
+from ragen_mega.algorithm.filters import (
+    filter_groups,
+    group_uncertainty,
+    select_groups,
+    soft_reweighting,
+)
+from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
 
 SCORES = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=12)
 
@@ -21,7 +28,8 @@ def select(scores, strategy, value, keep_zero=False):
 
 def group(group_id, *returns):
     trajectories = [
-        Trajectory(group_id=group_id, turns=[Turn(0, 1, reward - 1.0), Turn(1, 2, 1.0)]) for reward in returns
+        Trajectory(group_id=group_id, turns=[Turn(0, 1, reward - 1.0), Turn(1, 2, 1.0)])
+        for reward in returns
     ]
     return TrajectoryGroup(group_id, trajectories)
 
@@ -99,8 +107,13 @@ def test_min_p_is_relative_to_the_best_group():
 
 @pytest.mark.parametrize(
     ("strategy", "value", "kept_zeros"),
-    [("top_fraction", 0.5, [0, 1]), ("top_k", 3, [0, 1, 2]), ("top_p_linear", 0.5, [0, 1]),
-     ("top_p_softmax", 0.5, [0, 1]), ("min_p", 0.5, [0, 1, 2, 3])],
+    [
+        ("top_fraction", 0.5, [0, 1]),
+        ("top_k", 3, [0, 1, 2]),
+        ("top_p_linear", 0.5, [0, 1]),
+        ("top_p_softmax", 0.5, [0, 1]),
+        ("min_p", 0.5, [0, 1, 2, 3]),
+    ],
 )
 def test_constant_groups(strategy, value, kept_zeros):
     assert select([0.0] * 4, strategy, value) == []
@@ -127,7 +140,9 @@ def test_filter_ranks_total_returns_and_keeps_order():
 
 def test_float_noise_of_equal_returns_counts_as_constant():
     noisy = [0.1 * n for n in (3, 3)] + [0.1 + 0.2]
-    assert filter_groups([group(0, *noisy)], strategy="top_fraction", value=1.0, keep_zero=False) == []
+    assert (
+        filter_groups([group(0, *noisy)], strategy="top_fraction", value=1.0, keep_zero=False) == []
+    )
 
 
 def test_soft_reweighting():
@@ -138,8 +153,18 @@ def test_soft_reweighting():
 
 @pytest.mark.parametrize(
     ("strategy", "value"),
-    [("top_fraction", 0.0), ("top_fraction", 1.1), ("top_k", 0), ("top_k", 1.5), ("top_k", 4), ("top_p_linear", -0.1),
-     ("top_p_softmax", 2.0), ("min_p", 0.0), ("top_fraction", math.nan), ("best", 1.0)],
+    [
+        ("top_fraction", 0.0),
+        ("top_fraction", 1.1),
+        ("top_k", 0),
+        ("top_k", 1.5),
+        ("top_k", 4),
+        ("top_p_linear", -0.1),
+        ("top_p_softmax", 2.0),
+        ("min_p", 0.0),
+        ("top_fraction", math.nan),
+        ("best", 1.0),
+    ],
 )
 def test_values_out_of_range(strategy, value):
     with pytest.raises(ValueError):

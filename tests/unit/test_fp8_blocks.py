@@ -4,30 +4,53 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ragen_mega.engines.engine_shards import cut_stream
-from ragen_mega.engines.fp8_blocks import BLOCK, SCALES, check_blocks, quantize, quantize_stream
+from ragen_mega.engines.sglang.fp8_blocks import (
+    BLOCK,
+    SCALES,
+    check_blocks,
+    quantize,
+    quantize_stream,
+)
+from ragen_mega.models.server_cut import cut_stream
 
 CONFIG = Qwen2Config(
-    vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=64,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=4,
 )  # heads of 64: two ranks have two key-value heads, one block
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (130, 200), (1, 1), (128, 129)])
 def test_scales_and_error_of_every_block(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(shape, generator=generator).bfloat16() * torch.logspace(-6, 3, shape[1]).bfloat16()
+    weight = (
+        torch.randn(shape, generator=generator).bfloat16()
+        * torch.logspace(-6, 3, shape[1]).bfloat16()
+    )
     weight[:BLOCK, :BLOCK][torch.rand(weight[:BLOCK, :BLOCK].shape, generator=generator) < 0.1] = 0
     values, scales = quantize(weight)
-    assert values.dtype == torch.float8_e4m3fn and values.shape == shape and scales.dtype == torch.float32
+    assert (
+        values.dtype == torch.float8_e4m3fn
+        and values.shape == shape
+        and scales.dtype == torch.float32
+    )
     assert scales.shape == (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            part = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
+            part = (
+                slice(row * BLOCK, (row + 1) * BLOCK),
+                slice(column * BLOCK, (column + 1) * BLOCK),
+            )
             truth, scale = weight[part].double(), scales[row, column].double()
             assert scale == pytest.approx(float(truth.abs().max()) / 448, rel=1e-6)
             error = (values[part].double() * scale - truth).abs()
             # Half a step: three bits of mantissa, or the distance of the smallest values.
-            assert bool((error <= torch.maximum(truth.abs() * 2**-4, scale * 2**-10) * (1 + 1e-5)).all())
+            assert bool(
+                (error <= torch.maximum(truth.abs() * 2**-4, scale * 2**-10) * (1 + 1e-5)).all()
+            )
 
 
 def test_a_block_of_zeros_stays_zero() -> None:
@@ -36,7 +59,9 @@ def test_a_block_of_zeros_stays_zero() -> None:
 
 
 def test_cutting_and_quantizing_commute() -> None:
-    """A rank's blocks are blocks of the whole weight, so the number of ranks does not change the policy."""
+    """A rank's blocks are blocks of the whole weight, so the number of ranks does not change the
+    policy.
+    """
     torch.manual_seed(0)
     weights = dict(Qwen2ForCausalLM(CONFIG).state_dict())
     check_blocks(CONFIG, 2)
@@ -54,9 +79,13 @@ def test_cutting_and_quantizing_commute() -> None:
         name = "model.layers.0.mlp.gate_up_proj.weight"
         for suffix in ("", SCALES):
             gate, up = whole[name + suffix].float().chunk(2)
-            assert torch.equal(part[name + suffix].float(), torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]))
+            assert torch.equal(
+                part[name + suffix].float(), torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]])
+            )
 
 
 def test_blocks_on_two_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="its key-value heads have 64 at rollout_tensor_parallel_size 4; lower it"):
+    with pytest.raises(
+        ValueError, match="its key-value heads have 64 at rollout_tensor_parallel_size 4; lower it"
+    ):
         check_blocks(CONFIG, 4)

@@ -1,4 +1,6 @@
-"""The FP8 report: its statistics and break-even shapes against their definitions, its measurements with local layers."""
+"""The FP8 report: its statistics and break-even shapes against their definitions, its measurements
+with local layers.
+"""
 
 import json
 import math
@@ -17,15 +19,22 @@ sys.path.insert(0, str(ROOT / "tools"))
 import fp8_report
 from fp8_tables import BF16, break_even_size, break_even_tokens, drift, markdown, summarize
 
-from ragen_mega import distributed
 from ragen_mega.config import ParallelConfig
-from ragen_mega.huggingface import random_weights
+from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.precision import Machine
+from ragen_mega.models.huggingface import random_weights
 
 HF = Qwen2Config(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.2,
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    initializer_range=0.2,
 )
 
 
@@ -34,20 +43,27 @@ def test_drift_against_its_definition() -> None:
     reference = [-generator.expovariate(0.5) for _ in range(1000)]
     other = [value + generator.gauss(0.01, 0.1) for value in reference]
     differences = [b - a for a, b in zip(reference, other)]
-    result = drift(torch.tensor(reference, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
+    result = drift(
+        torch.tensor(reference, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
+    )
     assert result["mean"] == pytest.approx(sum(differences) / 1000)
     assert result["mean_abs"] == pytest.approx(sum(map(abs, differences)) / 1000)
     assert result["p99_abs"] == pytest.approx(sorted(map(abs, differences))[989])
     assert result["max_abs"] == pytest.approx(max(map(abs, differences)))
     assert result["kl"] == pytest.approx(sum(math.exp(d) - 1 - d for d in differences) / 1000)
     assert drift(torch.zeros(1), torch.zeros(1)) == dict.fromkeys(result, 0.0)
-    with pytest.raises(ValueError, match=r"the same tokens, at least one, not shapes \[2\] and \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"the same tokens, at least one, not shapes \[2\] and \[3\]"
+    ):
         drift(torch.zeros(2), torch.zeros(3))
 
 
 def test_kl_of_sampled_tokens_is_the_exact_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(20, dtype=torch.float64, generator=generator).mul(0.5).log_softmax(0) for _ in range(2))
+    p, q = (
+        torch.randn(20, dtype=torch.float64, generator=generator).mul(0.5).log_softmax(0)
+        for _ in range(2)
+    )
     tokens = torch.multinomial(p.exp(), 400_000, replacement=True, generator=generator)
     exact = float((p.exp() * (p - q)).sum())
     assert drift(p[tokens], q[tokens])["kl"] == pytest.approx(exact, rel=0.02)
@@ -57,13 +73,25 @@ def test_break_even_against_brute_force() -> None:
     generator = random.Random(1)
     answers = set()
     for _ in range(300):
-        tokens, widths = sorted(generator.sample(range(1, 50), 4)), sorted(generator.sample(range(1, 9), 3))
+        tokens, widths = (
+            sorted(generator.sample(range(1, 50), 4)),
+            sorted(generator.sample(range(1, 9), 3)),
+        )
         bias = generator.random()
-        ratios = {(t, w): generator.choice([0.5, 1.0, 1.5, math.nan]) if generator.random() < bias else 0.9
-                  for t in tokens for w in widths}
+        ratios = {
+            (t, w): (
+                generator.choice([0.5, 1.0, 1.5, math.nan]) if generator.random() < bias else 0.9
+            )
+            for t in tokens
+            for w in widths
+        }
         by_hidden = {}
         for width in widths:
-            good = [t for t in tokens if all(ratios[larger, width] < 1 for larger in tokens if larger >= t)]
+            good = [
+                t
+                for t in tokens
+                if all(ratios[larger, width] < 1 for larger in tokens if larger >= t)
+            ]
             by_hidden[width] = min(good) if good else None
         assert break_even_tokens(ratios) == by_hidden
         sizes = [t * w for t, w in ratios]
@@ -75,50 +103,88 @@ def test_break_even_against_brute_force() -> None:
 
 def test_a_report_becomes_tables() -> None:
     rows = [
-        {"tokens": tokens, "hidden": 896, "milliseconds": {BF16: 2.0, "tensorwise": 2.0 * ratio, "blockwise": 4.0},
-         "ratios": {BF16: 1.0, "tensorwise": ratio, "blockwise": 2.0}}
+        {
+            "tokens": tokens,
+            "hidden": 896,
+            "milliseconds": {BF16: 2.0, "tensorwise": 2.0 * ratio, "blockwise": 4.0},
+            "ratios": {BF16: 1.0, "tensorwise": ratio, "blockwise": 2.0},
+        }
         for tokens, ratio in ((512, 1.4), (2048, 0.8))
     ]
     report = {
-        "machine": {"device": "a GPU", "cuda": "13.0", "torch": "2.11.0", "transformer_engine": "2.11.0"},
-        "commit": "abc", "weights": "random", "fp8": "hybrid", "recipes": ["tensorwise", "blockwise"],
-        "alignment": {"tensorwise": 16, "blockwise": 16}, "drift_tokens": 8,
-        "drift": {"tensorwise": drift(torch.zeros(4), torch.full((4,), 0.25))}, "time": rows,
+        "machine": {
+            "device": "a GPU",
+            "cuda": "13.0",
+            "torch": "2.11.0",
+            "transformer_engine": "2.11.0",
+        },
+        "commit": "abc",
+        "weights": "random",
+        "fp8": "hybrid",
+        "recipes": ["tensorwise", "blockwise"],
+        "alignment": {"tensorwise": 16, "blockwise": 16},
+        "drift_tokens": 8,
+        "drift": {"tensorwise": drift(torch.zeros(4), torch.full((4,), 0.25))},
+        "time": rows,
     }
     report["break_even"] = summarize(report)
-    assert report["break_even"]["tensorwise"] == {"tokens_by_hidden": {896: 2048}, "tokens_x_hidden": 2048 * 896}
-    assert report["break_even"]["blockwise"] == {"tokens_by_hidden": {896: None}, "tokens_x_hidden": None}
+    assert report["break_even"]["tensorwise"] == {
+        "tokens_by_hidden": {896: 2048},
+        "tokens_x_hidden": 2048 * 896,
+    }
+    assert report["break_even"]["blockwise"] == {
+        "tokens_by_hidden": {896: None},
+        "tokens_x_hidden": None,
+    }
     text = markdown(json.loads(json.dumps(report)))
     assert "| tensorwise | 2.50e-01 | 2.50e-01 | 2.50e-01 | 2.50e-01 | 3.40e-02 |" in text
     assert "| 2048 | 896 | 2.00 | 0.80 | 2.00 |" in text
-    assert "| tensorwise | 16 | 896: 2048 | 1835008 |" in text and "| blockwise | 16 | 896: never | never |" in text
+    assert (
+        "| tensorwise | 16 | 896: 2048 | 1835008 |" in text
+        and "| blockwise | 16 | 896: never | never |" in text
+    )
 
 
 def test_the_measurements_run_with_local_layers() -> None:
-    """The same code as on a GPU, on layers that exist here: bfloat16 drifts from float32, float32 does not from itself."""
+    """The same code as on a GPU, on layers that exist here: bfloat16 drifts from float32, float32
+    does not from itself.
+    """
     groups = initialize(ParallelConfig())
     try:
         variants = {
-            BF16: ParallelConfig(), "again": ParallelConfig(recompute="full"), "rounded": ParallelConfig(bf16=True),
+            BF16: ParallelConfig(),
+            "again": ParallelConfig(recompute="full"),
+            "rounded": ParallelConfig(bf16=True),
         }
         batch = fp8_report.random_batch(300, 64, HF.vocab_size, seed=0)
         assert batch.lengths.tolist() == [64, 64, 64, 64, 44] and batch.loss_mask.all()
-        rows = fp8_report.measure_drift(HF, random_weights(HF, 0).get, batch, variants, groups, max_tokens=128)
+        rows = fp8_report.measure_drift(
+            HF, random_weights(HF, 0).get, batch, variants, groups, max_tokens=128
+        )
         assert rows["again"]["max_abs"] < 1e-6 and 1e-4 < rows["rounded"]["max_abs"] < 1
         timed = {BF16: ParallelConfig(), "rounded": ParallelConfig(bf16=True)}
         measured = fp8_report.measure_ratios([32, 50], 128, 16, timed, groups, repetitions=2)
         assert [(row["tokens"], row["hidden"]) for row in measured] == [(32, 128), (50, 128)]
-        assert all(row["ratios"][BF16] == 1 and row["milliseconds"]["rounded"] > 0 for row in measured)
+        assert all(
+            row["ratios"][BF16] == 1 and row["milliseconds"]["rounded"] > 0 for row in measured
+        )
     finally:
         shutdown()
 
 
 def test_labels_come_from_the_policy_itself() -> None:
-    """The mean log-probability of sampled labels is minus the entropy; of random ones it is far lower."""
+    """The mean log-probability of sampled labels is minus the entropy; of random ones it is far
+    lower.
+    """
     groups = initialize(ParallelConfig())
     try:
         policy = fp8_report.MegatronPolicy(
-            HF, groups, ParallelConfig(), fp8_report.TrainConfig(), fp8_report.LossConfig(), temperature=1.0
+            HF,
+            groups,
+            ParallelConfig(),
+            fp8_report.TrainConfig(),
+            fp8_report.LossConfig(),
+            temperature=1.0,
         )
         policy.load_weights(random_weights(HF, 0).get)
         batch = fp8_report.random_batch(4096, 128, HF.vocab_size, seed=0)
@@ -140,27 +206,55 @@ def test_labels_come_from_the_policy_itself() -> None:
 @pytest.mark.parametrize(
     ("machine", "asked", "message"),
     [
-        (Machine(None, None, None), None, "needs a CUDA GPU and Transformer Engine; run it on one after pip install"),
+        (
+            Machine(None, None, None),
+            None,
+            "needs a CUDA GPU and Transformer Engine; run it on one after pip install",
+        ),
         (Machine((9, 0), (13, 0), None), None, "needs a CUDA GPU and Transformer Engine"),
-        (Machine((9, 0), (13, 0), "2.11.0"), ["mxfp8"], "recipe mxfp8 needs compute capability 10.0"),
-        (Machine((8, 0), (13, 0), "2.11.0"), None, "needs compute capability 8.9, not 8.0 for any FP8 recipe"),
+        (
+            Machine((9, 0), (13, 0), "2.11.0"),
+            ["mxfp8"],
+            "recipe mxfp8 needs compute capability 10.0",
+        ),
+        (
+            Machine((8, 0), (13, 0), "2.11.0"),
+            None,
+            "needs compute capability 8.9, not 8.0 for any FP8 recipe",
+        ),
     ],
 )
 def test_machines_that_cannot(machine: Machine, asked: list[str] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fp8_report.choose_recipes(asked, machine)
-    assert fp8_report.choose_recipes(None, Machine((9, 0), (13, 0), "2.11.0")) == ["delayed", "tensorwise", "blockwise"]
+    assert fp8_report.choose_recipes(None, Machine((9, 0), (13, 0), "2.11.0")) == [
+        "delayed",
+        "tensorwise",
+        "blockwise",
+    ]
 
 
 def test_every_variant_is_a_valid_configuration() -> None:
     variants = fp8_report.layouts(["tensorwise", "mxfp8"], "e4m3")
     assert list(variants)[0] == BF16 and variants[BF16].fp8 == "none"
-    assert (variants["mxfp8"].fp8, variants["mxfp8"].recipe, variants["mxfp8"].bf16) == ("e4m3", "mxfp8", True)
+    assert (variants["mxfp8"].fp8, variants["mxfp8"].recipe, variants["mxfp8"].bf16) == (
+        "e4m3",
+        "mxfp8",
+        True,
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_and_exit_code_2() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "tools/fp8_report.py")], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/fp8_report.py")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: the FP8 report needs a CUDA GPU") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: the FP8 report needs a CUDA GPU")
+        and done.stderr.count("\n") == 1
+    )
     assert distributed.rank() == 0

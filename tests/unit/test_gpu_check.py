@@ -1,4 +1,6 @@
-"""The GPU check where there is no GPU: parts fail one by one with a reason, archives are found, the report is written."""
+"""The GPU check where there is no GPU: parts fail one by one with a reason, archives are found, the
+report is written.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "tools" / "gpu_check.sh"), *flags]
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHON": sys.executable}
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=environment, check=False
+    )
 
 
 def metadata(name: str) -> str:
@@ -40,13 +44,29 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     with zipfile.ZipFile(archives / "flash_attn-0.0.1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("flash_attn_marker.py", "")
         wheel.writestr("flash_attn-0.0.1.dist-info/METADATA", metadata("flash-attn"))
-        wheel.writestr("flash_attn-0.0.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "flash_attn-0.0.1.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr("flash_attn-0.0.1.dist-info/RECORD", "")
     (archives / "broken.tar.xz").write_text("not an archive")
-    done = run("--output", str(output), "--archives", str(archives), "--minutes", "4", "versions", "te", "fp8")
+    done = run(
+        "--output",
+        str(output),
+        "--archives",
+        str(archives),
+        "--minutes",
+        "4",
+        "versions",
+        "te",
+        "fp8",
+    )
     report = json.loads((output / "report.json").read_text())
     assert "cannot unpack" in done.stderr and "broken.tar.xz" in done.stderr
-    assert "Transformer Engine does not load and is left out: OSError: libcudnn.so.9: cannot open" in done.stderr
+    assert (
+        "Transformer Engine does not load and is left out: OSError: libcudnn.so.9: cannot open"
+        in done.stderr
+    )
     assert [part["part"] for part in report["parts"]] == ["versions", "te", "fp8"]
     assert "sglang 0.0.1" in report["versions"]
     if has_pip():
@@ -54,7 +74,9 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     failed = [part for part in report["parts"] if part["result"] != "passed"]
     assert done.returncode == len(failed)
     for part in failed[1:]:
-        assert part["last_line"].startswith("transformer_engine.pytorch cannot be imported here; see tools/doctor.py")
+        assert part["last_line"].startswith(
+            "transformer_engine.pytorch cannot be imported here; see tools/doctor.py"
+        )
     assert "old" not in report and not (output / ".rows.tsv").exists()
     assert (output / "report.md").read_text().count("| failed") == len(failed)
 
@@ -66,7 +88,9 @@ def test_parts_that_measure_a_gpu_say_that_there_is_none(tmp_path: Path) -> None
     report = json.loads((tmp_path / "report.json").read_text())
     assert done.returncode == len(parts) and [part["part"] for part in report["parts"]] == parts
     for part in report["parts"]:
-        assert part["result"] == "failed (1)" and part["last_line"].startswith("no CUDA device"), part
+        assert part["result"] == "failed (1)" and part["last_line"].startswith("no CUDA device"), (
+            part
+        )
 
 
 STUCK = """
@@ -78,13 +102,15 @@ time.sleep(600)
 
 
 def test_a_part_that_hangs_leaves_the_others_their_time_and_no_process(tmp_path: Path) -> None:
-    """A Python that hangs in the first part and, as ranks and servers are, has a child in a session of its own."""
+    """A Python that hangs in the first part and, as ranks and servers are, has a child in a session
+    of its own.
+    """
     python, started = tmp_path / "python", tmp_path / "pids"
     (tmp_path / "stuck.py").write_text(STUCK)
     python.write_text(
         "#!/usr/bin/env bash\n"
         f'if [ "$2" = tools/bench_reshard.py ] || [ "$1" = tools/bench_reshard.py ]; then\n'
-        f'    OUT={started} exec {sys.executable} {tmp_path / "stuck.py"}\nfi\n'
+        f"    OUT={started} exec {sys.executable} {tmp_path / 'stuck.py'}\nfi\n"
         f'if [[ "$2" = *is_available* ]]; then exit 0; fi\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
@@ -94,23 +120,48 @@ def test_a_part_that_hangs_leaves_the_others_their_time_and_no_process(tmp_path:
     for name in ("ragen_mega", "kernels"):
         (tools.parent / name).symlink_to(ROOT / name)
     (tools / "gpu_check.sh").write_text(script.replace("[versions]=40", "[versions]=45"))
-    command = ["bash", str(tools / "gpu_check.sh"), "--output", str(tmp_path / "out"), "--minutes", "1", "reshard", "versions"]
+    command = [
+        "bash",
+        str(tools / "gpu_check.sh"),
+        "--output",
+        str(tmp_path / "out"),
+        "--minutes",
+        "1",
+        "reshard",
+        "versions",
+    ]
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHON": str(python)}
-    subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
     parts = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
     assert [part["result"] for part in parts][0] == "out of time" and parts[0]["seconds"] < 30
-    assert parts[1]["result"] != "no time left" and "torch" in (tmp_path / "out" / "versions.log").read_text()
+    assert (
+        parts[1]["result"] != "no time left"
+        and "torch" in (tmp_path / "out" / "versions.log").read_text()
+    )
     for pid in started.read_text().split():
-        assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+        assert (
+            not Path(f"/proc/{pid}").exists()
+            or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+        )
 
 
 def has_pip() -> bool:
-    return subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-m", "pip", "--version"], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(("kernel",), "unknown part or flag kernel"), (("--archives", "/no/such"), "--archives /no/such is no directory")],
+    [
+        (("kernel",), "unknown part or flag kernel"),
+        (("--archives", "/no/such"), "--archives /no/such is no directory"),
+    ],
 )
 def test_bad_flags_are_one_line(flags: tuple[str, ...], message: str) -> None:
     done = run(*flags)
@@ -118,4 +169,7 @@ def test_bad_flags_are_one_line(flags: tuple[str, ...], message: str) -> None:
 
 
 def test_help_lists_the_parts() -> None:
-    assert "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines" in run("--help").stdout
+    assert (
+        "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines"
+        in run("--help").stdout
+    )

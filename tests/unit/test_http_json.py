@@ -1,4 +1,6 @@
-"""The JSON client against a real server on the loopback, which answers well, badly, in half, or not at all."""
+"""The JSON client against a real server on the loopback, which answers well, badly, in half, or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ragen_mega.engines.http_json import ConnectionLost, JSONClient, RequestRefused
+from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient, RequestRefused
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragen_mega.starpo.loss import aggregation_weights
+from ragen_mega.algorithm.aggregation import aggregation_weights
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 
@@ -24,7 +24,8 @@ def aggregate(mask, cu_seqlens, losses, mode):
     """The loss of the papers, trajectory by trajectory."""
     offsets = cu_seqlens.tolist()
     rows = [
-        [float(losses[t]) for t in range(start, end) if mask[t]] for start, end in zip(offsets, offsets[1:])
+        [float(losses[t]) for t in range(start, end) if mask[t]]
+        for start, end in zip(offsets, offsets[1:])
     ]
     if mode == "token-mean":
         return sum(sum(row) for row in rows) / sum(len(row) for row in rows)
@@ -41,13 +42,17 @@ def test_weights_give_the_loss(seed, mode):
     weights = aggregation_weights(mask, cu_seqlens, mode=mode, **counts)
     assert weights.dtype == torch.float32 and weights.shape == mask.shape
     assert not weights[~mask].any()
-    assert float((weights * losses).sum()) == pytest.approx(aggregate(mask, cu_seqlens, losses, mode), abs=1e-6)
+    assert float((weights * losses).sum()) == pytest.approx(
+        aggregate(mask, cu_seqlens, losses, mode), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cuts", [(1,), (2, 3), (1, 2, 3, 4, 5, 6)])
 def test_parts_add_up_to_the_whole(mode, cuts):
-    """However trajectories are dealt to ranks and microbatches, padded or not, the parts' weights are the whole's."""
+    """However trajectories are dealt to ranks and microbatches, padded or not, the parts' weights
+    are the whole's.
+    """
     mask, cu_seqlens, _ = make_batch(0)
     counts = {"num_tokens": int(mask.sum()), "num_trajectories": len(cu_seqlens) - 1}
     whole = aggregation_weights(mask, cu_seqlens, mode=mode, **counts)
@@ -56,7 +61,9 @@ def test_parts_add_up_to_the_whole(mode, cuts):
     for first, last in zip(bounds, bounds[1:]):
         start, end = int(cu_seqlens[first]), int(cu_seqlens[last])
         padded = torch.nn.functional.pad(mask[start:end], (0, 5))
-        weights = aggregation_weights(padded, cu_seqlens[first : last + 1] - start, mode=mode, **counts)
+        weights = aggregation_weights(
+            padded, cu_seqlens[first : last + 1] - start, mode=mode, **counts
+        )
         assert not weights[end - start :].any()
         pieces.append(weights[: end - start])
     assert torch.equal(torch.cat(pieces), whole)
@@ -65,7 +72,9 @@ def test_parts_add_up_to_the_whole(mode, cuts):
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_sampled(mode):
     nothing = torch.zeros(4, dtype=torch.bool)
-    weights = aggregation_weights(nothing, torch.tensor([0, 4]), mode=mode, num_tokens=0, num_trajectories=0)
+    weights = aggregation_weights(
+        nothing, torch.tensor([0, 4]), mode=mode, num_tokens=0, num_trajectories=0
+    )
     assert weights.tolist() == [0.0] * 4
 
 

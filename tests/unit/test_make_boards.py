@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.environments.base import make
 from ragen_mega.environments.boards import load_boards
-from ragen_mega.environments.frozen_lake import FrozenLake, parse_lake
+from ragen_mega.environments.protocol import make
+from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake, parse_lake
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_boards.py"
 
@@ -22,7 +22,9 @@ def test_boards_are_the_states_of_their_seeds(name: str, tmp_path: Path) -> None
     path = tmp_path / "boards.jsonl"
     assert draw("--environment", name, "--num-boards", "12", "--output", str(path)).returncode == 0
     boards = load_boards(path, name)
-    assert len(boards) == 12 and not {board.rows for board in boards} & {board.rows for board in load_boards(None, name)}
+    assert len(boards) == 12 and not {board.rows for board in boards} & {
+        board.rows for board in load_boards(None, name)
+    }
     environment = make(name)
     for board in boards:
         assert environment.reset(board.seed) == environment.reset(board.seed, board=board.rows)
@@ -37,7 +39,10 @@ def test_a_lake_reads_its_own_rows() -> None:
 
 def test_bad_requests_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "boards.jsonl"
-    for flags in (("--environment", "bandit"), ("--environment", "sokoban", "--first-seed", "99999")):
+    for flags in (
+        ("--environment", "bandit"),
+        ("--environment", "sokoban", "--first-seed", "99999"),
+    ):
         result = draw(*flags, "--output", str(path))
         assert result.returncode == 2 and len(result.stderr.strip().splitlines()) == 1
         assert not path.exists()

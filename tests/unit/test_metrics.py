@@ -17,7 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ragen_mega.metrics import Max, Mean, Metrics, RunLogger, Sum, read_metrics, write_json
+from ragen_mega.report.metrics import (
+    Max,
+    Mean,
+    Metrics,
+    RunLogger,
+    Sum,
+    read_metrics,
+    write_json,
+)
 
 
 def logger(directory: Path, **options) -> RunLogger:
@@ -87,7 +95,9 @@ class TestRunLogger:
     def test_files(self, tmp_path):
         directory = tmp_path / "runs" / "a"
         finished_run(directory)
-        assert [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()] == [
+        assert [
+            json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ] == [
             {"step": 0, "actor/loss": 0.0},
             {"step": 1, "actor/loss": 1.0},
             {"step": 2, "actor/loss": 2.0},
@@ -95,7 +105,11 @@ class TestRunLogger:
         assert json.loads((directory / "config.json").read_text()) == {"seed": 1}
         assert json.loads((directory / "summary.json").read_text()) == {"steps": 3}
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        assert sorted(path.name for path in directory.iterdir()) == ["config.json", "metrics.jsonl", "summary.json"]
+        assert sorted(path.name for path in directory.iterdir()) == [
+            "config.json",
+            "metrics.jsonl",
+            "summary.json",
+        ]
 
     def test_other_ranks_touch_nothing(self, tmp_path):
         run = RunLogger(tmp_path / "a", is_writer=False)
@@ -114,7 +128,9 @@ class TestRunLogger:
         assert record == {"step": 0, "actor/loss": None, "actor/grad_norm": None, "actor/kl": 1.0}
         with pytest.warns(RuntimeWarning, match="frozen_lake/success = nan"):
             run.write_summary({"frozen_lake": {"success": math.nan}})
-        assert json.loads((tmp_path / "a" / "summary.json").read_text()) == {"frozen_lake": {"success": None}}
+        assert json.loads((tmp_path / "a" / "summary.json").read_text()) == {
+            "frozen_lake": {"success": None}
+        }
 
     def test_steps_increase(self, tmp_path):
         run = logger(tmp_path / "a")
@@ -167,21 +183,23 @@ class TestRunLogger:
         logger(tmp_path / "a", resume=True).log(2, {"actor/loss": 9.0})
         assert [record["step"] for record in read_metrics(path)] == [0, 1, 2]
         path.write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
-        with pytest.raises(ValueError, match="line 2 must be a JSON object with a step, not 'nonsense'"):
+        with pytest.raises(
+            ValueError, match="line 2 must be a JSON object with a step, not 'nonsense'"
+        ):
             read_metrics(path)
 
     def test_metrics_are_readable_after_a_kill(self, tmp_path):
-        script = textwrap.dedent(
-            """
+        script = textwrap.dedent("""
             import sys, time
-            from ragen_mega.metrics import RunLogger
+            from ragen_mega.report.metrics import RunLogger
             run = RunLogger(sys.argv[1], is_writer=True, tensorboard=False)
             run.log(0, {"a/b": 1.0})
             print("logged", flush=True)
             time.sleep(60)
-            """
+            """)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, tmp_path / "a"], stdout=subprocess.PIPE, text=True
         )
-        process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "a"], stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "logged\n"
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -195,9 +213,14 @@ class TestRunLogger:
         run.log(2, {"actor/loss": 0.25})
         run.close()
         events = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
-        assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [(0, 0.5), (2, 0.25)]
+        assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [
+            (0, 0.5),
+            (2, 0.25),
+        ]
 
-    def test_wandb_that_is_missing_is_an_error_before_anything_is_written(self, tmp_path, monkeypatch):
+    def test_wandb_that_is_missing_is_an_error_before_anything_is_written(
+        self, tmp_path, monkeypatch
+    ):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ValueError, match="pip install wandb or drop --wandb-project"):
             logger(tmp_path / "a", wandb_project="starpo")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ragen_mega.packing import microbatches, minibatches, pack, pad
-from ragen_mega.types import Completion, Trajectory
+from ragen_mega.data.packing import microbatches, minibatches, pack, pad
+from ragen_mega.data.types import Completion, Trajectory
 
 
 def two_turns() -> Trajectory:
@@ -22,7 +22,9 @@ def ragged(num: int) -> list[Trajectory]:
         trajectory = Trajectory(group_id=index // 3)
         trajectory.append_observation(list(range(2 + index % 4)))
         tokens = list(range(100, 101 + (index * 7) % 5))
-        trajectory.append_action(Completion(tokens, [-0.5 * i for i in range(len(tokens))], "stop")).reward = index
+        trajectory.append_action(
+            Completion(tokens, [-0.5 * i for i in range(len(tokens))], "stop")
+        ).reward = index
         trajectories.append(trajectory)
     return trajectories
 
@@ -72,10 +74,16 @@ def test_microbatches_cover_each_trajectory_once_within_budget() -> None:
 
 def test_minibatches_are_balanced_passes() -> None:
     batch = pack(ragged(20))
-    sizes = [m.num_trajectories for m in minibatches(batch, 8, num_passes=2, generator=torch.Generator().manual_seed(0))]
+    sizes = [
+        m.num_trajectories
+        for m in minibatches(batch, 8, num_passes=2, generator=torch.Generator().manual_seed(0))
+    ]
     assert sizes == [10, 10, 10, 10]
     first, again = (
-        [m.labels.tolist() for m in minibatches(batch, 8, num_passes=1, generator=torch.Generator().manual_seed(3))]
+        [
+            m.labels.tolist()
+            for m in minibatches(batch, 8, num_passes=1, generator=torch.Generator().manual_seed(3))
+        ]
         for _ in range(2)
     )
     assert first == again

@@ -6,32 +6,52 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.config import parse
-from ragen_mega.memory_plan import GIB, Setting, check_fits, engine_bytes, host_bytes, plan, state_of
-from ragen_mega.recipes import read_flags
+from ragen_mega.config import parse, read_flags
+from ragen_mega.models.memory_plan import (
+    GIB,
+    Setting,
+    check_fits,
+    engine_bytes,
+    host_bytes,
+    plan,
+    state_of,
+)
 from tools import plan as tool
 
 RECIPES = sorted(path.stem for path in tool.RECIPES.glob("qwen*.flags"))
 
 
 def test_there_is_a_recipe_for_every_size() -> None:
-    assert {name.lower().replace("-", "_") for name in json.loads(tool.SHAPES.read_text())} == set(RECIPES)
+    assert {name.lower().replace("-", "_") for name in json.loads(tool.SHAPES.read_text())} == set(
+        RECIPES
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str) -> None:
-    """It parses, its layout divides model and GPUs, every phase fits, and its comments state the plan's numbers."""
+    """It parses, its layout divides model and GPUs, every phase fits, and its comments state the
+    plan's numbers.
+    """
     arguments, config = tool.settings_of(["--recipe", name])
     shape = tool.find_shape(None, config.model.load)
     setting = Setting.from_config(config, arguments.num_gpus)
     report = tool.examine(shape, setting, 80.0)
     text = (tool.RECIPES / f"{name}.flags").read_text()
-    cut = f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP {report['data_parallel']}"
+    cut = (
+        f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
+        f" {report['data_parallel']}"
+    )
     engine_tp = config.rollout.rollout_tensor_parallel_size
-    assert report["fits"] and shape.num_heads % engine_tp == 0 and arguments.num_gpus % engine_tp == 0
-    assert f"GPUs of 80 GiB, {cut}, rollout TP {engine_tp}; predicted, not yet run on a GPU." in text
+    assert (
+        report["fits"] and shape.num_heads % engine_tp == 0 and arguments.num_gpus % engine_tp == 0
+    )
+    assert (
+        f"GPUs of 80 GiB, {cut}, rollout TP {engine_tp}; predicted, not yet run on a GPU." in text
+    )
     assert f"# Memory: {tool.summary(report)}." in text
-    assert tool.SHAPES.exists() and config.parallel.bf16 and read_flags(tool.RECIPES / f"{name}.flags")
+    assert (
+        tool.SHAPES.exists() and config.parallel.bf16 and read_flags(tool.RECIPES / f"{name}.flags")
+    )
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -43,19 +63,41 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "plan.json"
-    base = ("--model", "Qwen2.5-7B", "--bf16", "--tensor-model-parallel-size", "4", "--rollout-engine", "sglang")
+    base = (
+        "--model",
+        "Qwen2.5-7B",
+        "--bf16",
+        "--tensor-model-parallel-size",
+        "4",
+        "--rollout-engine",
+        "sglang",
+    )
     code, said = run(capsys, *base, "--json", str(report))
     result = json.loads(report.read_text())
-    assert code == 1 and not result["fits"] and "does not fit: add --use-distributed-optimizer; set --recompute full" in said
+    assert (
+        code == 1
+        and not result["fits"]
+        and "does not fit: add --use-distributed-optimizer; set --recompute full" in said
+    )
     for phase, terms in result["terms_gib"].items():
         assert sum(terms.values()) == pytest.approx(result["phases_gib"][phase])
-    fitting = ("--use-distributed-optimizer", "--recompute", "full", "--offload", "rollout", "--sequence-parallel")
+    fitting = (
+        "--use-distributed-optimizer",
+        "--recompute",
+        "full",
+        "--offload",
+        "rollout",
+        "--sequence-parallel",
+    )
     code, said = run(capsys, *base, *fitting)
     assert code == 0 and re.search(r"^fits: peak \d+\.\d+ of 80 GiB$", said, re.M)
     for flags, message in (
         (("--model", "Qwen9"), "error: the size of Qwen9 is not known; give --load a directory"),
         ((*base, "--num-gpus", "6"), "must divide the world size (6)"),
-        (("--model", "Qwen2.5-3B", "--tensor-model-parallel-size", "4"), "must divide the model's key-value heads (2)"),
+        (
+            ("--model", "Qwen2.5-3B", "--tensor-model-parallel-size", "4"),
+            "must divide the model's key-value heads (2)",
+        ),
         (("--model", "Qwen2.5-3B", "--tensor-parallel", "4"), "unknown flag --tensor-parallel"),
         (("--recipe", "nothing"), "is no recipe; name one of"),
     ):
@@ -65,7 +107,16 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_search_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "search.json"
-    flags = ("--model", "Qwen3-14B", "--num-gpus", "8", "--bf16", "--rollout-engine", "sglang", "--search")
+    flags = (
+        "--model",
+        "Qwen3-14B",
+        "--num-gpus",
+        "8",
+        "--bf16",
+        "--rollout-engine",
+        "sglang",
+        "--search",
+    )
     code, said = run(capsys, *flags, "--json", str(report))
     layouts = json.loads(report.read_text())["layouts"]
     assert code == 0 and len(said.splitlines()) == len(layouts) + 1 and layouts
@@ -81,8 +132,12 @@ def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:
     with pytest.raises(ValueError) as error:
         check_fits(shape, setting, 80 * GIB)
     message = str(error.value)
-    assert re.match(r"the plan needs \d+\.\d GiB of 80\.0 GiB in phase train actor \(activations", message)
-    assert "set --recompute full; lower --max-tokens-per-microbatch" in message and "\n" not in message
+    assert re.match(
+        r"the plan needs \d+\.\d GiB of 80\.0 GiB in phase train actor \(activations", message
+    )
+    assert (
+        "set --recompute full; lower --max-tokens-per-microbatch" in message and "\n" not in message
+    )
     check_fits(shape, setting, 1000 * GIB)
 
 
@@ -93,7 +148,9 @@ def test_offloading_empties_the_other_phases() -> None:
         config = parse(["--bf16", "--rollout-engine", "sglang", "--offload", mode])
         setting = Setting.from_config(config, 1)
         totals[mode] = {phase: sum(terms.values()) for phase, terms in plan(shape, setting).items()}
-    actor, critic = (sum(state_of(shape, setting, 0, is_critic=is_critic)) for is_critic in (False, True))
+    actor, critic = (
+        sum(state_of(shape, setting, 0, is_critic=is_critic)) for is_critic in (False, True)
+    )
     assert totals["none"]["rollout"] - totals["rollout"]["rollout"] == actor + critic
     assert totals["rollout"]["train actor"] - totals["turns"]["train actor"] == critic
     assert totals["rollout"]["train critic"] - totals["turns"]["train critic"] == actor
@@ -105,20 +162,31 @@ def test_fp8_keeps_copies_of_the_linear_weights() -> None:
     shape = tool.find_shape("Qwen3-8B", None)
     flags = ["--bf16", "--advantage-estimator", "grpo"]
     with_fp8, without = (
-        plan(shape, Setting.from_config(parse([*flags, "--fp8", fp8]), 1))["train actor"] for fp8 in ("hybrid", "none")
+        plan(shape, Setting.from_config(parse([*flags, "--fp8", fp8]), 1))["train actor"]
+        for fp8 in ("hybrid", "none")
     )
     linear = shape.num_layers * (4096 * 4096 * 2 + 4096 * 2 * 8 * 128 + 3 * 4096 * 12288)
     assert sum(with_fp8.values()) - sum(without.values()) == with_fp8["FP8 weights"] == 2 * linear
 
 
-@pytest.mark.parametrize(("offload", "training", "resting"), [("none", 2, 2), ("rollout", 2, 0), ("turns", 1, 0)])
+@pytest.mark.parametrize(
+    ("offload", "training", "resting"), [("none", 2, 2), ("rollout", 2, 0), ("turns", 1, 0)]
+)
 def test_copies_in_fp8_are_where_their_model_is(offload: str, training: int, resting: int) -> None:
     shape = tool.find_shape("Qwen3-8B", None)
     flags = ["--bf16", "--rollout-engine", "sglang", "--offload", offload]
-    plans = [plan(shape, Setting.from_config(parse([*flags, "--fp8", fp8]), 1)) for fp8 in ("hybrid", "none")]
+    plans = [
+        plan(shape, Setting.from_config(parse([*flags, "--fp8", fp8]), 1))
+        for fp8 in ("hybrid", "none")
+    ]
     totals = [{phase: sum(terms.values()) for phase, terms in phases.items()} for phases in plans]
     copies = 2 * shape.num_layers * sum(shape.linear_sizes(1))
-    for phase, count in (("train actor", training), ("train critic", training), ("sync", resting), ("rollout", resting)):
+    for phase, count in (
+        ("train actor", training),
+        ("train critic", training),
+        ("sync", resting),
+        ("rollout", resting),
+    ):
         assert totals[0][phase] - totals[1][phase] == count * copies
 
 
@@ -126,7 +194,8 @@ def test_an_engine_in_fp8_and_a_copy_of_its_weights_on_the_host() -> None:
     shape = tool.find_shape("Qwen3-8B", None)
     flags = ["--bf16", "--rollout-engine", "sglang", "--rollout-tensor-parallel-size", "2"]
     plain, fp8, kept = (
-        Setting.from_config(parse([*flags, *more]), 2) for more in ((), ("--rollout-fp8",), ("--weight-transfer", "file"))
+        Setting.from_config(parse([*flags, *more]), 2)
+        for more in ((), ("--rollout-fp8",), ("--weight-transfer", "file"))
     )
     linear = shape.num_layers * (4096 * 4096 * 2 + 4096 * 2 * 8 * 128 + 3 * 4096 * 12288)
     weights = engine_bytes(shape, plain)[0]

@@ -1,4 +1,5 @@
-"""Which layers and FP8 recipes a machine can compute, what shapes they need, and that padding for them changes nothing.
+"""Which layers and FP8 recipes a machine can compute, what shapes they need, and that padding for
+them changes nothing.
 
 Machines are passed as values, so that every row of the table is checked without the machine.
 """
@@ -8,7 +9,8 @@ import torch
 from transformers import Qwen2Config
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.huggingface import random_weights
+from ragen_mega.data.packing import pack, pad
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.layers import layer_spec
@@ -25,8 +27,7 @@ from ragen_mega.megatron.precision import (
     scales_from_history,
     token_alignment,
 )
-from ragen_mega.packing import pack, pad
-from ragen_mega.types import Completion, TokenBatch, Trajectory
+from ragen_mega.models.huggingface import random_weights
 
 CPU = Machine(None, None, None)
 AMPERE = Machine((8, 0), (12, 8), "2.11.0")
@@ -37,8 +38,14 @@ BLACKWELL = Machine((10, 0), (13, 0), "2.11.0")
 CONSUMER_BLACKWELL = Machine((12, 0), (13, 0), "2.11.0")
 BF16, FP8 = ParallelConfig(bf16=True), ParallelConfig(bf16=True, fp8="hybrid")
 HF = Qwen2Config(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=256, tie_word_embeddings=True,
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
 )
 
 
@@ -56,8 +63,12 @@ HF = Qwen2Config(
     ],
 )
 def test_recipes_of_a_machine(machine: Machine, possible: str) -> None:
-    """The rows of Transformer Engine 2.11's check_fp8_support, check_fp8_block_scaling_support, check_mxfp8_support."""
-    assert [name for name in RECIPES if obstacle_to_recipe(name, machine) is None] == possible.split()
+    """The rows of Transformer Engine 2.11's check_fp8_support, check_fp8_block_scaling_support,
+    check_mxfp8_support.
+    """
+    assert [
+        name for name in RECIPES if obstacle_to_recipe(name, machine) is None
+    ] == possible.split()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +83,11 @@ def test_recipes_of_a_machine(machine: Machine, possible: str) -> None:
         (ParallelConfig(), HOPPER, "local"),
         (ParallelConfig(bf16=True, transformer_impl="local"), HOPPER, "local"),
         (FP8, ADA, "transformer_engine"),
-        (ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"), BLACKWELL, "transformer_engine"),
+        (
+            ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"),
+            BLACKWELL,
+            "transformer_engine",
+        ),
     ],
 )
 def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen: str) -> None:
@@ -83,29 +98,53 @@ def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen:
     ("parallel", "machine", "message"),
     [
         (FP8, CPU, "--fp8 hybrid needs a CUDA device, and torch sees none; drop --fp8"),
-        (FP8, Machine((9, 0), (13, 0), None), r"Transformer Engine, which is not installed; pip install .*h100"),
-        (FP8, Machine((9, 0), (13, 0), "2.8.0"), "Transformer Engine 2.9 or newer, not 2.8.0"),
-        (FP8, AMPERE, "tensorwise needs compute capability 8.9, not 8.0; no recipe works here: drop --fp8"),
         (
-            ParallelConfig(bf16=True, fp8="hybrid", fp8_recipe="blockwise"), HOPPER_OLD_CUDA,
+            FP8,
+            Machine((9, 0), (13, 0), None),
+            r"Transformer Engine, which is not installed; pip install .*h100",
+        ),
+        (FP8, Machine((9, 0), (13, 0), "2.8.0"), "Transformer Engine 2.9 or newer, not 2.8.0"),
+        (
+            FP8,
+            AMPERE,
+            "tensorwise needs compute capability 8.9, not 8.0; no recipe works here: drop --fp8",
+        ),
+        (
+            ParallelConfig(bf16=True, fp8="hybrid", fp8_recipe="blockwise"),
+            HOPPER_OLD_CUDA,
             "needs CUDA 12.9, not 12.8; set --fp8-recipe delayed or tensorwise",
         ),
         (
-            ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"), HOPPER,
-            "mxfp8 needs compute capability 10.0, not 9.0; set --fp8-recipe delayed or tensorwise or blockwise",
+            ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"),
+            HOPPER,
+            (
+                "mxfp8 needs compute capability 10.0, not 9.0; set --fp8-recipe delayed or"
+                " tensorwise or blockwise"
+            ),
         ),
-        (ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"), CONSUMER_BLACKWELL, "below 12.0, not 12.0"),
         (
-            ParallelConfig(bf16=True, transformer_impl="transformer_engine"), CPU,
-            "--transformer-impl transformer_engine needs a CUDA device, and torch sees none; set --transformer-impl local",
+            ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"),
+            CONSUMER_BLACKWELL,
+            "below 12.0, not 12.0",
         ),
         (
-            ParallelConfig(bf16=True, transformer_impl="transformer_engine"), Machine((7, 5), (12, 8), "2.11.0"),
+            ParallelConfig(bf16=True, transformer_impl="transformer_engine"),
+            CPU,
+            (
+                "--transformer-impl transformer_engine needs a CUDA device, and torch sees none;"
+                " set --transformer-impl local"
+            ),
+        ),
+        (
+            ParallelConfig(bf16=True, transformer_impl="transformer_engine"),
+            Machine((7, 5), (12, 8), "2.11.0"),
             "needs bfloat16, so compute capability 8.0, not 7.5",
         ),
     ],
 )
-def test_what_cannot_work_is_one_line(parallel: ParallelConfig, machine: Machine, message: str) -> None:
+def test_what_cannot_work_is_one_line(
+    parallel: ParallelConfig, machine: Machine, message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         choose_implementation(parallel, machine)
     assert "\n" not in str(caught.value)
@@ -120,15 +159,29 @@ def test_fp8_without_a_gpu_fails_before_anything_is_built() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (8, True)])
-def test_every_slice_of_padded_tokens_fits_the_recipe(recipe: str, tp: int, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (8, True)]
+)
+def test_every_slice_of_padded_tokens_fits_the_recipe(
+    recipe: str, tp: int, sequence_parallel: bool
+) -> None:
     parallel = ParallelConfig(
-        tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, bf16=True, fp8="hybrid", fp8_recipe=recipe
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel,
+        bf16=True,
+        fp8="hybrid",
+        fp8_recipe=recipe,
     )
     multiple = token_alignment(parallel)
     slice_length = multiple // tp if sequence_parallel else multiple
-    # What Transformer Engine asserts of a slice: 8 rows per product and 16 for weight gradients, 32 and 128 of blocks.
-    expected = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128 if sequence_parallel else 16}[recipe]
+    # What Transformer Engine asserts of a slice: 8 rows per product and 16 for weight gradients, 32
+    # and 128 of blocks.
+    expected = {
+        "delayed": 16,
+        "tensorwise": 16,
+        "mxfp8": 32,
+        "blockwise": 128 if sequence_parallel else 16,
+    }[recipe]
     assert multiple % tp == 0 or not sequence_parallel
     assert slice_length % expected == 0 and slice_length == expected  # no more padding than needed
 
@@ -136,7 +189,9 @@ def test_every_slice_of_padded_tokens_fits_the_recipe(recipe: str, tp: int, sequ
 def test_without_fp8_only_sequence_parallelism_pads() -> None:
     assert token_alignment(BF16) == 1
     assert token_alignment(ParallelConfig(tensor_model_parallel_size=4)) == 1
-    assert token_alignment(ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True)) == 4
+    assert (
+        token_alignment(ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True)) == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +202,9 @@ def test_without_fp8_only_sequence_parallelism_pads() -> None:
     ],
 )
 def test_widths_that_fp8_cannot_multiply_are_refused(recipe: str, tp: int, message: str) -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, bf16=True, fp8="hybrid", fp8_recipe=recipe)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp, bf16=True, fp8="hybrid", fp8_recipe=recipe
+    )
     with pytest.raises(ValueError, match=message):
         check_model(HF, parallel)
     check_model(HF, ParallelConfig(bf16=True, fp8="hybrid"))
@@ -155,7 +212,11 @@ def test_widths_that_fp8_cannot_multiply_are_refused(recipe: str, tp: int, messa
 
 def test_gathered_blocks_need_a_hidden_size_of_whole_blocks() -> None:
     parallel = ParallelConfig(
-        tensor_model_parallel_size=2, sequence_parallel=True, bf16=True, fp8="hybrid", fp8_recipe="blockwise"
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        bf16=True,
+        fp8="hybrid",
+        fp8_recipe="blockwise",
     )
     check_widths({"hidden size": 896, "intermediate size": 48}, parallel)
     with pytest.raises(ValueError, match=r"hidden size of a rank \(96\) to be a multiple of 128"):
@@ -163,25 +224,39 @@ def test_gathered_blocks_need_a_hidden_size_of_whole_blocks() -> None:
 
 
 def test_recipes_reach_megatron_core() -> None:
-    """Its own configuration takes the fields, amax collectives never span data-parallel ranks, parameters stay as they are."""
+    """Its own configuration takes the fields, amax collectives never span data-parallel ranks,
+    parameters stay as they are.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     for recipe in RECIPES:
         parallel = ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe=recipe)
         config = TransformerConfig(
-            num_layers=1, hidden_size=32, num_attention_heads=4, params_dtype=torch.bfloat16,
+            num_layers=1,
+            hidden_size=32,
+            num_attention_heads=4,
+            params_dtype=torch.bfloat16,
             **layer_fields(parallel, "transformer_engine"),
         )
-        assert (config.fp8, config.fp8_recipe, config.tp_only_amax_red, config.fp8_param) == ("e4m3", recipe, True, False)
+        assert (config.fp8, config.fp8_recipe, config.tp_only_amax_red, config.fp8_param) == (
+            "e4m3",
+            recipe,
+            True,
+            False,
+        )
         assert not config.fp8_dot_product_attention and not config.fp8_multi_head_attention
         assert scales_from_history(config) == (recipe == "delayed")
         assert (config.fp8_amax_history_len == 1024) == (recipe == "delayed")
         assert f"FP8 e4m3 with {recipe} scaling" in describe(config)
-    assert FP8.recipe == "tensorwise" and layer_fields(BF16, "local") == {"transformer_impl": "local"}
+    assert FP8.recipe == "tensorwise" and layer_fields(BF16, "local") == {
+        "transformer_impl": "local"
+    }
 
 
 def ragged_batch(seed: int = 0) -> TokenBatch:
-    """Trajectories of 7 to 40 random tokens, half of them sampled, with every field that the losses read."""
+    """Trajectories of 7 to 40 random tokens, half of them sampled, with every field that the losses
+    read.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> list[int]:
@@ -201,7 +276,11 @@ def ragged_batch(seed: int = 0) -> TokenBatch:
         return (center + 0.3 * torch.randn(batch.num_positions, generator=generator)) * mask
 
     return batch.with_fields(
-        old_logprobs=noise(-4.0), rollout_logprobs=noise(-4.0), advantages=noise(0.0), values=noise(0.0), returns=noise(0.5)
+        old_logprobs=noise(-4.0),
+        rollout_logprobs=noise(-4.0),
+        advantages=noise(0.0),
+        values=noise(0.0),
+        returns=noise(0.5),
     )
 
 
@@ -232,14 +311,18 @@ def test_padding_for_fp8_changes_neither_loss_nor_gradients(models) -> None:
         sizes = [len(micro.tokens) for micro in _microbatches(padded.trainer, batch)]
         assert all(size % 32 == 0 for size in sizes) and sum(sizes) > batch.num_positions
         read = "logprobs" if isinstance(exact, MegatronPolicy) else "values"
-        torch.testing.assert_close(getattr(padded, read)(batch), getattr(exact, read)(batch), rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            getattr(padded, read)(batch), getattr(exact, read)(batch), rtol=0, atol=2e-6
+        )
         first, second = exact.update(batch), padded.update(batch)
         assert first["grad_norm"] > 0
         for key in first:
             assert second[key] == pytest.approx(first[key], rel=1e-5, abs=1e-7), key
         gradients = padded.trainer.gradients()
         for name, gradient in exact.trainer.gradients().items():
-            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 1e-9)
+            torch.testing.assert_close(
+                gradients[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 1e-9
+            )
 
 
 def _microbatches(trainer, batch: TokenBatch) -> list[TokenBatch]:
@@ -251,13 +334,21 @@ def test_padding_is_one_more_trajectory_without_weight() -> None:
     padded = pad(batch.with_fields(weights=torch.ones(batch.num_positions)), 128)
     added = slice(batch.num_positions, None)
     assert padded.num_positions % 128 == 0 and padded.num_trajectories == batch.num_trajectories + 1
-    assert not padded.loss_mask[added].any() and not padded.weights[added].any() and padded.group_ids[-1] == -1
-    assert int(padded.cu_seqlens[-1]) == padded.num_positions  # attention of packed sequences leaves no token out
+    assert (
+        not padded.loss_mask[added].any()
+        and not padded.weights[added].any()
+        and padded.group_ids[-1] == -1
+    )
+    assert (
+        int(padded.cu_seqlens[-1]) == padded.num_positions
+    )  # attention of packed sequences leaves no token out
     assert padded.cu_seqlens.dtype == torch.int32
 
 
 def test_a_pass_that_only_finds_scales_leaves_no_trace(models) -> None:
-    """Delayed scaling needs a pass before the first one; here without FP8, where both must give the same bits."""
+    """Delayed scaling needs a pass before the first one; here without FP8, where both must give the
+    same bits.
+    """
     batch = ragged_batch()
     for plain, twice in zip(models(), models()):
         twice.trainer._lacks_scales = twice.trainer._lacks_gradient_scales = True
@@ -278,11 +369,17 @@ def test_originals_gradients_and_moments_are_float32_beside_bfloat16_parameters(
         assert {p.main_grad.dtype for p in model.module.parameters()} == {torch.float32}
         originals = [p.main_param for p in backbone]
         assert {p.dtype for p in originals} == {torch.float32}
-        assert all(torch.equal(main.to(torch.bfloat16), p.detach()) for main, p in zip(originals, backbone))
-        optimizers = getattr(model.trainer.optimizer, "chained_optimizers", [model.trainer.optimizer])
+        assert all(
+            torch.equal(main.to(torch.bfloat16), p.detach()) for main, p in zip(originals, backbone)
+        )
+        optimizers = getattr(
+            model.trainer.optimizer, "chained_optimizers", [model.trainer.optimizer]
+        )
         states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
         assert len(states) == len(list(model.module.parameters()))
-        assert {state[kind].dtype for state in states for kind in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+        assert {state[kind].dtype for state in states for kind in ("exp_avg", "exp_avg_sq")} == {
+            torch.float32
+        }
 
 
 def test_heads_are_no_layers_of_transformer_engine(models) -> None:

@@ -1,4 +1,6 @@
-"""Group-relative advantages, reward normalisation, whitening and KL estimates against the standard library."""
+"""Group-relative advantages, reward normalisation, whitening and KL estimates against the standard
+library.
+"""
 
 import math
 import statistics
@@ -6,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from ragen_mega.starpo import advantages as starpo
+from ragen_mega.algorithm import advantages as starpo
 
 
 def random_groups(seed):
@@ -27,7 +29,9 @@ def test_group_relative(seed):
     rloo = starpo.group_relative(scores, group_ids, normalize_std=False, leave_one_out=True)
     for i, score in enumerate(scores.tolist()):
         members = [s for j, s in enumerate(scores.tolist()) if group_ids[j] == group_ids[i]]
-        others = [s for j, s in enumerate(scores.tolist()) if group_ids[j] == group_ids[i] and j != i]
+        others = [
+            s for j, s in enumerate(scores.tolist()) if group_ids[j] == group_ids[i] and j != i
+        ]
         centred = score - statistics.mean(members)
         assert float(dr_grpo[i]) == pytest.approx(centred, abs=1e-12)
         assert float(rloo[i]) == pytest.approx(score - statistics.mean(others), abs=1e-12)
@@ -67,7 +71,9 @@ def test_asymmetric_clip_bounds():
     assert float(clipped[15]) == -1.0, "z = -3.75"
     assert float(clipped[31]) == 3.0, "z = 3.75"
     unclipped = starpo.normalize_rewards(scores, keys, method="mean_std")
-    assert torch.equal(clipped[:15], unclipped[:15]) and torch.equal(clipped[16:31], unclipped[16:31])
+    assert torch.equal(clipped[:15], unclipped[:15]) and torch.equal(
+        clipped[16:31], unclipped[16:31]
+    )
 
 
 def test_whitening_of_parts_equals_whitening_of_the_whole():
@@ -84,7 +90,9 @@ def test_whitening_of_parts_equals_whitening_of_the_whole():
     pieces = torch.cat([starpo.whiten(x[part], mask[part], moments=moments) for part in parts])
     torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=0)
     mean, std = statistics.mean(x[mask].tolist()), statistics.stdev(x[mask].tolist())
-    torch.testing.assert_close(whole[mask].double(), (x[mask].double() - mean) / std, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        whole[mask].double(), (x[mask].double() - mean) / std, atol=1e-6, rtol=0
+    )
 
 
 def test_whitening_a_constant_gives_zero():
@@ -93,21 +101,30 @@ def test_whitening_a_constant_gives_zero():
 
 def test_kl_penalty():
     logprobs, reference = [-0.1, -2.0, -1.0, -30.0], [-0.4, -1.0, -1.0, -0.5]
-    arguments = (torch.tensor(logprobs, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64))
+    arguments = (
+        torch.tensor(logprobs, dtype=torch.float64),
+        torch.tensor(reference, dtype=torch.float64),
+    )
     differences = [min(20.0, q - p) for p, q in zip(logprobs, reference)]
     assert starpo.kl_penalty(*arguments, "k1").tolist() == pytest.approx([-d for d in differences])
-    assert starpo.kl_penalty(*arguments, "k2").tolist() == pytest.approx([d * d / 2 for d in differences])
+    assert starpo.kl_penalty(*arguments, "k2").tolist() == pytest.approx(
+        [d * d / 2 for d in differences]
+    )
     expected = [math.exp(d) - 1 - d for d in differences]
     assert starpo.kl_penalty(*arguments, "k3").tolist() == pytest.approx(expected)
 
 
 def test_kl_estimators_are_unbiased():
-    """Expectation over all outcomes of a categorical distribution: k1 and k3 give the exact divergence."""
+    """Expectation over all outcomes of a categorical distribution: k1 and k3 give the exact
+    divergence.
+    """
     p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     q = torch.tensor([0.25, 0.25, 0.3, 0.2], dtype=torch.float64)
     exact = float((p * (p / q).log()).sum())
     for kind in ("k1", "k3"):
-        assert float((p * starpo.kl_penalty(p.log(), q.log(), kind)).sum()) == pytest.approx(exact, abs=1e-12)
+        assert float((p * starpo.kl_penalty(p.log(), q.log(), kind)).sum()) == pytest.approx(
+            exact, abs=1e-12
+        )
 
 
 def test_errors():

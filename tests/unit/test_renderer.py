@@ -16,18 +16,29 @@ USER = [
 ]
 ANSWERS = ["the goal is right </think> <answer> Right || Down </answer>", " \n<answer>Up</answer>"]
 DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a model.<|im_end|>\\n' }}{% endif %}"
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a"
+    " model.<|im_end|>\\n' }}{% endif %}"
 )
-LAST_USER_ONLY = "{{ '<|im_start|>user\\n' + messages[-1]['content'] + '<|im_end|>\\n<|im_start|>assistant\\n' }}"
+LAST_USER_ONLY = (
+    "{{ '<|im_start|>user\\n' + messages[-1]['content'] +"
+    " '<|im_end|>\\n<|im_start|>assistant\\n' }}"
+)
 NUMBERED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + (messages|length|string) + '\\n' + m['content'] }}"
-    "{{ '<|im_end|>\\n' }}{% endfor %}{{ '<|im_start|>assistant\\n' }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + (messages|length|string) + '\\n' +"
+    " m['content'] }}{{ '<|im_end|>\\n' }}{% endfor %}{{ '<|im_start|>assistant\\n' }}"
 )
-PLAIN_TEXT_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
+PLAIN_TEXT_END = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}{{ 'assistant:"
+    " ' }}"
+)
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    texts = ["system\nuser\nassistant\nfirst second third", *(message.content for message in USER), *ANSWERS]
+    texts = [
+        "system\nuser\nassistant\nfirst second third",
+        *(message.content for message in USER),
+        *ANSWERS,
+    ]
     return train_tokenizer(texts * 3)
 
 
@@ -61,19 +72,27 @@ def test_deltas_add_up_to_the_whole_conversation(
         tokens += sampled + ([renderer.end_of_turn] if finished_cleanly else [])
         tokens += renderer.observe(message, finished_cleanly)
         messages += [Message("assistant", forced + answer), message]
-    assert tokens == whole_conversation(tokenizer, messages) + tokenizer.encode(forced, add_special_tokens=False)
+    assert tokens == whole_conversation(tokenizer, messages) + tokenizer.encode(
+        forced, add_special_tokens=False
+    )
 
 
 def test_deltas_begin_and_end_where_the_policy_samples(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = ChatRenderer(tokenizer, think=True)
     assert tokenizer.decode(renderer.start(USER[:1])).endswith("<|im_start|>assistant\n<think>")
-    assert tokenizer.decode(renderer.observe(USER[1], False)).startswith("<|im_end|>\n<|im_start|>user\nReward")
-    assert tokenizer.decode(renderer.observe(USER[1], True)).startswith("\n<|im_start|>user\nReward")
+    assert tokenizer.decode(renderer.observe(USER[1], False)).startswith(
+        "<|im_end|>\n<|im_start|>user\nReward"
+    )
+    assert tokenizer.decode(renderer.observe(USER[1], True)).startswith(
+        "\n<|im_start|>user\nReward"
+    )
     renderer.observe(USER[1], True).append(0)  # a caller's list is the caller's
     assert renderer.observe(USER[1], True)[-1] == tokenizer.convert_tokens_to_ids("<think>")
 
 
-def test_decode_action_keeps_tags_and_drops_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_decode_action_keeps_tags_and_drops_special_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     renderer = ChatRenderer(tokenizer, think=True)
     tokens = tokenizer.encode(ANSWERS[0] + "<|im_end|>", add_special_tokens=False)
     assert tokens[-1] == renderer.end_of_turn
@@ -83,7 +102,9 @@ def test_decode_action_keeps_tags_and_drops_special_tokens(tokenizer: PreTrained
 
 def test_stop_tokens_are_end_of_turn_and_end_of_text() -> None:
     tokenizer = new_tokenizer()
-    assert ChatRenderer(tokenizer, think=False).stop_token_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    assert ChatRenderer(tokenizer, think=False).stop_token_ids == (
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.eos_token = "<|endoftext|>"
     expected = {tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")}
@@ -99,7 +120,9 @@ def test_stop_tokens_are_end_of_turn_and_end_of_text() -> None:
         (PLAIN_TEXT_END, "must end an assistant turn with a special token"),
     ],
 )
-def test_templates_that_cannot_be_appended_to_are_refused(template: str | None, message: str) -> None:
+def test_templates_that_cannot_be_appended_to_are_refused(
+    template: str | None, message: str
+) -> None:
     tokenizer = new_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=message):

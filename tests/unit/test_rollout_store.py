@@ -1,4 +1,6 @@
-"""Rollouts come back from the disk exactly as they were sampled, damage is seen, and the right ones are kept."""
+"""Rollouts come back from the disk exactly as they were sampled, damage is seen, and the right ones
+are kept.
+"""
 
 import json
 import resource
@@ -13,23 +15,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_mega.config import parse
-from ragen_mega.rollout.store import RolloutStore
-from ragen_mega.rollouts import DurableRollouts, fingerprint
-from ragen_mega.sealed_files import read_sealed, write_sealed
-from ragen_mega.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.run.rollouts import DurableRollouts, fingerprint
+from ragen_mega.storage.rollout_store import RolloutStore
+from ragen_mega.storage.sealed_files import read_sealed, write_sealed
 
 ORIGIN = {"weights": "abc", "weight_version": 4, "settings": {"temperature": 1.0, "names": ["a"]}}
 FLOATS = st.floats(allow_nan=False)
 PLAIN = st.one_of(st.booleans(), st.integers(), FLOATS, st.text(max_size=4), st.none())
 INFOS = st.dictionaries(
-    st.text(max_size=5), st.one_of(PLAIN, st.lists(PLAIN, max_size=2), st.lists(PLAIN, max_size=2).map(tuple)), max_size=3
+    st.text(max_size=5),
+    st.one_of(PLAIN, st.lists(PLAIN, max_size=2), st.lists(PLAIN, max_size=2).map(tuple)),
+    max_size=3,
 )
 
 
 @st.composite
 def trajectories(draw, group_id: int) -> Trajectory:
     seed = st.integers(0, 2**63 - 1)
-    trajectory = Trajectory(group_id, draw(st.text(max_size=5)), draw(seed), draw(seed), draw(st.integers(0, 99)))
+    trajectory = Trajectory(
+        group_id, draw(st.text(max_size=5)), draw(seed), draw(seed), draw(st.integers(0, 99))
+    )
     for _ in range(draw(st.integers(0, 3))):
         trajectory.append_observation(draw(st.lists(st.integers(0, 2**31 - 1), max_size=4)))
         tokens = draw(st.lists(st.integers(0, 2**31 - 1), max_size=4))
@@ -42,18 +48,24 @@ def trajectories(draw, group_id: int) -> Trajectory:
 @st.composite
 def rollouts(draw) -> list[TrajectoryGroup]:
     ids = draw(st.lists(st.integers(0, 2**40), min_size=1, max_size=3, unique=True))
-    return [TrajectoryGroup(i, draw(st.lists(trajectories(i), min_size=1, max_size=3))) for i in ids]
+    return [
+        TrajectoryGroup(i, draw(st.lists(trajectories(i), min_size=1, max_size=3))) for i in ids
+    ]
 
 
 def bits(groups: list[TrajectoryGroup]) -> list:
-    """Everything in the groups; floats by their bits, which tells -0.0 from 0.0, and containers with their type."""
+    """Everything in the groups; floats by their bits, which tells -0.0 from 0.0, and containers
+    with their type.
+    """
 
     def exact(value):
         if isinstance(value, float):
             return struct.pack("d", value)
         if isinstance(value, dict):
             return {key: exact(item) for key, item in value.items()}
-        return type(value), [exact(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return type(value), (
+            [exact(item) for item in value] if isinstance(value, (list, tuple)) else value
+        )
 
     return [
         (group.group_id, t.group_id, t.environment, t.seed, t.outcome_seed, t.weight_version, t.terminated, t.truncated,
@@ -73,7 +85,9 @@ def small() -> list[TrajectoryGroup]:
 
 @settings(deadline=None, max_examples=100)
 @given(groups=rollouts())
-def test_groups_come_back_to_the_bit(groups: list[TrajectoryGroup], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_groups_come_back_to_the_bit(
+    groups: list[TrajectoryGroup], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     store = RolloutStore(tmp_path_factory.mktemp("r") / "rollouts")
     store.write(12, groups, ORIGIN)
     back = store.recall(12, ORIGIN, pytest.fail)
@@ -95,12 +109,20 @@ def test_every_damage_is_seen_and_the_step_sampled_again(tmp_path: Path) -> None
     intact = path.read_bytes()
     damaged = [b"", intact[:7], intact[: len(intact) // 2], intact[:-1], intact + b"\0"]
     for position in range(0, len(intact), 7):
-        damaged.append(intact[:position] + bytes([intact[position] ^ 1 << position % 8]) + intact[position + 1 :])
+        damaged.append(
+            intact[:position]
+            + bytes([intact[position] ^ 1 << position % 8])
+            + intact[position + 1 :]
+        )
     for content in damaged:
         path.write_bytes(content)
         reports: list[str] = []
         assert store.recall(3, ORIGIN, reports.append) is None
-        assert len(reports) == 1 and "step_00000003.safetensors" in reports[0] and "sampled again" in reports[0]
+        assert (
+            len(reports) == 1
+            and "step_00000003.safetensors" in reports[0]
+            and "sampled again" in reports[0]
+        )
     path.write_bytes(intact)
     assert store.recall(3, ORIGIN, pytest.fail) == small()
 
@@ -108,13 +130,21 @@ def test_every_damage_is_seen_and_the_step_sampled_again(tmp_path: Path) -> None
 def test_a_file_of_another_step_or_origin_is_not_used(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path)
     store.write(3, small(), ORIGIN)
-    (tmp_path / "step_00000004.safetensors").write_bytes((tmp_path / "step_00000003.safetensors").read_bytes())
+    (tmp_path / "step_00000004.safetensors").write_bytes(
+        (tmp_path / "step_00000003.safetensors").read_bytes()
+    )
     reports: list[str] = []
     assert store.recall(4, ORIGIN, reports.append) is None
     assert store.recall(3, ORIGIN | {"weights": "other"}, reports.append) is None
-    assert store.recall(3, {key: ORIGIN[key] for key in ("weights", "settings")}, reports.append) is None
+    assert (
+        store.recall(3, {key: ORIGIN[key] for key in ("weights", "settings")}, reports.append)
+        is None
+    )
     assert "step 3, not 1 and 4" in reports[0]
-    assert "another weights; the step is sampled" in reports[1] and "another weight_version" in reports[2]
+    assert (
+        "another weights; the step is sampled" in reports[1]
+        and "another weight_version" in reports[2]
+    )
     assert store.recall(5, ORIGIN, pytest.fail) is None
 
 
@@ -129,7 +159,12 @@ def test_prune(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "kept"), [([], [2, 3, 4]), (["--keep-rollouts", "2"], [3, 4]), (["--keep-rollouts", "0"], [0, 1, 2, 3, 4])]
+    ("flags", "kept"),
+    [
+        ([], [2, 3, 4]),
+        (["--keep-rollouts", "2"], [3, 4]),
+        (["--keep-rollouts", "0"], [0, 1, 2, 3, 4]),
+    ],
 )
 def test_which_rollouts_a_run_keeps(tmp_path: Path, flags: list[str], kept: list[int]) -> None:
     """Without a flag those since the oldest checkpoint; one that is being written does not count."""
@@ -137,7 +172,9 @@ def test_which_rollouts_a_run_keeps(tmp_path: Path, flags: list[str], kept: list
     for step in range(5):
         rollouts.write(step, small(), ORIGIN)
         if step == 2:
-            assert rollouts.store.steps()[0] == (0 if not flags else kept[0] if flags[1] == "0" else 1)
+            assert rollouts.store.steps()[0] == (
+                0 if not flags else kept[0] if flags[1] == "0" else 1
+            )
             for name in ("step_00000002", "step_00000003", ".step_00000001.tmp"):
                 (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert rollouts.store.steps() == kept
@@ -166,8 +203,13 @@ from pathlib import Path
 from test_rollout_store import *
 RolloutStore(Path({str(tmp_path)!r})).write(3, small(), ORIGIN)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, preexec_fn=limit)
-    assert "OSError: cannot write" in done.stderr.splitlines()[-1] and "File too large; free space" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, preexec_fn=limit
+    )
+    assert (
+        "OSError: cannot write" in done.stderr.splitlines()[-1]
+        and "File too large; free space" in done.stderr
+    )
     assert store.recall(3, ORIGIN, pytest.fail) == small() and len(list(tmp_path.iterdir())) == 1
 
 

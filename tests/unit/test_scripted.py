@@ -1,4 +1,6 @@
-"""The scripted players tell the truth, checked by playing the move they describe, and act at random level."""
+"""The scripted players tell the truth, checked by playing the move they describe, and act at random
+level.
+"""
 
 import copy
 import re
@@ -6,9 +8,13 @@ import re
 import numpy as np
 import pytest
 
-from ragen_mega.environments.base import make
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.warm_start.scripted import describe_frozen_lake, describe_sokoban, scripted_response
+from ragen_mega.environments.protocol import make
+from ragen_mega.warm_start.scripted import (
+    describe_frozen_lake,
+    describe_sokoban,
+    scripted_response,
+)
 
 
 def distance(a: tuple[int, int], b: tuple[int, int]) -> int:
@@ -19,7 +25,10 @@ def wander(environment, seed: int, num_actions: int) -> bool:
     """Take random actions; False if the episode ended."""
     environment.reset(seed)
     generator = np.random.default_rng(seed)
-    return not any(environment.step(str(generator.choice(environment.actions))).terminated for _ in range(num_actions))
+    return not any(
+        environment.step(str(generator.choice(environment.actions))).terminated
+        for _ in range(num_actions)
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -29,7 +38,10 @@ def test_sokoban_effects_are_what_the_moves_do(seed: int) -> None:
         return
     before = environment.facts()
     (box,), (target,) = before["boxes"], before["targets"]
-    standing = [tuple(map(int, cell)) for cell in re.findall(r"stand\((\d), (\d)\)", describe_sokoban(environment, ()))]
+    standing = [
+        tuple(map(int, cell))
+        for cell in re.findall(r"stand\((\d), (\d)\)", describe_sokoban(environment, ()))
+    ]
     assert standing
     pattern = r" (Up|Down|Left|Right) to\S+ \S+(?: push\S+ \S+)? (\w+)"
     for action, effect in re.findall(pattern, describe_sokoban(environment, ())):
@@ -37,11 +49,15 @@ def test_sokoban_effects_are_what_the_moves_do(seed: int) -> None:
         effective = world.step(action).info["is_action_effective"]
         after = world.facts()
         moved = after["boxes"][0] != box
-        nearer = min(distance(after["player"], c) for c in standing) < min(distance(before["player"], c) for c in standing)
+        nearer = min(distance(after["player"], c) for c in standing) < min(
+            distance(before["player"], c) for c in standing
+        )
         if not effective:
             assert effect in ("wall", "stuck")
         elif moved:
-            assert effect == ("closer" if distance(after["boxes"][0], target) < distance(box, target) else "away")
+            assert effect == (
+                "closer" if distance(after["boxes"][0], target) < distance(box, target) else "away"
+            )
         else:
             assert effect == ("near" if nearer else "far")
 
@@ -62,8 +78,12 @@ def test_frozen_lake_moves_lead_ahead_and_never_behind(seed: int) -> None:
         assert ahead == neighbours[action]
         ends = _possible_ends(environment, action)
         assert (ahead == "edge") <= (environment.facts()["player"] in ends)
-        assert len(ends & environment.facts()["holes"]) == list(neighbours.values()).count("hole") - (behind == "hole")
-        assert (environment.facts()["goal"] in ends) == ("goal" in neighbours.values() and behind != "goal")
+        assert len(ends & environment.facts()["holes"]) == list(neighbours.values()).count(
+            "hole"
+        ) - (behind == "hole")
+        assert (environment.facts()["goal"] in ends) == (
+            "goal" in neighbours.values() and behind != "goal"
+        )
 
 
 def _possible_ends(environment, action: str) -> set[tuple[int, int]]:
@@ -86,7 +106,9 @@ def test_frozen_lake_neighbours_are_what_they_are_called(seed: int) -> None:
     pattern = r" (?:Left|Down|Right|Up) to\((\d), (\d)\) (\w+)"
     for row, column, word in re.findall(pattern, describe_frozen_lake(environment, ())):
         cell = int(row), int(column)
-        assert (word == "hole") == (cell in facts["holes"]) and (word == "goal") == (cell == facts["goal"])
+        assert (word == "hole") == (cell in facts["holes"]) and (word == "goal") == (
+            cell == facts["goal"]
+        )
         if word in ("closer", "farther"):
             nearer = distance(cell, facts["goal"]) < distance(facts["player"], facts["goal"])
             assert (word == "closer") == nearer
@@ -108,11 +130,15 @@ def test_actions_are_uniform_and_answers_parse(name: str) -> None:
     total = sum(counts.values())
     expected = 1 / len(episode.environment.actions)
     for action in episode.environment.actions:
-        assert abs(counts[action] / total - expected) < 4 * (expected * (1 - expected) / total) ** 0.5
+        assert (
+            abs(counts[action] / total - expected) < 4 * (expected * (1 - expected) / total) ** 0.5
+        )
 
 
 def test_skill_plays_the_shortest_plan() -> None:
-    episode = Episode(make("sokoban", max_shortest=5), EpisodeConfig(max_actions_per_turn=1, max_turns=10))
+    episode = Episode(
+        make("sokoban", max_shortest=5), EpisodeConfig(max_actions_per_turn=1, max_turns=10)
+    )
     for seed in range(20):
         episode.start(seed)
         generator = np.random.default_rng(seed)

@@ -8,12 +8,18 @@ import pytest
 
 from tools import sglang_probe as probe
 
+
 @pytest.mark.parametrize(
     ("serving", "starting", "expected", "num_attempts"),
     [
         ({"ipc", "file"}, {"", "--disable-cuda-graph"}, ("ipc", ""), 1),
         ({"file"}, {""}, ("file", ""), 2),
-        ({"file"}, {"--disable-cuda-graph"}, ("file", "--disable-cuda-graph"), 4),  # two do not start, and are not tried twice
+        (
+            {"file"},
+            {"--disable-cuda-graph"},
+            ("file", "--disable-cuda-graph"),
+            4,
+        ),  # two do not start, and are not tried twice
         (set(), {"", "--disable-prefill-cuda-graph", "--disable-cuda-graph"}, None, 7),
         ({"ipc"}, {"without --enable-memory-saver"}, ("ipc", "without --enable-memory-saver"), 4),
         ({"ipc"}, set(), None, 4),
@@ -32,7 +38,9 @@ def test_the_first_that_works_is_taken(
         return {"rollouts": []}
 
     assert probe.first_that_works(attempt, reports.append) == expected
-    assert len(reports) == num_attempts and all("weight_transfer" in report and "options" in report for report in reports)
-    assert [report["error"] is None for report in reports] == [False] * (num_attempts - (expected is not None)) + (
-        [True] if expected else []
+    assert len(reports) == num_attempts and all(
+        "weight_transfer" in report and "options" in report for report in reports
     )
+    assert [report["error"] is None for report in reports] == [False] * (
+        num_attempts - (expected is not None)
+    ) + ([True] if expected else [])

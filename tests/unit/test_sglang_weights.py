@@ -20,15 +20,26 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ragen_mega.engines import weight_loader
-from ragen_mega.engines.engine_shards import cut_stream
-from ragen_mega.engines.fp8_blocks import quantize_stream
-from ragen_mega.engines.http_json import JSONClient, RequestRefused
-from ragen_mega.engines.sglang_weights import FileTransfer, IpcTransfer, Message, WeightSender, WeightTransfer
+from ragen_mega.engines.sglang import weight_loader
+from ragen_mega.engines.sglang.fp8_blocks import quantize_stream
+from ragen_mega.engines.sglang.http_json import JSONClient, RequestRefused
+from ragen_mega.engines.sglang.weights import (
+    FileTransfer,
+    IpcTransfer,
+    Message,
+    WeightSender,
+    WeightTransfer,
+)
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 
 CONFIG = Qwen2Config(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
     tie_word_embeddings=True,
 )
 BUCKET = 16 * 1024
@@ -57,7 +68,9 @@ def read(buckets: list[list[Message]], rank: int = 0) -> dict[str, torch.Tensor]
     return found
 
 
-def test_buckets_hold_the_stream_and_stay_small(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
+def test_buckets_hold_the_stream_and_stay_small(
+    transfer: FileTransfer, weights: dict[str, torch.Tensor]
+) -> None:
     shared = torch.empty(10_000)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,7 +83,9 @@ def test_buckets_hold_the_stream_and_stay_small(transfer: FileTransfer, weights:
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in found)
     for (message,) in transfer.again():
-        assert sum(tensor.nbytes for tensor in load_file(message.file).values()) <= max(BUCKET, LARGEST)
+        assert sum(tensor.nbytes for tensor in load_file(message.file).values()) <= max(
+            BUCKET, LARGEST
+        )
     assert stat.S_IMODE(transfer.directory.stat().st_mode) == 0o700
 
 
@@ -88,7 +103,9 @@ def test_a_bucket_is_written_before_the_next_tensor_is_asked_for(
     assert num_files == sorted(num_files) and 0 < num_files[len(weights) // 2] < num_files[-1]
 
 
-def test_the_old_weights_go_when_new_ones_come(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
+def test_the_old_weights_go_when_new_ones_come(
+    transfer: FileTransfer, weights: dict[str, torch.Tensor]
+) -> None:
     list(transfer.receive(weights.items()))
     changed = {name: tensor + 1 for name, tensor in weights.items()}
     list(transfer.receive(changed.items()))
@@ -98,12 +115,20 @@ def test_the_old_weights_go_when_new_ones_come(transfer: FileTransfer, weights: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}, "missing: model.norm.weight"),
+        (
+            lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
+            "missing: model.norm.weight",
+        ),
         (lambda w: w | {"wte": torch.zeros(1)}, "weight 'wte' came with shape"),
-        (lambda w: w | {"model.norm.weight": torch.zeros(16)}, r"came with shape \[16\], .*, this one with \[32\]"),
+        (
+            lambda w: w | {"model.norm.weight": torch.zeros(16)},
+            r"came with shape \[16\], .*, this one with \[32\]",
+        ),
     ],
 )
-def test_what_is_refused(transfer: FileTransfer, weights: dict[str, torch.Tensor], change: object, message: str) -> None:
+def test_what_is_refused(
+    transfer: FileTransfer, weights: dict[str, torch.Tensor], change: object, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         list(transfer.receive(change(weights).items()))
     assert transfer.again() == []
@@ -131,9 +156,14 @@ class Holder(nn.Module):
 
     def __init__(self, shapes: dict[str, torch.Size], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.held = {name: nn.Parameter(torch.full(shape, math.nan, dtype=dtype)) for name, shape in shapes.items()}
+        self.held = {
+            name: nn.Parameter(torch.full(shape, math.nan, dtype=dtype))
+            for name, shape in shapes.items()
+        }
 
-    def named_parameters(self, *arguments: object, **options: object) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, *arguments: object, **options: object
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.held.items()
 
 
@@ -144,20 +174,30 @@ def reports_of_loading(transfer: FileTransfer, model: nn.Module) -> list[str | N
     return [json.loads(weight_loader.report_of(file).read_text())["error"] for file in files]
 
 
-def test_the_loader_fills_every_parameter(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
+def test_the_loader_fills_every_parameter(
+    transfer: FileTransfer, weights: dict[str, torch.Tensor]
+) -> None:
     list(transfer.receive(weights.items()))
     model = Holder({name: tensor.shape for name, tensor in weights.items()})
     assert set(reports_of_loading(transfer, model)) == {None}
     assert all(torch.equal(model.held[name], tensor) for name, tensor in weights.items())
 
 
-def test_the_loader_reports_what_it_cannot_take(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
+def test_the_loader_reports_what_it_cannot_take(
+    transfer: FileTransfer, weights: dict[str, torch.Tensor]
+) -> None:
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     list(transfer.receive(weights.items()))
     for changed, message in (
-        (shapes | {"model.norm.weight": torch.Size([16])}, "SGLang holds model.norm.weight as [16] torch.float32 and got [32]"),
+        (
+            shapes | {"model.norm.weight": torch.Size([16])},
+            "SGLang holds model.norm.weight as [16] torch.float32 and got [32]",
+        ),
         (shapes | {"model.extra": torch.Size([3])}, "missing: model.extra"),
-        ({name: shape for name, shape in shapes.items() if name != "model.norm.weight"}, "has no model.norm.weight"),
+        (
+            {name: shape for name, shape in shapes.items() if name != "model.norm.weight"},
+            "has no model.norm.weight",
+        ),
     ):
         errors = [error for error in reports_of_loading(transfer, Holder(changed)) if error]
         assert len(errors) == 1 and message in errors[0], errors
@@ -169,12 +209,19 @@ def test_a_flipped_bit_is_noticed(transfer: FileTransfer, weights: dict[str, tor
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     file.write_bytes(content)
-    errors = reports_of_loading(transfer, Holder({name: tensor.shape for name, tensor in weights.items()}))
-    assert errors[:-1] == [None] * (len(errors) - 1) and "must hold the bits that were sent" in errors[-1]
+    errors = reports_of_loading(
+        transfer, Holder({name: tensor.shape for name, tensor in weights.items()})
+    )
+    assert (
+        errors[:-1] == [None] * (len(errors) - 1)
+        and "must hold the bits that were sent" in errors[-1]
+    )
 
 
 def test_a_shared_buffer_is_filled_again_for_every_bucket(weights: dict[str, torch.Tensor]) -> None:
-    """As the server sees it: handles of the buffer, which hold a bucket until the next one is asked for."""
+    """As the server sees it: handles of the buffer, which hold a bucket until the next one is asked
+    for.
+    """
     transfer = IpcTransfer(CONFIG, WHOLE, torch.bfloat16, bucket_bytes=BUCKET)
     model = Holder({name: tensor.shape for name, tensor in weights.items()}, torch.bfloat16)
     num_buckets, addresses = 0, set()
@@ -203,20 +250,29 @@ def test_a_buffer_that_changes_too_early_is_noticed(weights: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("kind", [FileTransfer, IpcTransfer])
-def test_linear_weights_in_fp8(kind: type[WeightTransfer], weights: dict[str, torch.Tensor]) -> None:
+def test_linear_weights_in_fp8(
+    kind: type[WeightTransfer], weights: dict[str, torch.Tensor]
+) -> None:
     transfer = kind(CONFIG, WHOLE, torch.bfloat16, fp8=True, bucket_bytes=BUCKET)
-    expected = {name: tensor if tensor.dtype.itemsize == 1 or "scale" in name else tensor.bfloat16()
-                for name, tensor in quantize_stream(weights.items())}
+    expected = {
+        name: tensor if tensor.dtype.itemsize == 1 or "scale" in name else tensor.bfloat16()
+        for name, tensor in quantize_stream(weights.items())
+    }
     model = Holder({})
     model.held = {
-        name: nn.Parameter(torch.zeros_like(tensor), requires_grad=False) for name, tensor in expected.items()
+        name: nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
+        for name, tensor in expected.items()
     }
     for ((file, payload),) in transfer.receive(weights.items()):
         weight_loader.load(model, pickle.loads(base64.b64decode(payload)))
         assert json.loads(weight_loader.report_of(file).read_text()) == {"error": None}
     transfer.close()
     dtypes = Counter(str(tensor.dtype) for tensor in expected.values())
-    assert dtypes == {"torch.float8_e4m3fn": 8, "torch.float32": 8, "torch.bfloat16": len(weights) - 8}
+    assert dtypes == {
+        "torch.float8_e4m3fn": 8,
+        "torch.float32": 8,
+        "torch.bfloat16": len(weights) - 8,
+    }
     for name, tensor in expected.items():
         assert torch.equal(model.held[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
@@ -228,7 +284,9 @@ def test_no_file_no_exception(tmp_path: Path) -> None:
 
 
 class Generation:
-    """The rules of one generation of SGLang's HTTP API, which the real servers state: sessions, and refusals."""
+    """The rules of one generation of SGLang's HTTP API, which the real servers state: sessions, and
+    refusals.
+    """
 
     def __init__(self, buckets: list[list[Message]], *, has_sessions: bool) -> None:
         self.reports = iter([weight_loader.report_of(file) for ((file, _),) in buckets])
@@ -249,7 +307,10 @@ class Generation:
             self.in_session = True
         if path == "/update_weights_from_tensor":
             if not self.in_session:
-                return 400, {"success": False, "message": "not between begin_weight_update and end_weight_update"}
+                return 400, {
+                    "success": False,
+                    "message": "not between begin_weight_update and end_weight_update",
+                }
             if self.refuse_with:
                 return self.refuse_with, {"success": False, "message": "Failed to update weights"}
             if self.report is not None:
@@ -300,7 +361,9 @@ def buckets(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> list[li
 
 
 @pytest.mark.parametrize("has_sessions", [False, True])
-def test_both_generations_of_the_api(serve: Any, buckets: list[list[Message]], has_sessions: bool) -> None:
+def test_both_generations_of_the_api(
+    serve: Any, buckets: list[list[Message]], has_sessions: bool
+) -> None:
     generation = Generation(buckets, has_sessions=has_sessions)
     sender = WeightSender(serve(generation), "package.load", timeout=10)
     sender.send(buckets, 3)
@@ -311,7 +374,9 @@ def test_both_generations_of_the_api(serve: Any, buckets: list[list[Message]], h
 
 
 @pytest.mark.parametrize("status", [200, 400])
-def test_an_answer_that_says_no_is_an_error_whatever_its_status(serve: Any, buckets: list[list[Message]], status: int) -> None:
+def test_an_answer_that_says_no_is_an_error_whatever_its_status(
+    serve: Any, buckets: list[list[Message]], status: int
+) -> None:
     generation = Generation(buckets, has_sessions=False)
     generation.refuse_with = status
     sender = WeightSender(serve(generation), "package.load", timeout=10)
@@ -321,7 +386,11 @@ def test_an_answer_that_says_no_is_an_error_whatever_its_status(serve: Any, buck
 
 
 @pytest.mark.parametrize(
-    ("report", "message"), [(None, "did not read its weights"), ("no room", "rank 0 of the SGLang server did not .*no room")]
+    ("report", "message"),
+    [
+        (None, "did not read its weights"),
+        ("no room", "rank 0 of the SGLang server did not .*no room"),
+    ],
 )
 def test_a_server_that_says_yes_is_not_believed(
     serve: Any, buckets: list[list[Message]], report: str | None, message: str

@@ -1,4 +1,6 @@
-"""Reference players against published numbers, brute force over the environments themselves, and sampling."""
+"""Reference players against published numbers, brute force over the environments themselves, and
+sampling.
+"""
 
 import itertools
 import json
@@ -10,21 +12,27 @@ import numpy as np
 import pytest
 
 import ragen_mega.environments.boards as boards_module
-from ragen_mega.environments.base import make
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.frozen_lake import DIRECTIONS, generate_lake, parse_lake
-from ragen_mega.environments.solvers import baselines, optimal_actions, wilson_interval
-from ragen_mega.environments.solvers_frozen_lake import MAX_UNSEEN_ACTIONS, LakeSolver
-from ragen_mega.environments.solvers_sokoban import random_success, shortest_plan
-from ragen_mega.environments.sokoban_rooms import parse_room
+from ragen_mega.environments.protocol import make
+from ragen_mega.environments.reference_players import baselines, optimal_actions, wilson_interval
+from ragen_mega.environments.worlds.frozen_lake.solver import MAX_UNSEEN_ACTIONS, LakeSolver
+from ragen_mega.environments.worlds.frozen_lake.world import (
+    DIRECTIONS,
+    generate_lake,
+    parse_lake,
+)
+from ragen_mega.environments.worlds.sokoban.rooms import parse_room
+from ragen_mega.environments.worlds.sokoban.solver import random_success, shortest_plan
 
 TRAIN_SEEDS = range(10_000, 11_000)
 
 
 @cache
 def records(name):
-    path = boards_module.Path(boards_module.__file__).parent / "data" / f"{name}.jsonl"
+    (path,) = boards_module.Path(boards_module.__file__).parent.glob(
+        f"worlds/*/boards/{name}.jsonl"
+    )
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -43,7 +51,9 @@ def test_shortest_solutions_of_the_packaged_rooms(name):
 
 
 def brute_force_length(environment, rows):
-    """Length of a shortest solution, found with the environment's own steps and its observations as states."""
+    """Length of a shortest solution, found with the environment's own steps and its observations as
+    states.
+    """
     frontier, seen = [tuple(rows)], {tuple(rows)}
     for length in itertools.count(1):
         successors = []
@@ -73,7 +83,10 @@ def test_shortest_plan_against_brute_force():
 
 
 def test_dead_rooms_have_no_plan():
-    for rows in (["#####", "#X_P#", "#__O#", "#####"], ["######", "#_X__#", "#PX_O#", "#___O#", "######"]):
+    for rows in (
+        ["#####", "#X_P#", "#__O#", "#####"],
+        ["######", "#_X__#", "#PX_O#", "#___O#", "######"],
+    ):
         expected = brute_force_length(make("sokoban"), rows)
         plan = shortest_plan(parse_room(rows))
         assert (None if plan is None else len(plan)) == expected
@@ -104,7 +117,8 @@ def test_generated_rooms_are_solvable_and_as_hard_as_the_original():
         environment.reset(seed)
         lengths.append(len(shortest_plan(environment.room)))
         chances.append(random_success(environment.room, 10))
-    # RAGEN's training rooms: mean 4.15, median 4, 99.4% within 10 actions; random play solves 19 to 20%.
+    # RAGEN's training rooms: mean 4.15, median 4, 99.4% within 10 actions; random play solves 19 to
+    # 20%.
     assert statistics.mean(lengths) == pytest.approx(4.0, abs=0.3)
     assert statistics.median(lengths) == 4
     assert statistics.mean(length <= 10 for length in lengths) > 0.99
@@ -116,7 +130,10 @@ def test_generated_large_rooms():
     lengths = []
     for seed in range(10_000, 10_200):
         environment.reset(seed)
-        assert len(environment.room.boxes) == 2 and not environment.room.boxes & environment.room.targets
+        assert (
+            len(environment.room.boxes) == 2
+            and not environment.room.boxes & environment.room.targets
+        )
         lengths.append(len(shortest_plan(environment.room)))
     assert statistics.mean(lengths) == pytest.approx(5.8, abs=0.5)
 
@@ -137,8 +154,12 @@ def test_per_board_values_of_the_packaged_lakes():
     for record in records("frozen_lake_4x4_p0.8"):
         lake = parse_lake(record["board"])
         solver = LakeSolver(lake, 1 / 3)
-        assert solver.random(lake.start, 10) == pytest.approx(record["uniform_random_10_actions"], abs=1e-6)
-        assert solver.closed_loop(lake.start, 10) == pytest.approx(record["optimum_slip_third_10_actions"], abs=1e-6)
+        assert solver.random(lake.start, 10) == pytest.approx(
+            record["uniform_random_10_actions"], abs=1e-6
+        )
+        assert solver.closed_loop(lake.start, 10) == pytest.approx(
+            record["optimum_slip_third_10_actions"], abs=1e-6
+        )
 
 
 def brute_force_open_loop(lake, success_rate, cell, turns, per_turn, budget):
@@ -158,19 +179,28 @@ def brute_force_open_loop(lake, success_rate, cell, turns, per_turn, budget):
                     if place == lake.goal or place in lake.holes:
                         after[place] = after.get(place, 0.0) + mass
                         continue
-                    for turn, chance in ((0, success_rate), (1, (1 - success_rate) / 2), (3, (1 - success_rate) / 2)):
+                    for turn, chance in (
+                        (0, success_rate),
+                        (1, (1 - success_rate) / 2),
+                        (3, (1 - success_rate) / 2),
+                    ):
                         landing = lake.neighbour(place, names[(action + turn) % 4])
                         after[landing] = after.get(landing, 0.0) + mass * chance
                 outcomes = after
             value = sum(
-                mass * brute_force_open_loop(lake, success_rate, place, turns - 1, per_turn, budget - length)
+                mass
+                * brute_force_open_loop(
+                    lake, success_rate, place, turns - 1, per_turn, budget - length
+                )
                 for place, mass in outcomes.items()
             )
             best = max(best, value)
     return best
 
 
-@pytest.mark.parametrize(("turns", "per_turn", "budget"), [(1, 3, 3), (2, 2, 3), (3, 1, 5), (2, 2, 10)])
+@pytest.mark.parametrize(
+    ("turns", "per_turn", "budget"), [(1, 3, 3), (2, 2, 3), (3, 1, 5), (2, 2, 10)]
+)
 @pytest.mark.parametrize("success_rate", [1 / 3, 0.8, 1.0])
 def test_open_loop_value_against_brute_force(turns, per_turn, budget, success_rate):
     rng = np.random.default_rng(0)
@@ -189,7 +219,10 @@ def test_one_action_a_turn_is_the_closed_loop():
     value = solver.open_loop(lake.start, max_turns=9, max_actions_per_turn=1, max_actions=10)
     assert value == pytest.approx(solver.closed_loop(lake.start, 9), abs=1e-12)
     too_long = MAX_UNSEEN_ACTIONS + 1
-    assert solver.open_loop(lake.start, max_turns=2, max_actions_per_turn=too_long, max_actions=20) is None
+    assert (
+        solver.open_loop(lake.start, max_turns=2, max_actions_per_turn=too_long, max_actions=20)
+        is None
+    )
 
 
 # Scripted play and baselines
@@ -264,14 +297,18 @@ def test_known_baselines(name, protocol, random, optimum, closed_loop):
     result = baselines(name, prompts, protocol)
     if random is not None:
         # The published Sokoban number was sampled; the lakes' was computed.
-        assert result.random == pytest.approx(random, abs=0.01 if name.startswith("sokoban") else 0.0005)
+        assert result.random == pytest.approx(
+            random, abs=0.01 if name.startswith("sokoban") else 0.0005
+        )
     assert result.optimum == pytest.approx(optimum, abs=0.0005)
     assert result.optimum_closed_loop == pytest.approx(closed_loop, abs=0.0005)
     assert result.num_prompts == 256 and result.is_exact
     assert result.random_ci_low < result.random < result.random_ci_high
 
 
-@pytest.mark.parametrize(("name", "options"), [("sokoban", {}), ("frozen_lake", {"success_rate": 0.8})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("sokoban", {}), ("frozen_lake", {"success_rate": 0.8})]
+)
 def test_random_baseline_against_sampled_play(name, options):
     environment = make(name, **options)
     rng = np.random.default_rng(0)

@@ -1,4 +1,6 @@
-"""The supervisor with real processes and real SIGKILL: nothing that it started outlives it, its owner or the command."""
+"""The supervisor with real processes and real SIGKILL: nothing that it started outlives it, its
+owner or the command.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.engines import supervisor
+from ragen_mega.engines.sglang import supervisor
 
-# A command with a child, and with a grandchild in a session of its own whose parent is gone: the hardest to find again.
+# A command with a child, and with a grandchild in a session of its own whose parent is gone: the
+# hardest to find again.
 FAMILY = """
 import subprocess, sys, time
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -63,7 +66,10 @@ class Family:
         self.supervisor = next(
             pid for pid in supervisor.descendants(self.owner.pid) if "supervisor.py" in cmdline(pid)
         )
-        self.members = [*supervisor.descendants(self.supervisor), *map(int, self.file.read_text().split())]
+        self.members = [
+            *supervisor.descendants(self.supervisor),
+            *map(int, self.file.read_text().split()),
+        ]
 
     def kill(self) -> None:
         for pid in (self.owner.pid, self.supervisor, *self.members):
@@ -105,7 +111,9 @@ def test_everything_ends_when_the_supervisor_is_told_to(family: Family) -> None:
 
 
 def test_further_signals_do_not_stop_the_killing(family: Family) -> None:
-    """`timeout` signals the supervisor and then its whole group, so that the second comes while it kills."""
+    """`timeout` signals the supervisor and then its whole group, so that the second comes while it
+    kills.
+    """
     for _ in range(200):
         os.kill(family.supervisor, signal.SIGTERM)
         time.sleep(0.0005)
@@ -115,7 +123,9 @@ def test_further_signals_do_not_stop_the_killing(family: Family) -> None:
 
 
 def test_the_command_ends_when_the_supervisor_is_killed(family: Family) -> None:
-    command = next(pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid))
+    command = next(
+        pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid)
+    )
     os.kill(family.supervisor, signal.SIGKILL)
     wait_until(lambda: not is_alive(command))
 
@@ -136,7 +146,9 @@ time.sleep(600)
 @pytest.mark.parametrize("family", ["import os" + SHARING], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_shared_memory_of_the_command_goes_with_it(family: Family, number: signal.Signals) -> None:
-    command = next(pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid))
+    command = next(
+        pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid)
+    )
     other = Path(f"/dev/shm/other_test_{command}")
     wait_until(other.exists)
     inodes = supervisor.shared_memory(family.supervisor)
@@ -149,11 +161,14 @@ def test_shared_memory_of_the_command_goes_with_it(family: Family, number: signa
     other.unlink()
 
 
-@pytest.mark.parametrize(("command", "status"), [("import sys; sys.exit(7)", 7), ("import os; os.abort()", 1)])
+@pytest.mark.parametrize(
+    ("command", "status"), [("import sys; sys.exit(7)", 7), ("import os; os.abort()", 1)]
+)
 def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-I", supervisor.__file__, "none", sys.executable, "-c", command],
-        stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     assert process.wait(30) == status
     process.stdin.close()
@@ -161,7 +176,15 @@ def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
 
 def test_a_byte_ends_the_command_and_keeps_the_directory(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-I", supervisor.__file__, str(tmp_path), sys.executable, "-c", "import time; time.sleep(600)"],
+        [
+            sys.executable,
+            "-I",
+            supervisor.__file__,
+            str(tmp_path),
+            sys.executable,
+            "-c",
+            "import time; time.sleep(600)",
+        ],
         stdin=subprocess.PIPE,
     )
     process.communicate(b".", timeout=30)
@@ -170,6 +193,9 @@ def test_a_byte_ends_the_command_and_keeps_the_directory(tmp_path: Path) -> None
 
 def test_a_command_that_does_not_exist_is_said() -> None:
     process = subprocess.run(
-        [sys.executable, "-I", supervisor.__file__, "none", "/no/such/command"], capture_output=True, text=True, timeout=30
+        [sys.executable, "-I", supervisor.__file__, "none", "/no/such/command"],
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert process.returncode == 1 and "cannot start /no/such/command" in process.stderr

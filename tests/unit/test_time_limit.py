@@ -1,4 +1,6 @@
-"""Environments that raise, hang or pay nonsense: their trajectory ends, the others and the group go on."""
+"""Environments that raise, hang or pay nonsense: their trajectory ends, the others and the group go
+on.
+"""
 
 import asyncio
 import subprocess
@@ -10,16 +12,16 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from ragen_mega.environments import base
-from ragen_mega.environments.bandit import Bandit
-from ragen_mega.environments.base import Registration, StepResult, make
+from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.environments import protocol as base
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.pool import SECONDS_TOGETHER, EnvironmentFailed, TimeLimit
+from ragen_mega.environments.protocol import Registration, StepResult, make
+from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.rollout.collector import collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import environment_errors, summarize
-from ragen_mega.rollout.time_limit import SECONDS_TOGETHER, EnvironmentFailed, TimeLimit
-from ragen_mega.types import Completion, SamplingParams
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 
@@ -47,7 +49,13 @@ class Flaky(Bandit):
                 case "sleep":
                     time.sleep(20)
                 case "nan":
-                    return StepResult("", float("nan"), True, False, {"success": True, "is_action_effective": True})
+                    return StepResult(
+                        "",
+                        float("nan"),
+                        True,
+                        False,
+                        {"success": True, "is_action_effective": True},
+                    )
         return super().step(action)
 
 
@@ -61,7 +69,9 @@ class Talker:
         self.answer = renderer.tokenizer.encode(text, add_special_tokens=False)
         self.fail = fail
 
-    async def generate(self, tokens: list[int], sampling: SamplingParams, *, session: int) -> Completion:
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
         if self.fail:
             raise self.fail
         return Completion(self.answer, [-1.0] * len(self.answer), "stop")
@@ -75,7 +85,10 @@ class Talker:
 
 @pytest.fixture(scope="module")
 def renderer() -> ChatRenderer:
-    return ChatRenderer(train_tokenizer(["first second third go Dragon Phoenix The arms are and . 0 1 2 left"]), think=True)
+    return ChatRenderer(
+        train_tokenizer(["first second third go Dragon Phoenix The arms are and . 0 1 2 left"]),
+        think=True,
+    )
 
 
 @pytest.fixture
@@ -90,7 +103,13 @@ def play(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         assert {task.outcome_seed % 2 for task in tasks} == {0, 1}
         engine = Talker(renderer, fail)
         return collect(
-            engine, renderer, tasks, max_tokens=60, max_context=200, seed=0, environment_timeout=timeout
+            engine,
+            renderer,
+            tasks,
+            max_tokens=60,
+            max_context=200,
+            seed=0,
+            environment_timeout=timeout,
         )
 
     return play
@@ -102,32 +121,49 @@ def play(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         ("raise", 5.0, "ConnectionError: lost\nconnection"),
         ("raise", 0.0, "ConnectionError: lost\nconnection"),
         ("exit", 5.0, "SystemExit: 3"),
-        ("nan", 5.0, "FloatingPointError: the environment's reward must be a finite number, not nan"),
+        (
+            "nan",
+            5.0,
+            "FloatingPointError: the environment's reward must be a finite number, not nan",
+        ),
     ],
 )
-def test_a_failing_environment_ends_its_trajectory_only(play: Callable, way: str, timeout: float, reason: str) -> None:
+def test_a_failing_environment_ends_its_trajectory_only(
+    play: Callable, way: str, timeout: float, reason: str
+) -> None:
     (group,) = play(way, timeout=timeout)
     assert len(group.trajectories) == 8
     for trajectory in group.trajectories:
         bad = trajectory.outcome_seed % 2 == 0
         ended = (trajectory.truncated, trajectory.terminated, trajectory.success)
         assert ended == ((True, False, False) if bad else (False, True, True))
-        assert len(trajectory.turns) == 1 and trajectory.num_sampled_tokens > 5 and trajectory.turns[0].end == len(trajectory)
+        assert (
+            len(trajectory.turns) == 1
+            and trajectory.num_sampled_tokens > 5
+            and trajectory.turns[0].end == len(trajectory)
+        )
         assert trajectory.total_reward == 0.0 or not bad
     errors = environment_errors([group])
     assert {why for _, why in errors} == {reason}
-    assert summarize([group])["environment_errors"] == len(errors) == sum(
-        trajectory.outcome_seed % 2 == 0 for trajectory in group.trajectories
+    assert (
+        summarize([group])["environment_errors"]
+        == len(errors)
+        == sum(trajectory.outcome_seed % 2 == 0 for trajectory in group.trajectories)
     )
 
 
 def test_hanging_environments_cost_their_time_limit_once(play: Callable) -> None:
-    """Those that hang wait together; whoever answers at once is done before. Sleeping threads are left to themselves."""
+    """Those that hang wait together; whoever answers at once is done before. Sleeping threads are
+    left to themselves.
+    """
     start = time.monotonic()
     (group,) = play("sleep", timeout=0.5)
     num_bad = sum(trajectory.outcome_seed % 2 == 0 for trajectory in group.trajectories)
     assert time.monotonic() - start < num_bad * 0.5 + 5 < 20
-    assert sorted(trajectory.truncated for trajectory in group.trajectories) == [False] * (8 - num_bad) + [True] * num_bad
+    assert (
+        sorted(trajectory.truncated for trajectory in group.trajectories)
+        == [False] * (8 - num_bad) + [True] * num_bad
+    )
     assert {why for _, why in environment_errors([group])} == {"took longer than 0.5 s"}
 
 
@@ -137,7 +173,9 @@ def test_beyond_a_second_only_the_slow_one_waits() -> None:
     async def work() -> float:
         limit = TimeLimit(SECONDS_TOGETHER + 2)
         start = time.monotonic()
-        failed = await asyncio.gather(*(limit.call(lambda: time.sleep(20)) for _ in range(4)), return_exceptions=True)
+        failed = await asyncio.gather(
+            *(limit.call(lambda: time.sleep(20)) for _ in range(4)), return_exceptions=True
+        )
         assert [type(error) for error in failed] == [EnvironmentFailed] * 4
         assert await limit.call(lambda: 5) == 5
         limit.close()
@@ -148,7 +186,9 @@ def test_beyond_a_second_only_the_slow_one_waits() -> None:
 
 
 def test_an_environment_that_cannot_start_names_its_seed(play: Callable) -> None:
-    with pytest.raises(ValueError, match="environment flaky cannot start from seed 11: KeyError: 'no server'"):
+    with pytest.raises(
+        ValueError, match="environment flaky cannot start from seed 11: KeyError: 'no server'"
+    ):
         play("start", timeout=5.0)
 
 
@@ -161,7 +201,9 @@ def test_an_engine_that_fails_says_so(play: Callable, error: Exception) -> None:
 def test_no_thread_stays_behind(play: Callable) -> None:
     play("raise", timeout=5.0)
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(thread.name == "environment" for thread in fresh_threads()):
+    while time.monotonic() < deadline and any(
+        thread.name == "environment" for thread in fresh_threads()
+    ):
         time.sleep(0.01)
     assert not fresh_threads()
 
@@ -178,11 +220,13 @@ def fresh_threads() -> list[threading.Thread]:
 def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
     program = """
 import asyncio, time
-from ragen_mega.rollout.time_limit import TimeLimit
+from ragen_mega.environments.pool import TimeLimit
 try:
     asyncio.run(TimeLimit(0.1).call(lambda: time.sleep(600)))
 except Exception as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout) == (0, "took longer than 0.1 s\n"), done.stderr

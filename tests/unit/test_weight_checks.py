@@ -1,9 +1,16 @@
-"""The checksum against its definition in Python's integers, what it notices, and the errors about names."""
+"""The checksum against its definition in Python's integers, what it notices, and the errors about
+names.
+"""
 
 import pytest
 import torch
 
-from ragen_mega.engines.weight_checks import check_checksums, check_names, checksum, checksums
+from ragen_mega.engines.sglang.weight_checks import (
+    check_checksums,
+    check_names,
+    checksum,
+    checksums,
+)
 
 
 def splitmix64(value: int) -> int:
@@ -18,8 +25,13 @@ def in_plain_python(tensor: torch.Tensor) -> int:
     """The hash of a tensor of one chunk."""
     data = tensor.contiguous().flatten().view(torch.uint8).tolist()
     data += [0] * (-len(data) % 4)
-    words = [int.from_bytes(bytes(data[i : i + 4]), "little", signed=True) for i in range(0, len(data), 4)]
-    total = sum(word * splitmix64(i + 1) for i, word in enumerate(words)) * (splitmix64(1) | 1) % 2**64
+    words = [
+        int.from_bytes(bytes(data[i : i + 4]), "little", signed=True)
+        for i in range(0, len(data), 4)
+    ]
+    total = (
+        sum(word * splitmix64(i + 1) for i, word in enumerate(words)) * (splitmix64(1) | 1) % 2**64
+    )
     for size in tensor.shape:
         total = ((total ^ size) * 0x9E3779B97F4A7C15 + 1) % 2**64
     return total
@@ -39,7 +51,12 @@ def test_checksum_is_the_multilinear_hash(dtype: torch.dtype, shape: tuple[int, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checksum_notices_what_goes_wrong_in_resharding(dtype: torch.dtype) -> None:
     tensor = torch.randn(600, 1000).to(dtype)  # several chunks
-    changed = {"itself": tensor, "transposed": tensor.t(), "reshaped": tensor.view(300, 2000), "negated": -tensor}
+    changed = {
+        "itself": tensor,
+        "transposed": tensor.t(),
+        "reshaped": tensor.view(300, 2000),
+        "negated": -tensor,
+    }
     changed["halves exchanged"] = tensor.roll(300, 0)
     changed["shifted by a row"] = tensor.roll(1, 0)
     changed["last row zero"] = torch.cat([tensor[:-1], torch.zeros_like(tensor[:1])])
@@ -49,7 +66,9 @@ def test_checksum_notices_what_goes_wrong_in_resharding(dtype: torch.dtype) -> N
         flipped.view(-1)[index] *= -1
         changed[f"sign of {index}"] = flipped
     assert len({checksum(value) for value in changed.values()}) == len(changed)
-    assert checksum(tensor.t().contiguous().t()) == checksum(tensor)  # the memory layout does not matter
+    assert checksum(tensor.t().contiguous().t()) == checksum(
+        tensor
+    )  # the memory layout does not matter
 
 
 def test_names_are_checked_both_ways() -> None:

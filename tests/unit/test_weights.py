@@ -1,4 +1,6 @@
-"""Sharding rules against an independent statement of Megatron's layout, and round trips through every split."""
+"""Sharding rules against an independent statement of Megatron's layout, and round trips through
+every split.
+"""
 
 import pytest
 import torch
@@ -6,17 +8,26 @@ from transformers import Qwen2Config, Qwen3Config
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.model import check_model
-from ragen_mega.megatron.layout import Slot, shard, unshard
-from ragen_mega.model_shape import trainer_vocab_size
+from ragen_mega.models.layout import Slot, shard, unshard
+from ragen_mega.models.shape import trainer_vocab_size
 
 CONFIGS = {
     "qwen2": Qwen2Config(
-        vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8,
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=8,
         num_key_value_heads=4,
     ),
     "qwen3": Qwen3Config(
-        vocab_size=93, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=6,
+        vocab_size=93,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=6,
     ),
 }
 HEAD_DIM = {"qwen2": 4, "qwen3": 6}
@@ -37,7 +48,11 @@ def tensors(architecture: str, layout: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("layout", ["qkv", "gate_up", "row", "vocab", "replicated"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_round_trip(architecture: str, layout: str, tp: int) -> None:
-    hf, slot, full = CONFIGS[architecture], Slot("p", ("a", "b", "c"), layout), tensors(architecture, layout)
+    hf, slot, full = (
+        CONFIGS[architecture],
+        Slot("p", ("a", "b", "c"), layout),
+        tensors(architecture, layout),
+    )
     shards = [shard(slot, full, hf, rank, tp) for rank in range(tp)]
     assert len({piece.shape for piece in shards}) == 1
     for expected, got in zip(full, unshard(slot, shards, hf), strict=True):
@@ -51,7 +66,9 @@ def test_fused_qkv_holds_whole_groups(tp: int) -> None:
     for rank in range(tp):
         local = shard(Slot("p", ("q", "k", "v"), "qkv"), [q, k, v], hf, rank, tp)
         rows = []
-        for group in range(rank * 4 // tp, (rank + 1) * 4 // tp):  # each key-value head with its two query heads
+        for group in range(
+            rank * 4 // tp, (rank + 1) * 4 // tp
+        ):  # each key-value head with its two query heads
             rows += [q[2 * group * dim : 2 * (group + 1) * dim], k[group * dim : (group + 1) * dim]]
             rows += [v[group * dim : (group + 1) * dim]]
         assert torch.equal(local, torch.cat(rows))

@@ -1,7 +1,8 @@
 """Packages of which every name can be imported and nothing can be used.
 
-SGLang imports GPU libraries when it starts, also where none of their code will run. In an environment without them a
-stand-in takes such a library's name, so that the import succeeds; what is called in earnest raises.
+SGLang imports GPU libraries when it starts, also where none of their code will run. In an
+environment without them a stand-in takes such a library's name, so that the import succeeds; what
+is called in earnest raises.
 """
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith(self._prefix) else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.startswith(self._prefix)
+            else None
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return AbsentModule(spec.name, self._called)
@@ -90,6 +95,8 @@ def refuse(package: str) -> Callable[..., Any]:
     """What says that `package` is a stand-in when it is called."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"{package} is a stand-in on this machine: it can be imported, not used")
+        raise NotImplementedError(
+            f"{package} is a stand-in on this machine: it can be imported, not used"
+        )
 
     return call

@@ -47,7 +47,13 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 class Config:
     """One choice of an autotuner."""
 
-    def __init__(self, kwargs: dict[str, Any] | None = None, num_warps: int = 4, num_stages: int = 2, **extra: Any) -> None:
+    def __init__(
+        self,
+        kwargs: dict[str, Any] | None = None,
+        num_warps: int = 4,
+        num_stages: int = 2,
+        **extra: Any,
+    ) -> None:
         self.kwargs, self.num_warps, self.num_stages = kwargs or {}, num_warps, num_stages
         vars(self).update(extra)
 
@@ -70,7 +76,9 @@ class _Constant:
 def _fill_submodules() -> None:
     """The names that SGLang and torch use for more than an annotation."""
     language = importlib.import_module(f"{__name__}.language")
-    runtime, compiled = (importlib.import_module(f"{__name__}.runtime{part}") for part in ("", ".jit"))
+    runtime, compiled = (
+        importlib.import_module(f"{__name__}.runtime{part}") for part in ("", ".jit")
+    )
     language.constexpr, language.dtype = _Constant, type("dtype", (), {})
     runtime.JITFunction = compiled.JITFunction = JITFunction
     compiled.KernelInterface = Placeholder

@@ -1,0 +1,342 @@
+"""Early signs that a run loses its reasoning: spread of returns, Echo Trap monitor, input
+dependence of the reasoning.
+
+Echo Trap: arXiv:2504.20073 sec. 4. Template collapse and its mutual-information estimate: RAGEN-2,
+arXiv:2604.06268.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragen_mega.algorithm.filters import group_uncertainty
+
+SIGNALS = ("reward_std", "entropy", "grad_norm", "success_rate")
+"""What `EchoTrapMonitor.observe` understands: in-group reward std, token-mean policy entropy in
+nats, gradient norm before clipping, success rate in [0, 1]."""
+
+_REMEDIES = {
+    "reward_std_cliff": "keep fewer groups (filter_value), drop the KL term, raise clip_ratio_high",
+    "reward_std_lost": (
+        "stop; start again with a stronger filter (filter_value), a critic, or other initial states"
+    ),
+    "entropy_collapse": "raise clip_ratio_high or entropy_coef, lower the learning rate",
+    "entropy_rise": (
+        "read some trajectories; if they turn to gibberish lower entropy_coef and the learning rate"
+    ),
+    "grad_norm_spike": "if it stays, start again with a lower learning rate or gradient clip",
+} | {
+    f"{name}_not_finite": "look for overflow in logits and rewards; such updates must be skipped"
+    for name in SIGNALS
+}
+
+
+def in_group_reward_std(rewards: Sequence[Sequence[float]]) -> float:
+    """Mean over groups of the unbiased std of raw returns: the earliest sign of collapse
+    (arXiv:2504.20073 sec. 4).
+    """
+    return float(group_uncertainty(rewards).mean())
+
+
+def distinct_response_rate(responses: Sequence[Hashable]) -> float:
+    """Share of distinct responses among all, in (0, 1]; 1 / len when every response is the same."""
+    if not responses:
+        raise ValueError(
+            "the distinct-response rate of no responses is undefined; pass at least one"
+        )
+    return len(set(responses)) / len(responses)
+
+
+@dataclass(frozen=True, slots=True)
+class EchoTrapThresholds:
+    """When a signal counts as a warning. Levels are medians of the last `window` steps.
+
+    With the defaults all five collapsing runs of arXiv:2504.20073 Fig. 6 warn and the healthy one
+    does not.
+    """
+
+    window: int = 10
+    """Steps of the early level (a mean) and of the current level."""
+    reward_std_cliff: float = 0.5
+    """Warn when the level of the in-group reward std falls below this share of its early level."""
+    reward_std_lost: float = 0.1
+    """Warn when it stayed below this share for a whole window: RAGEN's criterion for stopping."""
+    solved_success_rate: float = 0.9
+    """A reward std that falls while the success rate is at least this means convergence: no
+    warning.
+    """
+    entropy_collapse: float = 0.1
+    """Warn when the level of the entropy falls below this share of its early level."""
+    entropy_rise: float = 0.2
+    """Warn when it rises above its lowest level by this share of the early level; a healthy run
+    decays steadily.
+    """
+    grad_norm_spike: float = 5.0
+    """Warn when the gradient norm exceeds this multiple of its median over past steps."""
+    grad_norm_window: int = 50
+    """Past steps of that median."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.window <= self.grad_norm_window:
+            raise ValueError(
+                f"need 2 <= window <= grad_norm_window, got {self.window} and"
+                f" {self.grad_norm_window}; use 10 and 50"
+            )
+        if not 0.0 < self.reward_std_lost < self.reward_std_cliff < 1.0:
+            raise ValueError(
+                "need 0 < reward_std_lost < reward_std_cliff < 1, got "
+                f"{self.reward_std_lost} and {self.reward_std_cliff}; use 0.1 and 0.5"
+            )
+        if not (
+            0.0 < self.entropy_collapse < 1.0
+            and self.entropy_rise > 0.0
+            and self.grad_norm_spike > 1.0
+        ):
+            raise ValueError(
+                "need 0 < entropy_collapse < 1, entropy_rise > 0 and grad_norm_spike > 1, got"
+                f" {self.entropy_collapse}, {self.entropy_rise} and {self.grad_norm_spike}; use"
+                " 0.1, 0.2 and 5"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EchoTrapWarning:
+    """`rule` fired because `value` crossed `limit`; `str()` adds what to do."""
+
+    rule: str
+    value: float
+    limit: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rule}: {self.value:.4g} crossed the limit {self.limit:.4g};"
+            f" {_REMEDIES[self.rule]}"
+        )
+
+
+class EchoTrapMonitor:
+    """A state machine fed with one dict of signals per step; each rule warns once, when it begins
+    to hold.
+
+    The indicators are those of arXiv:2504.20073 sec. 4: the reward std drops first, entropy turns
+    erratic, and by the time the gradient norm spikes the collapse is hardly reversible.
+    """
+
+    def __init__(self, thresholds: EchoTrapThresholds = EchoTrapThresholds()) -> None:
+        self.thresholds = thresholds
+        self._early: dict[str, list[float]] = {
+            name: [] for name in SIGNALS
+        }  # the first `window` values
+        self._recent: dict[str, list[float]] = {
+            name: [] for name in SIGNALS
+        }  # the last `grad_norm_window` + 1 values
+        self._lowest_entropy = math.inf
+        self._active: list[str] = []
+
+    def observe(self, signals: Mapping[str, float]) -> list[EchoTrapWarning]:
+        """Record one step and return the rules that begin to hold with it.
+
+        Args:
+            signals: any of `SIGNALS`; a step without an update has no entropy and no gradient norm.
+            A value that is not
+                finite warns as `<signal>_not_finite` and is otherwise left out.
+        """
+        unknown = sorted(set(signals) - set(SIGNALS))
+        if unknown:
+            raise ValueError(f"unknown signals {unknown}; the monitor reads {', '.join(SIGNALS)}")
+        holding = []
+        for name, value in signals.items():
+            if not math.isfinite(value):
+                holding.append(EchoTrapWarning(f"{name}_not_finite", value, math.inf))
+                continue
+            if len(self._early[name]) < self.thresholds.window:
+                self._early[name].append(value)
+            self._recent[name] = [*self._recent[name], value][
+                -self.thresholds.grad_norm_window - 1 :
+            ]
+        holding += [
+            *self._reward_std_warnings(),
+            *self._entropy_warnings(),
+            *self._grad_norm_warnings(),
+        ]
+        begun = [warning for warning in holding if warning.rule not in self._active]
+        self._active = [warning.rule for warning in holding]
+        return begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, as plain Python; equal inputs then give equal
+        warnings.
+        """
+        return {
+            "thresholds": asdict(self.thresholds),
+            "early": {name: list(values) for name, values in self._early.items()},
+            "recent": {name: list(values) for name, values in self._recent.items()},
+            "lowest_entropy": self._lowest_entropy,
+            "active": list(self._active),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`. Raises ValueError if it was recorded with other thresholds."""
+        if state["thresholds"] != asdict(self.thresholds):
+            raise ValueError(
+                f"the monitor's thresholds differ from the checkpoint's: {asdict(self.thresholds)}"
+                f" here, {state['thresholds']} there; use the same, or start the monitor anew"
+            )
+        self._early = {name: list(values) for name, values in state["early"].items()}
+        self._recent = {name: list(values) for name, values in state["recent"].items()}
+        self._lowest_entropy = state["lowest_entropy"]
+        self._active = list(state["active"])
+
+    def _reward_std_warnings(self) -> list[EchoTrapWarning]:
+        if not self._has_level("reward_std") or self._is_solved():
+            return []
+        early, recent = self._early_level("reward_std"), self._window("reward_std")
+        warnings = []
+        cliff, lost = (
+            self.thresholds.reward_std_cliff * early,
+            self.thresholds.reward_std_lost * early,
+        )
+        if median(recent) < cliff:
+            warnings.append(EchoTrapWarning("reward_std_cliff", median(recent), cliff))
+        if max(recent) <= lost:  # equal when no group ever varied
+            warnings.append(EchoTrapWarning("reward_std_lost", max(recent), lost))
+        return warnings
+
+    def _entropy_warnings(self) -> list[EchoTrapWarning]:
+        if not self._has_level("entropy"):
+            return []
+        early, level = self._early_level("entropy"), median(self._window("entropy"))
+        self._lowest_entropy = min(self._lowest_entropy, level)
+        floor = self.thresholds.entropy_collapse * early
+        ceiling = self._lowest_entropy + self.thresholds.entropy_rise * early
+        if level < floor:
+            return [EchoTrapWarning("entropy_collapse", level, floor)]
+        return [EchoTrapWarning("entropy_rise", level, ceiling)] if level > ceiling else []
+
+    def _grad_norm_warnings(self) -> list[EchoTrapWarning]:
+        if len(self._recent["grad_norm"]) <= self.thresholds.window:
+            return []
+        *past, last = self._recent["grad_norm"]
+        limit = self.thresholds.grad_norm_spike * median(past)
+        return [EchoTrapWarning("grad_norm_spike", last, limit)] if last > limit else []
+
+    def _has_level(self, name: str) -> bool:
+        return len(self._early[name]) == self.thresholds.window
+
+    def _early_level(self, name: str) -> float:
+        return fmean(self._early[name])
+
+    def _window(self, name: str) -> list[float]:
+        return self._recent[name][-self.thresholds.window :]
+
+    def _is_solved(self) -> bool:
+        return self._has_level("success_rate") and (
+            median(self._window("success_rate")) >= self.thresholds.solved_success_rate
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CollapseEstimate:
+    """How much reasoning Z depends on its input X, in the unit of the scores (nats).
+
+    Attributes:
+        matched: mean log p(z | own x). marginal: mean log p(z), z under the mixture of all G
+        inputs. mutual_information: I(X; Z) estimate, matched - marginal; 0 when the reasoning
+        ignores its input. max_mutual_information: what the estimate cannot exceed: log G, less when
+        inputs repeat. conditional_entropy: H(Z | X) = -matched. entropy: H(Z) = -marginal.
+        retrieval_accuracy: k -> share of reasonings whose own input is among the k that explain it
+        best. retrieval_chance: k -> the same for a guess, k / number of distinct inputs.
+    """
+
+    matched: float
+    marginal: float
+    mutual_information: float
+    max_mutual_information: float
+    conditional_entropy: float
+    entropy: float
+    retrieval_accuracy: dict[int, float]
+    retrieval_chance: dict[int, float]
+
+
+def mutual_information(
+    cross_logprobs: Tensor,
+    input_ids: Tensor,
+    *,
+    input_keys: Sequence[Hashable] | None = None,
+    top_k: Sequence[int] = (1,),
+) -> CollapseEstimate:
+    """RAGEN-2's collapse estimate from teacher-forced log-probabilities (arXiv:2604.06268).
+
+    matched_m = l[m, own]; marginal_m = logsumexp_g l[m, g] - log G; I(X; Z) = mean(matched -
+    marginal). The estimate is bounded by log G, so compare it only between equal G. Sums over
+    tokens give nats per reasoning; scores divided by the number of tokens of the reasoning give
+    RAGEN-2's per-token variant.
+
+    Args:
+        cross_logprobs: [M, G] log p(z_m | x_g) of reasoning m under input g, finite. input_ids: [M]
+        column of the input that reasoning m was sampled from. input_keys: [G] equal keys mark equal
+        inputs (their columns agree); they count as one in the retrieval and by
+            their frequency in the marginal. None: all inputs differ.
+        top_k: the k of the retrieval accuracy, each in 1..number of distinct inputs. Ties share
+        their places evenly.
+    """
+    num_reasonings, num_inputs = cross_logprobs.shape
+    _check_cross_logprobs(cross_logprobs, input_ids)
+    keys = list(range(num_inputs) if input_keys is None else input_keys)
+    if len(keys) != num_inputs:
+        raise ValueError(f"input_keys names each of the {num_inputs} inputs, got {len(keys)} keys")
+    distinct = list(dict.fromkeys(keys))
+    bad_k = [k for k in top_k if not 1 <= k <= len(distinct)]
+    if bad_k:
+        raise ValueError(
+            f"top_k must be in 1..{len(distinct)} (distinct inputs), got {bad_k}; sample more"
+            " inputs"
+        )
+
+    merged = torch.tensor(
+        [distinct.index(key) for key in keys], device=cross_logprobs.device
+    )  # [G] -> distinct input
+    columns = torch.tensor(
+        [keys.index(key) for key in distinct], device=cross_logprobs.device
+    )  # [D]
+    frequencies = torch.bincount(merged).double() / num_inputs  # [D]
+    scores = cross_logprobs.double()[:, columns]  # [M, D]
+    own = scores.gather(1, merged[input_ids].unsqueeze(1))  # [M, 1]
+    matched = own.mean()
+    marginal = torch.logsumexp(scores + frequencies.log(), dim=1).mean()
+
+    num_better = (scores > own).sum(1)  # [M]
+    num_tied = (scores == own).sum(1)  # [M] own input included
+    accuracy = {k: ((k - num_better) / num_tied).clamp(0.0, 1.0).mean().item() for k in top_k}
+    return CollapseEstimate(
+        matched=matched.item(),
+        marginal=marginal.item(),
+        mutual_information=(matched - marginal).item(),
+        max_mutual_information=-frequencies[merged[input_ids]].log().mean().item(),
+        conditional_entropy=-matched.item(),
+        entropy=-marginal.item(),
+        retrieval_accuracy=accuracy,
+        retrieval_chance={k: k / len(distinct) for k in top_k},
+    )
+
+
+def _check_cross_logprobs(cross_logprobs: Tensor, input_ids: Tensor) -> None:
+    num_reasonings, num_inputs = cross_logprobs.shape
+    if num_reasonings == 0 or input_ids.shape != (num_reasonings,):
+        raise ValueError(
+            "need cross_logprobs [M, G] with M > 0 and input_ids [M], got"
+            f" {list(cross_logprobs.shape)} and {list(input_ids.shape)}"
+        )
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= num_inputs:
+        raise ValueError(
+            f"input_ids must be columns in 0..{num_inputs - 1}, got {input_ids.tolist()}"
+        )
+    if not torch.isfinite(cross_logprobs).all():
+        raise ValueError("cross_logprobs must be finite; check the log-probabilities of the policy")

@@ -1,0 +1,114 @@
+"""Flags and recipes -> configuration. A recipe is a file of flags; the command line comes after it
+and wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ragen_mega.config.schema import StarPOConfig, flag_of
+
+RECIPES = Path(__file__).parent / "recipes"
+"""Files of flags, one or more per line; `#` starts a comment."""
+
+
+def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
+    """The flags of the recipe that `--recipe NAME` names (else of `default`), then the others of
+    `argv`.
+
+    NAME is a file `NAME.flags` of `directory`, or `none`. Raises ValueError if there is no such
+    recipe.
+    """
+    rest, name = [], default
+    arguments = iter(argv)
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag == "--recipe":
+            name = value if equals else next(arguments, "")
+        else:
+            rest.append(argument)
+    if name == "none":
+        return rest
+    known = sorted(path.stem for path in directory.glob("*.flags"))
+    if name not in known:
+        raise ValueError(
+            f"--recipe must name one of {', '.join((*known, 'none'))}, not {name!r}; files are in"
+            f" {directory}"
+        )
+    return [*read_flags(directory / f"{name}.flags"), *rest]
+
+
+def read_flags(path: Path) -> list[str]:
+    """The flags in a recipe, in order, quotes as in a shell."""
+    return shlex.split(path.read_text(), comments=True)
+
+
+def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
+    """Parse flat flags; a later flag wins. `recipe` is the one that --recipe replaces.
+
+    Raises ValueError on an unknown flag or a combination that cannot work.
+    """
+    argv = with_recipe(argv, default=recipe)
+    known = {
+        flag_of(item.name)
+        for section in dataclasses.fields(StarPOConfig)
+        for item in dataclasses.fields(section.default_factory)
+    }
+    for argument in argv:
+        flag = argument.split("=", 1)[0].replace("_", "-")
+        if flag.startswith("--") and not {flag, "--" + flag.removeprefix("--no-")} & (
+            known | {"--help"}
+        ):
+            close = difflib.get_close_matches(flag, sorted(known), n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(f"unknown flag {argument.split('=', 1)[0]}; {hint}--help lists all")
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
+            return tyro.cli(
+                Annotated[StarPOConfig, tyro.conf.OmitArgPrefixes],
+                args=_last_wins(argv),
+                prog="examples/pretrain_starpo.sh",
+            )
+    except SystemExit as error:
+        if not error.code:  # --help, which every rank was asked for
+            if os.environ.get("RANK", "0") == "0":
+                print(complaint.getvalue(), end="")
+            raise
+        raise ValueError(_unbox(complaint.getvalue())) from None
+
+
+def _unbox(text: str) -> str:
+    """The message inside the frame that tyro draws around it (title, message, rule, hint), on one
+    line.
+    """
+    lines = [line.strip("\u2502| ") for line in text.splitlines()]
+    rules = [i for i, line in enumerate(lines) if line and set(line) <= set("\u2500-")]
+    start = 1 if text.startswith("\u256d") else rules[0] + 1
+    end = next((i for i in rules if i > start), len(lines))
+    return re.sub(r"^Error parsing \w+: ", "", " ".join(lines[start:end]).strip())
+
+
+def _last_wins(argv: Sequence[str]) -> list[str]:
+    """Drop earlier occurrences of a repeated flag with their values, so that the command line
+    overrides a recipe.
+    """
+    groups: list[list[str]] = []
+    for argument in argv:
+        if argument.startswith("--") or not groups:
+            groups.append(argument.split("=", 1) if argument.startswith("--") else [argument])
+        else:
+            groups[-1].append(argument)
+    last = {group[0].replace("_", "-").replace("--no-", "--"): group for group in groups}
+    return [argument for group in last.values() for argument in group]

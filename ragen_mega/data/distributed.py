@@ -1,0 +1,173 @@
+"""Ranks, the gloo control group, and a balanced split of trajectories over data-parallel ranks.
+
+Tensors of the training step travel over the backend of the device (NCCL or gloo); what is about
+control - trajectories, metrics, per-token results that every rank needs - travels over gloo, so
+that no NCCL kernel spins while engines generate.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+_control_group: dist.ProcessGroup | None = None
+
+
+def start(timeout_minutes: float = 30.0) -> None:
+    """Join the job that torchrun started, or a job of one process without torchrun; idempotent.
+
+    Raises ValueError on a rank that has no GPU where others have one.
+    """
+    global _control_group
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        )
+        store = dist.HashStore()
+        dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
+    else:
+        if torch.cuda.is_available():
+            _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun --max-restarts hands restarted ranks the store of those that died, with their
+        # addresses in it.
+        store = dist.PrefixStore(
+            f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        )
+        dist.init_process_group(
+            _backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    _control_group = dist.group.WORLD if _backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+def _take_device(local_rank: int, num_gpus: int) -> None:
+    if local_rank >= num_gpus:
+        raise ValueError(
+            f"every rank needs a GPU of its own, and local rank {local_rank} finds {num_gpus}; "
+            f"start torchrun with --nproc-per-node {num_gpus}"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def stop() -> None:
+    """Leave the job."""
+    global _control_group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _control_group = None
+
+
+def _backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def rank() -> int:
+    """This process's index among all, 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """The number of processes, 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this rank prints and writes."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Return once every rank has come here."""
+    if world_size() > 1:
+        dist.barrier(group=_control_group)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_control_group)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's `value` on every rank."""
+    if world_size() == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0, group=_control_group)
+    return holder[0]
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Call `function` on rank 0 and give every rank its result, or its ValueError or OSError.
+    Collective.
+    """
+    outcome: tuple[T | None, ValueError | OSError | None] = (None, None)
+    if is_main():
+        try:
+            outcome = (function(), None)
+        except (ValueError, OSError) as error:
+            outcome = (None, error)
+    result, failure = broadcast_object(outcome)
+    if failure is not None:
+        raise failure
+    return result
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Sum of a CPU tensor over all ranks. With disjoint contributions and zeros elsewhere it is an
+    exact exchange.
+    """
+    if world_size() > 1:
+        dist.all_reduce(tensor, group=_control_group)
+    return tensor
+
+
+def consecutive_group(size: int) -> dist.ProcessGroup | None:
+    """The group, over gloo, of the `size` consecutive ranks that this rank is one of; None for 1.
+    Collective over all ranks.
+    """
+    if size == 1:
+        return None
+    groups = [
+        dist.new_group(range(start, start + size), backend="gloo")
+        for start in range(0, world_size(), size)
+    ]
+    return groups[rank() // size]
+
+
+def balanced_split(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Split items so that parts hold near-equal totals: longest first, each to the lightest part.
+    Deterministic.
+
+    Every part gets an item as long as there are `num_parts` items; within a part items keep their
+    order.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [0] * num_parts
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        lightest = min(range(num_parts), key=lambda part: (totals[part], len(parts[part]), part))
+        parts[lightest].append(item)
+        totals[lightest] += lengths[item]
+    return [sorted(part) for part in parts]

@@ -1,0 +1,116 @@
+"""Trajectories -> one packed TokenBatch; minibatches of one optimizer step, microbatches of one
+forward pass.
+
+The shift from tokens to labels happens here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ragen_mega.data.types import TokenBatch, Trajectory
+
+
+def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
+    """Pack S trajectories of L_s tokens into T = sum(L_s - 1) positions; position t predicts the
+    next token.
+
+    Two turns (see `Trajectory`), one trajectory:
+
+        tokens     O0 O0 O0 A0 A0 O1 O1      turn_ids  -1 -1  0  0 -1 -1  1
+        labels     O0 O0 A0 A0 O1 O1 A1      rewards    0  0  0 r0  0  0 r1
+        loss_mask   0  0  1  1  0  0  1
+    """
+    if not trajectories:
+        raise ValueError("cannot pack zero trajectories; the filter kept no group, skip the update")
+    lengths = torch.tensor([len(trajectory) - 1 for trajectory in trajectories])
+    cu_seqlens = torch.zeros(len(trajectories) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = lengths.cumsum(0)
+    num_positions = int(cu_seqlens[-1])
+    turn_ids = torch.full((num_positions,), -1, dtype=torch.int32)
+    rewards = torch.zeros(num_positions)
+    for trajectory, offset in zip(trajectories, cu_seqlens.tolist()):
+        for turn_id, turn in enumerate(trajectory.turns):
+            turn_ids[offset + turn.start - 1 : offset + turn.end - 1] = turn_id
+            rewards[offset + turn.end - 2] = turn.reward
+    return TokenBatch(
+        tokens=_concatenate([t.tokens[:-1] for t in trajectories], torch.int64),
+        labels=_concatenate([t.tokens[1:] for t in trajectories], torch.int64),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=cu_seqlens,
+        loss_mask=_concatenate([t.loss_mask[1:] for t in trajectories], torch.bool),
+        turn_ids=turn_ids,
+        rewards=rewards,
+        group_ids=torch.tensor([t.group_id for t in trajectories]),
+        rollout_logprobs=_concatenate(
+            [t.rollout_logprobs[1:] for t in trajectories], torch.float32
+        ),
+    )
+
+
+def _concatenate(rows: Sequence[Sequence], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+
+
+def minibatches(
+    batch: TokenBatch, minibatch_size: int, *, num_passes: int, generator: torch.Generator
+) -> Iterator[TokenBatch]:
+    """Shuffled minibatches of `minibatch_size` trajectories, `num_passes` times over the batch.
+
+    A remainder smaller than half a minibatch joins the last one, so that no step rests on a handful
+    of trajectories.
+    """
+    num_trajectories = batch.num_trajectories
+    num_minibatches = max(1, round(num_trajectories / minibatch_size))
+    for _ in range(num_passes):
+        order = torch.randperm(num_trajectories, generator=generator)
+        for ids in order.tensor_split(num_minibatches):
+            yield batch.select(sorted(ids.tolist()))
+
+
+def microbatches(
+    batch: TokenBatch, max_tokens: int, trajectory_ids: Sequence[int]
+) -> list[list[int]]:
+    """Divide the given trajectories of a batch into microbatches of at most `max_tokens` positions.
+
+    Trajectories are placed longest first into the first microbatch with room, which keeps the
+    number of microbatches low. One trajectory longer than `max_tokens` stands alone.
+    """
+    lengths = batch.lengths.tolist()
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for trajectory_id in sorted(trajectory_ids, key=lambda i: (-lengths[i], i)):
+        length = lengths[trajectory_id]
+        target = next((index for index, free in enumerate(room) if free >= length), None)
+        if target is None:
+            bins.append([])
+            room.append(max_tokens)
+            target = len(bins) - 1
+        bins[target].append(trajectory_id)
+        room[target] -= length
+    return [sorted(ids) for ids in bins]
+
+
+def pad(batch: TokenBatch, multiple: int) -> TokenBatch:
+    """Append masked positions, as one extra trajectory, until the positions are a multiple of
+    `multiple`.
+    """
+    num_padding = -batch.num_positions % multiple
+    if num_padding == 0:
+        return batch
+    padded = {}
+    for name, value in batch.tensors():
+        if name in ("cu_seqlens", "group_ids"):
+            continue
+        fill = -1 if name == "turn_ids" else 0
+        padded[name] = torch.cat([value, value.new_full((num_padding,), fill)])
+    return replace(
+        batch,
+        cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + num_padding]),
+        group_ids=torch.cat([batch.group_ids, batch.group_ids.new_full((1,), -1)]),
+        **padded,
+    )

@@ -1,0 +1,86 @@
+"""Names that users extend: a name, an import path or an entry point stands for a function or class.
+
+One `Registry` per kind of thing (environments, advantage estimators, filters, rewards, metrics).
+What comes with the package is listed by import path, so that asking for the names imports nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+
+class Registry:
+    """Name -> object. `my_module:thing` is a name too: of a module on the path or in the working
+    directory.
+    """
+
+    def __init__(self, kind: str, flag: str, builtin: Mapping[str, str]) -> None:
+        """`kind` is what errors call it, `builtin` maps names to import paths; entry points are
+        those of the group `ragen_mega.<kind, with underscores, in the plural>`."""
+        self.kind = kind
+        self.flag = flag
+        self._known: dict[str, Any] = dict(builtin)
+
+    @property
+    def group(self) -> str:
+        """The group of entry points that an installed package declares its own things under."""
+        return f"ragen_mega.{self.kind.replace(' ', '_')}s"
+
+    def register(self, name: str, thing: Any) -> None:
+        """Give `thing` (or its import path) a name. Raises ValueError for a name that is taken by
+        something else.
+        """
+        if ":" in name or self._known.get(name, thing) is not thing:
+            raise ValueError(
+                f"{self.kind} {name!r} is registered already or holds a colon; choose another name"
+            )
+        self._known[name] = thing
+
+    def names(self) -> list[str]:
+        """Every name that is known, import paths aside."""
+        return sorted({*self._known, *(entry.name for entry in entry_points(group=self.group))})
+
+    def get(self, name: str) -> Any:
+        """What `name` stands for. Raises ValueError, in one line, if there is no such thing or it
+        cannot be imported.
+        """
+        if name not in self._known:
+            path = name if ":" in name else None
+            for entry in entry_points(group=self.group):
+                if entry.name == name:
+                    path = entry.value
+            if path is None:
+                close = difflib.get_close_matches(name, self.names(), n=1)
+                hint = f"did you mean {close[0]}? " if close else ""
+                raise ValueError(
+                    f"{self.flag} names no {self.kind}: {name!r}; {hint}choose one of {', '.join(self.names())}, or "
+                    "give an import path such as my_module:my_thing"
+                )
+            self._known[name] = path
+        thing = self._known[name]
+        if isinstance(thing, str):
+            thing = self._known[name] = self._import(name, thing)
+        return thing
+
+    def _import(self, name: str, path: str) -> Any:
+        module, _, attributes = path.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.append(
+                os.getcwd()
+            )  # torchrun's ranks have the script's folder there, not the user's
+        try:
+            thing: Any = importlib.import_module(module)
+            for attribute in attributes.split("."):
+                thing = getattr(thing, attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"{self.flag} {name}: cannot import {path} ({error}); check the name, and that the module lies in the "
+                "working directory or is installed"
+            ) from error
+        return thing

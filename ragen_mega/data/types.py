@@ -1,0 +1,257 @@
+"""The data that flows through a StarPO step: completion -> turn -> trajectory -> group -> token
+batch.
+
+Tokens, log-probabilities and mask are recorded when they are sampled and only ever appended to;
+nothing here is re-tokenised or re-derived from text. Source of the vocabulary: StarPO,
+arXiv:2504.20073, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is drawn. Log-probabilities are reported after `temperature`, before
+    `top_p`.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    """Seed of this completion alone, so that the sample does not depend on what else is in the
+    batch.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One engine answer: A sampled tokens, the stop token included when it was sampled."""
+
+    tokens: list[int]  # [A]
+    logprobs: list[float]  # [A] log mu(token) under the rollout policy, after temperature
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Turn:
+    """The span [start, end) of `Trajectory.tokens` that the policy sampled in one turn, and what it
+    earned.
+    """
+
+    start: int
+    end: int
+    reward: float = 0.0  # environment reward of the turn, format penalty included
+    info: dict[str, Any] = field(default_factory=dict)  # success, is_format_valid, num_actions, ...
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One episode as the token sequence that the policy saw and sampled. Append-only.
+
+    Two turns, observation O and action A:
+
+        tokens            O0 O0 O0  A0 A0  O1 O1  A1
+        loss_mask          0  0  0   1  1   0  0   1
+        rollout_logprobs   0  0  0  -1 -2   0  0  -1
+        turns             [Turn(3, 5), Turn(7, 8)]
+    """
+
+    group_id: int
+    """Trajectories that start from the same initial state share it."""
+    environment: str = ""
+    seed: int = 0
+    outcome_seed: int = 0
+    weight_version: int = 0
+    tokens: list[int] = field(default_factory=list)  # [L]
+    loss_mask: list[bool] = field(
+        default_factory=list
+    )  # [L] True exactly where the policy sampled the token
+    rollout_logprobs: list[float] = field(default_factory=list)  # [L] 0.0 where loss_mask is False
+    turns: list[Turn] = field(default_factory=list)  # [<= K]
+    terminated: bool = False
+    """The task ended: solved, lost, or nothing left to do."""
+    truncated: bool = False
+    """Turns, actions or context ran out before the task ended."""
+
+    def append_observation(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample: prompt, observation, chat markers, a forced
+        `<think>`.
+        """
+        self.tokens.extend(tokens)
+        self.loss_mask.extend([False] * len(tokens))
+        self.rollout_logprobs.extend([0.0] * len(tokens))
+
+    def append_action(self, completion: Completion) -> Turn:
+        """Append one sampled completion as a new turn. Raises ValueError if a token lacks its
+        log-probability.
+        """
+        if len(completion.tokens) != len(completion.logprobs):
+            raise ValueError(
+                f"every sampled token needs its log-probability: {len(completion.tokens)} tokens,"
+                f" {len(completion.logprobs)} log-probabilities; check the rollout engine"
+            )
+        start = len(self.tokens)
+        self.tokens.extend(completion.tokens)
+        self.loss_mask.extend([True] * len(completion.tokens))
+        self.rollout_logprobs.extend(completion.logprobs)
+        turn = Turn(start, len(self.tokens))
+        self.turns.append(turn)
+        return turn
+
+    @property
+    def total_reward(self) -> float:
+        """R(tau): undiscounted sum of turn rewards, the quantity that the StarPO-S filter ranks
+        (Eq. 7).
+        """
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def success(self) -> bool:
+        return bool(self.turns) and bool(self.turns[-1].info.get("success", False))
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(turn.end - turn.start for turn in self.turns)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True)
+class TrajectoryGroup:
+    """The N trajectories sampled from one initial state."""
+
+    group_id: int
+    trajectories: list[Trajectory]
+
+    @property
+    def total_rewards(self) -> list[float]:
+        return [trajectory.total_reward for trajectory in self.trajectories]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """S trajectories packed into T positions; position t predicts `labels[t]`, every [T] field is
+    about `labels[t]`.
+
+    Position t holds `tokens[t]`. The last token of a trajectory is only ever a label, so a
+    trajectory of L tokens takes L - 1 positions. `cu_seqlens` delimits the trajectories; positions
+    behind `cu_seqlens[S]`, if any, are padding.
+    """
+
+    tokens: Tensor  # [T] int64
+    labels: Tensor  # [T] int64, tokens shifted by one inside each trajectory
+    position_ids: Tensor  # [T] int64, restart at 0 with each trajectory
+    cu_seqlens: Tensor  # [S + 1] int32
+    loss_mask: Tensor  # [T] bool, True where the policy sampled labels[t]
+    turn_ids: Tensor  # [T] int32, turn of labels[t], -1 where it was not sampled
+    rewards: Tensor  # [T] float32, nonzero only on the last sampled label of a turn
+    group_ids: Tensor  # [S] int64
+    rollout_logprobs: Tensor  # [T] float32
+    old_logprobs: Tensor | None = None  # [T] float32, under the weights at the start of the update
+    ref_logprobs: Tensor | None = None  # [T] float32, under the frozen reference policy
+    values: Tensor | None = None  # [T] float32, of the state before labels[t]
+    advantages: Tensor | None = None  # [T] float32
+    returns: Tensor | None = None  # [T] float32, regression target of the critic
+    weights: Tensor | None = None
+    """[T] float32 share of each token in the loss: mask, aggregation mode and global normaliser
+    folded in.
+    """
+
+    def __post_init__(self) -> None:
+        num_positions = self.tokens.shape[0]
+        for name, dtype in _TOKEN_FIELDS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if value.shape != (num_positions,) or value.dtype != dtype:
+                raise ValueError(
+                    f"TokenBatch.{name} must be {dtype} of shape [{num_positions}], not"
+                    f" {value.dtype} of shape {list(value.shape)}"
+                )
+            if dtype == torch.float32 and not bool(torch.isfinite(value[self.loss_mask]).all()):
+                raise FloatingPointError(
+                    f"TokenBatch.{name} has a non-finite value on a sampled token"
+                )
+        if self.cu_seqlens.dtype != torch.int32 or int(self.cu_seqlens[-1]) > num_positions:
+            raise ValueError(
+                f"cu_seqlens must be int32 offsets into {num_positions} positions, not"
+                f" {self.cu_seqlens.dtype} ending at {int(self.cu_seqlens[-1])}"
+            )
+        if self.group_ids.shape[0] != self.cu_seqlens.shape[0] - 1:
+            raise ValueError(
+                f"{self.cu_seqlens.shape[0] - 1} trajectories but {self.group_ids.shape[0]}"
+                " group ids"
+            )
+
+    @property
+    def num_trajectories(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_positions(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:  # [S]
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    def with_fields(self, **tensors: Tensor) -> TokenBatch:
+        """A copy with the named [T] fields set; shape, dtype and finiteness are checked."""
+        return replace(
+            self, **{name: value.to(_TOKEN_FIELDS[name]) for name, value in tensors.items()}
+        )
+
+    def positions(self, trajectory_ids: Sequence[int]) -> Tensor:
+        """Positions of the given trajectories, in the given order, as an index."""
+        offsets = self.cu_seqlens.tolist()
+        return torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in trajectory_ids])
+
+    def select(self, trajectory_ids: Sequence[int]) -> TokenBatch:
+        """The batch of the given trajectories, in the given order, without padding."""
+        positions = self.positions(trajectory_ids)
+        ids = torch.tensor(list(trajectory_ids))
+        cu_seqlens = torch.zeros(len(trajectory_ids) + 1, dtype=torch.int32)
+        cu_seqlens[1:] = self.lengths[ids].cumsum(0)
+        selected = {
+            name: value[positions]
+            for name in _TOKEN_FIELDS
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, cu_seqlens=cu_seqlens, group_ids=self.group_ids[ids], **selected)
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same batch on `device`."""
+        return replace(self, **{name: value.to(device) for name, value in self.tensors()})
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(field name, tensor) of every field that is set."""
+        for item in fields(self):
+            if (value := getattr(self, item.name)) is not None:
+                yield item.name, value
+
+
+_TOKEN_FIELDS = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "position_ids": torch.int64,
+    "loss_mask": torch.bool,
+    "turn_ids": torch.int32,
+    "rewards": torch.float32,
+    "rollout_logprobs": torch.float32,
+    "old_logprobs": torch.float32,
+    "ref_logprobs": torch.float32,
+    "values": torch.float32,
+    "advantages": torch.float32,
+    "returns": torch.float32,
+    "weights": torch.float32,
+}

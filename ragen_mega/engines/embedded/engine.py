@@ -1,0 +1,245 @@
+"""An in-process rollout engine for the CPU: incremental decoding over a batch that trajectories
+join and leave.
+
+Source of the scheduling: iteration-level batching of Orca (Yu et al., OSDI 2022). A turn costs its
+new tokens only: the cache of earlier turns stays with the session, and prompts that begin alike are
+computed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Qwen2Config, Qwen3Config
+
+from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.engines.embedded import sampling as sampler
+from ragen_mega.engines.embedded.decoder import Decoder, DecoderShape
+from ragen_mega.engines.embedded.slots import Prefill, SlotTable
+from ragen_mega.rollout.engine import EngineCounts
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    session: int
+    token_ids: NDArray[np.int64]
+    sampling: SamplingParams
+    future: asyncio.Future[Completion]
+
+
+class EmbeddedEngine:
+    """Decodes up to `max_sessions` trajectories of up to `max_context` tokens at once; more
+    sessions wait.
+    """
+
+    def __init__(
+        self,
+        model_config: Qwen2Config | Qwen3Config,
+        *,
+        max_context: int,
+        max_sessions: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if max_context < 2 or max_sessions < 1:
+            raise ValueError(
+                f"max_context must be at least 2 and max_sessions at least 1, not {max_context} and"
+                f" {max_sessions}"
+            )
+        self.weight_version = 0
+        self.shard = None
+        self.counts = EngineCounts()
+        self._shape = DecoderShape.from_config(model_config)
+        self._max_context = max_context
+        self._max_sessions = max_sessions
+        self._dtype = dtype
+        self._decoder: Decoder | None = None
+        self._slots: SlotTable | None = None
+        self._slot_of: dict[int, int] = {}
+        self._sessions: list[int] = []  # session of every slot in use
+        self._waiting: dict[int, _Request] = {}  # by session, in order of arrival
+        self._running: dict[int, _Request] = {}  # by session
+        self._scheduler: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Weights and KV cache exist only inside; `load_weights` comes first."""
+        if self._slots is not None:
+            raise RuntimeError(
+                "the engine is awake already; leave the first `with engine.awake()` before the next"
+            )
+        self._slots = SlotTable(
+            self._shape,
+            num_slots=self._max_sessions,
+            max_context=self._max_context,
+            dtype=self._dtype,
+        )
+        try:
+            yield
+        finally:
+            self.shutdown()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        """Copy a full set of weights; with `again` sessions keep their caches.
+
+        Raises ValueError unless exactly the expected names and shapes arrive.
+        """
+        if self._slots is None:
+            raise RuntimeError(
+                "the engine is asleep; call load_weights inside `with engine.awake()`"
+            )
+        if self._sessions and not again:
+            raise RuntimeError(
+                f"{len(self._sessions)} sessions hold a cache of the old weights; release them"
+                " before load_weights"
+            )
+        self._decoder = (
+            None  # the old weights go before the new ones come, and a failed load leaves none
+        )
+        self._decoder = Decoder(
+            self._shape, weights, max_context=self._max_context, dtype=self._dtype
+        )
+        self.weight_version += not again
+
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
+        """Sample what follows `tokens`. A context without room gives finish_reason "length", with
+        no token if full.
+        """
+        if self._decoder is None:
+            raise RuntimeError(
+                "the engine has no weights; call load_weights inside `with engine.awake()` first"
+            )
+        if not tokens:
+            raise ValueError("generate needs at least one token to continue; render a prompt first")
+        token_ids = np.array(tokens)
+        if token_ids.min() < 0 or token_ids.max() >= self._shape.vocab:
+            raise ValueError(
+                f"token ids must lie in [0, {self._shape.vocab}), not in [{token_ids.min()},"
+                f" {token_ids.max()}]; check that the tokenizer belongs to the model"
+            )
+        sampler.check(sampling, vocab=self._shape.vocab)
+        if session in self._running or session in self._waiting:
+            raise ValueError(
+                f"session {session} already generates; await one completion before asking for the"
+                " next"
+            )
+        if len(tokens) >= self._max_context:
+            return Completion([], [], "length")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        request = self._waiting[session] = _Request(session, token_ids, sampling, future)
+        self._wake_scheduler()
+        try:
+            return await future
+        finally:
+            if request in (
+                self._waiting.get(session),
+                self._running.get(session),
+            ):  # the caller was cancelled
+                self._forget(session)
+
+    def release(self, session: int) -> None:
+        """Free the session's slot; a completion in progress is cancelled. Unknown sessions are
+        released already.
+        """
+        self._forget(session)
+        slot = self._slot_of.pop(session, None)
+        if slot is None or self._slots is None:
+            return
+        # The rows in use stay contiguous, so that a step works on views of them: the last row fills
+        # the gap.
+        last = self._sessions.pop()
+        self._slots.remove(slot)
+        if last != session:
+            self._sessions[slot] = last
+            self._slot_of[last] = slot
+        if self._waiting:
+            self._wake_scheduler()
+
+    def shutdown(self) -> None:
+        """Drop weights, cache and sessions; completions in progress are cancelled."""
+        if self._scheduler is not None and not self._scheduler.done():
+            self._scheduler.cancel()
+        for request in (*self._waiting.values(), *self._running.values()):
+            request.future.cancel()
+        self._waiting.clear()
+        self._running.clear()
+        self._slot_of.clear()
+        self._sessions.clear()
+        self._scheduler = self._decoder = self._slots = None
+
+    def _forget(self, session: int) -> None:
+        """Stop working for the session's request, if there is one."""
+        if session in self._running and self._slots is not None:
+            self._slots.stop(self._slot_of[session])
+        for requests in (self._running, self._waiting):
+            if (request := requests.pop(session, None)) is not None:
+                request.future.cancel()
+
+    def _wake_scheduler(self) -> None:
+        if self._scheduler is None or self._scheduler.done():
+            self._scheduler = asyncio.get_running_loop().create_task(self._schedule())
+            self._scheduler.add_done_callback(self._scheduler_ended)
+
+    def _scheduler_ended(self, task: asyncio.Task[None]) -> None:
+        """Hand the scheduler's failure to everyone who waits for it."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        for request in (*self._waiting.values(), *self._running.values()):
+            if not request.future.done():
+                request.future.set_exception(error)
+        self._waiting.clear()
+        self._running.clear()
+
+    async def _schedule(self) -> None:
+        """Admit, decode one token everywhere, let trajectories react; until nothing can run."""
+        while True:
+            # Callers that were just answered come back with their next turn before the next step is
+            # planned.
+            await asyncio.sleep(0)
+            admitted = self._admit()
+            if not admitted and not self._running:
+                return
+            if self._running:
+                self._answer(self._slots.decode(self._decoder))
+
+    def _admit(self) -> bool:
+        """Prefill every waiting request that has or finds a slot, equal beginnings first computed
+        once.
+        """
+        admitted: list[_Request] = []
+        for session, request in self._waiting.items():
+            if session not in self._slot_of:
+                if len(self._sessions) == self._max_sessions:
+                    continue
+                self._slot_of[session] = len(self._sessions)
+                self._sessions.append(session)
+            admitted.append(request)
+        if not admitted:
+            return False
+        for request in admitted:
+            self._running[request.session] = self._waiting.pop(request.session)
+        prefills = [
+            Prefill(self._slot_of[request.session], request.token_ids, request.sampling)
+            for request in admitted
+        ]
+        before = self._slots.computed_tokens
+        self._answer(self._slots.prefill(self._decoder, prefills, num_slots=len(self._sessions)))
+        num_prompt = sum(len(request.token_ids) for request in admitted)
+        self.counts.prompt_tokens += num_prompt
+        self.counts.cached_tokens += num_prompt - (self._slots.computed_tokens - before)
+        return True
+
+    def _answer(self, finished: list[tuple[int, Completion]]) -> None:
+        self.counts.completions += len(finished)
+        for slot, completion in finished:
+            request = self._running.pop(self._sessions[slot])
+            if not request.future.done():
+                request.future.set_result(completion)

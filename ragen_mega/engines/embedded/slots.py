@@ -1,0 +1,295 @@
+"""The rows of the running batch: tokens, sampling state and cache of every slot, and the two steps
+over them.
+
+Everything about a token is addressed by its position in the trajectory, so a step is a handful of
+tensor operations over all rows and nothing is done per row but at the end of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.engines.embedded import sampling as sampler
+from ragen_mega.engines.embedded.decoder import Decoder, DecoderShape, Workspace
+from ragen_mega.engines.embedded.kv_cache import KVCache, SharedPrefix
+
+_MIN_COPIED = 16
+"""A shared beginning has to be this much longer before it is worth waiting for the row that
+computes it.
+"""
+_MAX_PREFILL_PLACES = 1024
+"""Padded tokens in one prefill pass; bounds its scores, and longer passes are hardly faster."""
+
+
+class Prefill(NamedTuple):
+    """A request for a slot: the whole trajectory so far, and how to continue it."""
+
+    slot: int
+    tokens: NDArray[np.int64]
+    sampling: SamplingParams
+
+
+class _Suffix(NamedTuple):
+    """The tokens of a slot whose keys are still to be computed, or the first part of them."""
+
+    slot: int
+    start: int
+    count: int
+    is_whole: bool = True
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What is known of every slot; the first index is the slot. Tokens live at their position in
+    the trajectory.
+
+    Arrays, not tensors: a step touches a few numbers per row, and small tensor operations cost
+    several times as much.
+    """
+
+    ids: NDArray[np.int64]  # [S, max_context + 1]; the last column takes what rows at rest sample
+    logprobs: NDArray[np.floating]  # [S, max_context + 1]
+    uniforms: NDArray[np.float64]  # [S, max_context + 1]
+    prompt_length: NDArray[np.int64]  # [S] tokens before the current completion
+    length: NDArray[
+        np.int64
+    ]  # [S] tokens whose keys are cached, and the position of the token that is fed next
+    limit: NDArray[np.int64]  # [S] the completion ends when the trajectory has so many tokens
+    running: NDArray[np.bool_]  # [S]
+    inverse_temperature: NDArray[np.floating]  # [S]
+    top_p: NDArray[np.float64]  # [S]
+    greedy: NDArray[np.bool_]  # [S]
+    stops: NDArray[np.bool_]  # [S, V]
+
+    @classmethod
+    def create(cls, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> _Rows:
+        real = np.float64 if dtype == torch.float64 else np.float32
+        return cls(
+            ids=np.zeros((num_slots, max_context + 1), dtype=np.int64),
+            logprobs=np.zeros((num_slots, max_context + 1), dtype=real),
+            uniforms=np.zeros((num_slots, max_context + 1)),
+            prompt_length=np.zeros(num_slots, dtype=np.int64),
+            length=np.zeros(num_slots, dtype=np.int64),
+            limit=np.zeros(num_slots, dtype=np.int64),
+            running=np.zeros(num_slots, dtype=np.bool_),
+            inverse_temperature=np.ones(num_slots, dtype=real),
+            top_p=np.ones(num_slots),
+            greedy=np.zeros(num_slots, dtype=np.bool_),
+            stops=np.zeros((num_slots, vocab), dtype=np.bool_),
+        )
+
+    def move(self, source: int, target: int) -> None:
+        for name in self.__slots__:
+            array = getattr(self, name)
+            array[target] = array[source]
+
+
+class SlotTable:
+    """Slots [0, n) are in use, whether they run or wait for their environment."""
+
+    @torch.inference_mode()
+    def __init__(
+        self, shape: DecoderShape, *, num_slots: int, max_context: int, dtype: torch.dtype
+    ) -> None:
+        self._max_context = max_context
+        self._rows = _Rows.create(num_slots, max_context, shape.vocab, dtype)
+        self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
+        self._num_slots = 0
+        self.computed_tokens = 0
+        """Of prompts so far; the others were in the cache."""
+        self._workspace: Workspace | None = None
+        self._prefix: SharedPrefix | None = None
+        self._prefix_is_stale = True
+        self._uses_temperature = self._uses_top_p = self._uses_greedy = False
+
+    def stop(self, slot: int) -> None:
+        """The slot's completion is no longer wanted; its cache stays."""
+        self._rows.running[slot] = False
+
+    @torch.inference_mode()
+    def remove(self, slot: int) -> None:
+        """Free a slot; the last slot in use takes its place."""
+        self._num_slots -= 1
+        last = self._num_slots
+        if slot != last:
+            self._cache.copy_row(last, slot, int(self._rows.length[last]))
+            self._rows.move(last, slot)
+        self._rows.length[last] = 0
+        self._rows.running[last] = False
+        self._prefix_is_stale = True
+
+    @torch.inference_mode()
+    def decode(self, decoder: Decoder) -> list[tuple[int, Completion]]:
+        """One token for every running slot; the completions that it ended."""
+        rows, num_rows = self._rows, self._num_slots
+        if self._prefix_is_stale:
+            self._prefix = self._cache.share(rows.ids[:num_rows], int(rows.length[:num_rows].min()))
+            self._prefix_is_stale = False
+        index = np.arange(num_rows)
+        positions = rows.length[:num_rows].copy()
+        attend = self._cache.decode(positions, self._prefix)
+        tokens = torch.from_numpy(rows.ids[index, positions])
+        if self._workspace is None or self._workspace.num_tokens != num_rows:
+            self._workspace = decoder.workspace(num_rows)
+        hidden = decoder.forward(
+            tokens, torch.from_numpy(positions), attend, workspace=self._workspace
+        )
+        # Rows at rest are computed along and change nothing: their token is fed again when their
+        # next turn comes.
+        rows.length[:num_rows] += rows.running[:num_rows]
+        return self._accept(index, decoder.logits(hidden))
+
+    @torch.inference_mode()
+    def prefill(
+        self, decoder: Decoder, requests: list[Prefill], *, num_slots: int
+    ) -> list[tuple[int, Completion]]:
+        """Compute what is new of the requests, sample their first tokens; the completions that end
+        with them.
+        """
+        self._prefix_is_stale |= num_slots != self._num_slots
+        self._num_slots = num_slots
+        finished = []
+        while requests:
+            suffixes, requests = self._plan(requests)
+            for chunk in _chunks(suffixes):
+                index = np.array([part.slot for part in chunk])
+                starts, counts = (
+                    np.array([getattr(part, x) for part in chunk]) for x in ("start", "count")
+                )
+                row_of_token = np.repeat(index, counts)  # [T]
+                positions = np.concatenate(
+                    [np.arange(part.start, part.start + part.count) for part in chunk]
+                )
+                tokens = self._rows.ids[row_of_token, positions]
+                self.computed_tokens += len(tokens)
+                hidden = decoder.forward(
+                    torch.from_numpy(tokens),
+                    torch.from_numpy(positions),
+                    self._cache.prefill(index, starts, counts),
+                    wanted=torch.from_numpy(counts.cumsum() - 1),
+                )
+                self._rows.length[index] = starts + counts
+                if chunk[0].is_whole:
+                    finished += self._accept(index, decoder.logits(hidden))
+        return finished
+
+    def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
+        """What to compute now, and the requests that wait because another one's row will hold their
+        beginning.
+        """
+        suffixes, deferred = [], []
+        planned = self._rows.length[
+            : self._num_slots
+        ].copy()  # cached once the suffixes are computed
+        for request in requests:
+            slot, tokens = request.slot, request.tokens
+            cached, source = (
+                int(min(_shared_length(self._rows.ids[slot], tokens), self._rows.length[slot])),
+                slot,
+            )
+            if cached == 0:  # a new trajectory
+                shared = _shared_length(self._rows.ids[: self._num_slots], tokens)  # [n]
+                cached_anywhere = np.minimum(shared, self._rows.length[: self._num_slots])
+                source = int(cached_anywhere.argmax())
+                cached = int(cached_anywhere[source])
+                if np.minimum(shared, planned).max() >= cached + _MIN_COPIED:
+                    deferred.append(request)
+                    continue
+            start = min(
+                cached, len(tokens) - 1
+            )  # the last token is computed in any case: its logits are needed
+            if source != slot:
+                self._cache.copy_row(source, slot, start)
+            self._begin(request)
+            planned[slot] = len(tokens)
+            suffixes.append(_Suffix(slot, start, len(tokens) - start))
+        return suffixes, deferred
+
+    def _begin(self, request: Prefill) -> None:
+        """Write the request into its row."""
+        rows, (slot, tokens, sampling) = self._rows, request
+        limit = min(len(tokens) + sampling.max_tokens, self._max_context)
+        rows.ids[slot, : len(tokens)] = tokens
+        rows.uniforms[slot, len(tokens) : limit] = sampler.uniforms(
+            sampling.seed, limit - len(tokens)
+        )
+        rows.prompt_length[slot] = len(tokens)
+        rows.limit[slot] = limit
+        rows.running[slot] = True
+        rows.greedy[slot] = sampling.temperature == 0.0
+        rows.inverse_temperature[slot] = 1.0 / (sampling.temperature or 1.0)
+        rows.top_p[slot] = sampling.top_p
+        rows.stops[slot] = False
+        rows.stops[slot, list(sampling.stop_token_ids)] = True
+        self._uses_greedy |= sampling.temperature == 0.0
+        self._uses_temperature |= sampling.temperature not in (0.0, 1.0)
+        self._uses_top_p |= sampling.top_p < 1.0
+
+    def _accept(self, index: NDArray[np.int64], logits: Tensor) -> list[tuple[int, Completion]]:
+        """Sample from logits [m, V] into slots index [m]; the completions that end here."""
+        rows = self._rows
+        running = rows.running[index]
+        positions = np.where(running, rows.length[index], self._max_context)
+        sampled, logprobs = sampler.sample(
+            logits,
+            torch.from_numpy(rows.uniforms[index, positions]),
+            inverse_temperature=(
+                torch.from_numpy(rows.inverse_temperature[index])
+                if self._uses_temperature
+                else None
+            ),
+            top_p=torch.from_numpy(rows.top_p[index]) if self._uses_top_p else None,
+            greedy=torch.from_numpy(rows.greedy[index]) if self._uses_greedy else None,
+        )
+        tokens = sampled.numpy()
+        rows.ids[index, positions] = tokens
+        rows.logprobs[index, positions] = logprobs.numpy()
+        stopped = rows.stops[index, tokens]
+        ended = running & (stopped | (positions + 1 >= rows.limit[index]))
+        finished = []
+        for place in np.flatnonzero(ended).tolist():
+            slot = int(index[place])
+            span = slice(rows.prompt_length[slot], rows.length[slot] + 1)
+            rows.running[slot] = False
+            finish_reason = "stop" if stopped[place] else "length"
+            completion = Completion(
+                rows.ids[slot, span].tolist(), rows.logprobs[slot, span].tolist(), finish_reason
+            )
+            finished.append((slot, completion))
+        return finished
+
+
+def _shared_length(ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many leading tokens each row of ids [..., >= len(tokens)] has in common with tokens:
+    [...].
+    """
+    different = ids[..., : len(tokens)] != tokens
+    return np.where(different.any(axis=-1), different.argmax(axis=-1), len(tokens))
+
+
+def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:
+    """Split into passes of similar counts, so that padding to the longest of a pass stays small.
+
+    What is too long for one pass is taken apart; its parts come in order and each has a pass of its
+    own.
+    """
+    chunk: list[_Suffix] = []
+    for suffix in sorted(suffixes, key=lambda suffix: suffix.count, reverse=True):
+        slot, start, count, _ = suffix
+        while count > _MAX_PREFILL_PLACES:
+            yield [_Suffix(slot, start, _MAX_PREFILL_PLACES, is_whole=False)]
+            start, count = start + _MAX_PREFILL_PLACES, count - _MAX_PREFILL_PLACES
+        if chunk and (len(chunk) + 1) * max(chunk[0].count, count) > _MAX_PREFILL_PLACES:
+            yield chunk
+            chunk = []
+        chunk.append(_Suffix(slot, start, count))
+    if chunk:
+        yield chunk

@@ -1,0 +1,316 @@
+"""A rollout engine over a real SGLang server of its own (Zheng et al., arXiv:2312.07104): tokens
+in, tokens out.
+
+Every completion is a request of its own, so that each trajectory advances at its own pace; SGLang
+batches what is there and its radix cache keeps earlier turns and common prompts. A server that dies
+or hangs is replaced and what it owed asked again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.engines.embedded import sampling as sampler
+from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
+from ragen_mega.engines.sglang.requests import Requests, read_completion, request_body
+from ragen_mega.engines.sglang.server import (
+    WEIGHT_LOADER,
+    ServerFailed,
+    ServerSettings,
+    SGLangServer,
+)
+from ragen_mega.engines.sglang.weights import BUCKET_BYTES, TRANSFERS, Message, WeightSender
+from ragen_mega.rollout.engine import EngineCounts, EngineError, EngineShard, WeightsLost
+
+_MAX_RESTARTS = 3
+"""In a row, with no completion in between."""
+_MEMORY = ("kv_cache", "weights", "cuda_graph")
+_REQUEST_TIMEOUT = 600.0
+"""Seconds for a request that only changes the server's state."""
+
+
+class SGLangEngine:
+    """Runs one server. It starts when the engine first awakes and stays, asleep, between rollouts.
+
+    Where several ranks share the server, this is the first of `group`, which they form; the others
+    have an `SGLangFollower`.
+    """
+
+    def __init__(
+        self,
+        model_config: PretrainedConfig,
+        settings: ServerSettings,
+        *,
+        group: dist.ProcessGroup | None = None,
+        transfer: Literal["file", "ipc"] = "file",
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.weight_version = 0
+        self.shard = EngineShard(0, settings.tensor_parallel_size)
+        self.counts = EngineCounts()
+        self.skipped: dict[str, str] = {}
+        """Requests that this server does not support -> why, e.g. memory release on a CPU."""
+        self._settings = settings
+        self._vocab = model_config.vocab_size
+        dtype = getattr(torch, settings.dtype)
+        self._transfer = TRANSFERS[transfer](
+            model_config,
+            self.shard,
+            dtype,
+            fp8=settings.fp8,
+            group=group,
+            bucket_bytes=bucket_bytes,
+        )
+        self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
+        self._sender: WeightSender | None = None  # to the server that was started last
+        self._is_awake = self._has_weights = False
+        self._released: tuple[
+            str, ...
+        ] = ()  # parts of the device's memory that the server has given back
+        self._active: set[int] = set()  # sessions that wait for a completion
+        self._restarts_in_a_row = 0
+        self._requests = Requests(self.server.is_healthy, hang_timeout=settings.hang_timeout)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The server has memory of the device only inside; `load_weights` comes first."""
+        if self._is_awake:
+            raise RuntimeError(
+                "the engine is awake already; leave the first `with engine.awake()` before the next"
+            )
+        self._wake()
+        self._is_awake = True
+        try:
+            yield
+        finally:
+            self._is_awake = self._has_weights = False
+            self._sleep()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        """Send a full set of weights to the server, in buckets of bounded size, and check by
+        checksums that it holds them.
+
+        `again`: the same weights once more, because an engine has lost them; a server gives its
+        memory back first, and sessions go on. The stream is consumed to its end also when the
+        server fails, because other ranks take part in it. Raises ValueError unless exactly the
+        expected names and shapes arrive, and EngineError if the server refuses them.
+        """
+        if not self._is_awake:
+            raise RuntimeError(
+                "the engine is asleep; call load_weights inside `with engine.awake()`"
+            )
+        if self._active and not again:
+            raise RuntimeError(
+                f"{len(self._active)} sessions still generate under the old weights; await them"
+                " first"
+            )
+        self._has_weights = False
+        self.weight_version += not again
+        buckets = self._transfer.receive(weights)  # begins with the first bucket that is asked for
+        try:
+            if again:
+                self._sleep()
+                self._wake()
+            self._send(buckets)
+            self._resume(
+                "kv_cache", "cuda_graph"
+            )  # only now, when the trainer needs no more room for the transfer
+        except EngineError as error:
+            for _ in buckets:
+                continue
+            if not isinstance(error, ConnectionLost):
+                raise
+            self._replace(
+                str(error)
+            )  # without a copy of the weights whoever generates next finds none
+        self._has_weights = True
+
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
+        """Sample what follows `tokens`. A context without room gives finish_reason "length", with
+        no token if full.
+
+        Log-probabilities are after temperature, before top_p. Samples of a server that is not
+        `deterministic` depend on the batch that they were drawn in and not on `sampling.seed`.
+        Raises WeightsLost if a lost server cannot be replaced.
+        """
+        self._check(tokens, sampling, session)
+        room = self._settings.max_context - len(tokens)
+        if room <= 0:
+            return Completion([], [], "length")
+        body = request_body(tokens, sampling, max_tokens=min(sampling.max_tokens, room))
+        self._active.add(session)
+        try:
+            while True:
+                client = self.server.client
+                try:
+                    if client is None:
+                        raise ConnectionLost("the server does not run")
+                    answer = await self._requests.ask(client, body)
+                    break
+                except ConnectionLost as error:
+                    self.counts.reissued += 1
+                    # The first to notice; the others find a new server.
+                    if client is self.server.client and not self._replace(str(error)):
+                        raise WeightsLost(
+                            f"the SGLang server was lost ({error}), and --weight-transfer ipc keeps"
+                            " no copy of its weights"
+                        ) from error
+        finally:
+            self._active.discard(session)
+        completion = read_completion(
+            answer, sampling, version=self.weight_version, log=self.server.log
+        )
+        self.counts.completions += 1
+        self.counts.prompt_tokens += len(tokens)
+        self.counts.cached_tokens += answer["meta_info"]["cached_tokens"]
+        self._restarts_in_a_row = 0
+        return completion
+
+    def release(self, session: int) -> None:
+        """Nothing to do: the radix cache forgets what is not used."""
+
+    def shutdown(self) -> None:
+        """Stop the server and give back the memory of the weights."""
+        self._is_awake = self._has_weights = False
+        self.server.stop()
+        self._transfer.close()
+
+    def _check(self, tokens: list[int], sampling: SamplingParams, session: int) -> None:
+        if not self._has_weights:
+            raise RuntimeError(
+                "the engine has no weights; call load_weights inside `with engine.awake()` first"
+            )
+        if not tokens:
+            raise ValueError("generate needs at least one token to continue; render a prompt first")
+        if min(tokens) < 0 or max(tokens) >= self._vocab:
+            raise ValueError(
+                f"token ids must lie in [0, {self._vocab}), not in [{min(tokens)}, {max(tokens)}]; "
+                "check that the tokenizer belongs to the model"
+            )
+        sampler.check(sampling, vocab=self._vocab)
+        if session in self._active:
+            raise ValueError(
+                f"session {session} already generates; await one completion before asking for the"
+                " next"
+            )
+
+    def _send(self, buckets: Iterable[list[Message]]) -> None:
+        if self.server.client is None or self._sender is None:
+            raise ConnectionLost("the server does not run")
+        self._sender.send(buckets, self.weight_version)
+
+    def _wake(self) -> None:
+        if not self.server.num_starts:
+            self._start()  # once: what does not start the first time is set up wrongly
+            return
+        try:
+            self._resume("weights")
+        except ConnectionLost as error:
+            self._restart(str(error), [])
+
+    def _replace(self, why: str) -> bool:
+        """Another server with the weights of the lost one, if there is a copy of them."""
+        weights = self._transfer.again()
+        if weights is None:
+            self.server.stop()
+            return False
+        self._restart(why, weights)
+        return True
+
+    def _restart(self, why: str, weights: list[list[Message]]) -> None:
+        """A new server with these weights. Blocks: until it is there nobody can go on."""
+        while True:
+            self._restarts_in_a_row += 1
+            if self._restarts_in_a_row > _MAX_RESTARTS:
+                raise self.server.failure(
+                    f"the SGLang server was lost {_MAX_RESTARTS} times without a completion ({why})"
+                )
+            self.counts.restarts += 1
+            try:
+                self._start()
+                self._send(weights)
+                return
+            except (ConnectionLost, ServerFailed) as error:
+                why = str(error).partition("\n")[0]
+
+    def _sleep(self) -> None:
+        """Release the device's memory; a server that cannot is stopped, and the next rollout starts
+        another.
+        """
+        if not self.server.is_running:
+            self.server.stop()
+            return
+        try:
+            self._control("/abort_request", {"abort_all": True})
+            # Waits for the end of what was cancelled: SGLang asserts that it is idle when it
+            # releases memory.
+            self._control(f"/flush_cache?timeout={_REQUEST_TIMEOUT:g}", {})
+            if self._control("/release_memory_occupation", {"tags": list(_MEMORY)}):
+                self._released = _MEMORY
+        except (ConnectionLost, ServerFailed):
+            self.server.stop()
+
+    def _start(self) -> None:
+        self._released = ()
+        client = self.server.start()
+        about = client.call("GET", "/server_info", timeout=_REQUEST_TIMEOUT)
+        check_cache(
+            about.get("max_total_num_tokens", self._settings.kv_cache_tokens), self._settings
+        )
+        self._sender = WeightSender(client, WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
+
+    def _resume(self, *parts: str) -> None:
+        """Take memory again that was released; SGLang does not expect to be asked for other. Raises
+        ConnectionLost.
+        """
+        if not self.server.is_running:
+            raise ConnectionLost("the server does not run")
+        if tags := [part for part in parts if part in self._released]:
+            self._control("/resume_memory_occupation", {"tags": tags})
+            self._released = tuple(part for part in self._released if part not in tags)
+
+    def _control(self, path: str, body: dict[str, Any]) -> bool:
+        """Change the server's state. What a CPU server refuses is skipped from then on, with the
+        reason; then False.
+        """
+        if path in self.skipped:
+            return False
+        if self.server.client is None:
+            raise ConnectionLost(f"{path}: the server does not run")
+        try:
+            self.server.client.call("POST", path, body, timeout=_REQUEST_TIMEOUT)
+        except RequestRefused as error:
+            if self._settings.device != "cpu":
+                raise
+            self.skipped[path] = str(error)
+            return False
+        return True
+
+
+def check_cache(tokens: int, settings: ServerSettings) -> None:
+    """Warn if the key-value cache holds fewer tokens than were asked for: SGLang takes what memory
+    it finds when it starts.
+
+    Raises EngineError if it does not hold one trajectory.
+    """
+    if tokens >= settings.kv_cache_tokens:
+        return
+    text = (
+        f"SGLang found memory for {tokens} tokens of key-value cache and was asked for"
+        f" {settings.kv_cache_tokens}; lower --kv-cache-tokens, or leave it more memory with"
+        " --offload rollout"
+    )
+    if tokens < settings.max_context:
+        raise EngineError(f"{text}: a trajectory has up to {settings.max_context}")
+    warnings.warn(f"{text}, else fewer trajectories advance at a time", stacklevel=2)

@@ -1,0 +1,76 @@
+"""Weights of a rollout engine in FP8: e4m3 with one float32 scale per block of 128 x 128
+(DeepSeek-V3, arXiv:2412.19437, 3.3).
+
+The format of SGLang's block quantization, which scales activations by itself. Embeddings, LM head,
+norms and biases stay as they are. What the engine then samples differs from what the trainer
+computes: correct for it with --importance-cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ragen_mega.models.server_cut import head_rows, is_linear
+
+BLOCK = 128
+SCALES = "_scale_inv"
+"""Suffix of the name of a weight's scales in SGLang: value = e4m3 value x scale."""
+QUANTIZATION_CONFIG: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""What config.json of such a model says."""
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SMALLEST = 1e-12  # of a scale, for blocks of zeros
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> e4m3 [N, K] and float32 scales [N / 128, K / 128], rounded up; the largest value of
+    a block becomes 448.
+    """
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(
+        0, (-1, BLOCK)
+    )  # [N / 128, 128, K / 128, 128]
+    scales = (blocks.abs().amax(dim=(1, 3)) / _LARGEST).clamp(min=_SMALLEST)
+    scaled = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    return scaled.to(torch.float8_e4m3fn), scales
+
+
+def quantize_stream(shards: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Stream of (SGLang's name, shard) with each linear weight of a layer as e4m3 values, and after
+    it its scales.
+    """
+    for name, tensor in shards:
+        if is_linear(name):
+            values, scales = quantize(tensor)
+            yield name, values
+            yield name + SCALES, scales
+        else:
+            yield name, tensor
+
+
+def check_blocks(hf: PretrainedConfig, size: int) -> None:
+    """Raise ValueError unless no block of a weight that is cut over `size` ranks lies on two of
+    them, or in two of q, k, v.
+    """
+    query, key = head_rows(hf, 0, size)
+    lengths = {
+        "the query heads of a rank": query.stop - query.start,
+        "its key-value heads": key.stop - key.start,
+        "its part of the feed-forward layer": hf.intermediate_size // size,
+    }
+    if wrong := {what: length for what, length in lengths.items() if length % BLOCK}:
+        what, length = next(iter(wrong.items()))
+        raise ValueError(
+            f"--rollout-fp8 scales blocks of {BLOCK} rows, and {what} have {length} at"
+            f" rollout_tensor_parallel_size {size}; lower it or drop --rollout-fp8"
+        )

@@ -1,0 +1,351 @@
+"""The SGLang server as a subprocess: its own interpreter and environment, and no life beyond that
+of this process.
+
+Nothing of SGLang is imported here, so that trainer and server may live in different virtual
+environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PretrainedConfig
+
+from ragen_mega.engines.sglang import supervisor, weight_checks, weight_loader
+from ragen_mega.engines.sglang.fp8_blocks import QUANTIZATION_CONFIG
+from ragen_mega.engines.sglang.http_json import HOST, ConnectionLost, JSONClient, RequestRefused
+from ragen_mega.models.huggingface import ARCHITECTURES
+from ragen_mega.rollout.engine import EngineError
+
+_SPARE_CONTEXT = 8
+"""SGLang refuses requests within some tokens of its context length."""
+_PACKAGE = "ragen_in_server"
+"""Name under which the server imports the copies of this package's files that it is given."""
+WEIGHT_LOADER = (
+    f"{_PACKAGE}.{weight_loader.load.__module__.rpartition('.')[2]}.{weight_loader.load.__name__}"
+)
+_LOG_TAIL_LINES = 30
+_POLL_SECONDS = 0.2
+_INHERITED = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "LIBRARY_PATH",
+    "CPATH",
+    "CC",
+    "CXX",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "NVIDIA_VISIBLE_DEVICES",
+    "TRITON_LIBCUDA_PATH",
+    "TRITON_PTXAS_PATH",
+)
+_INHERITED_PREFIXES = ("LC_", "XDG_", "SGLANG_", "NCCL_", "TVM_FFI_", "TRITON_CACHE", "FLASHINFER_")
+
+
+class ServerFailed(EngineError):
+    """The server does not run; the message ends with what it said last."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a server needs to know. Raises ValueError where it could not start or serve."""
+
+    python: Path
+    """Interpreter of an environment that has SGLang; it need not be that of the trainer."""
+    directory: Path
+    """Private folder for configuration, log and rendezvous; created if it is not there."""
+    max_context: int
+    """Tokens of a trajectory."""
+    max_running_requests: int
+    kv_cache_tokens: int
+    """Tokens that the key-value cache holds, of running requests and of earlier turns."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    fp8: bool = False
+    """Linear layers compute in blocks of FP8, for which SGLang needs a GPU."""
+    deterministic: bool = False
+    """Samples depend on their seed alone; SGLang has this for its GPU attention backends only."""
+    random_seed: int = 0
+    num_threads: int = 1
+    """Of a scheduler process, on a CPU."""
+    start_timeout: float = 300.0
+    hang_timeout: float = 60.0
+    """Seconds in which an idle server must generate one token for the health check."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further server arguments by their long names without dashes in front; True for a switch. They
+    win over those above.
+    """
+
+    def __post_init__(self) -> None:
+        # Absolute, because the server works in another folder; not resolved, because a venv's
+        # Python is a link.
+        object.__setattr__(self, "python", Path(os.path.abspath(self.python)))
+        object.__setattr__(self, "directory", Path(os.path.abspath(self.directory)))
+        if not os.access(self.python, os.X_OK):
+            raise ValueError(
+                f"sglang_python must be the Python of an environment with SGLang, and {self.python}"
+                " cannot be executed; build one with tools/setup_sglang_cpu.sh or the h100 extra"
+                " and name its bin/python"
+            )
+        if self.kv_cache_tokens < self.max_context + _SPARE_CONTEXT:
+            raise ValueError(
+                f"kv_cache_tokens ({self.kv_cache_tokens}) must hold one trajectory of max_context"
+                f" ({self.max_context}) and {_SPARE_CONTEXT} more; raise it"
+            )
+        for name, is_on in (
+            ("rollout_deterministic", self.deterministic),
+            ("rollout_fp8", self.fp8),
+        ):
+            if is_on and self.device == "cpu":
+                raise ValueError(
+                    f"{name} needs kernels that SGLang has for GPUs only; leave it off on a CPU"
+                )
+
+    def arguments(self, model: Path, port: int) -> list[str]:
+        """The server's command line. Weights are random until the first update."""
+        device_options: dict[str, Any] = {
+            "enable-memory-saver": True,
+            "sampling-backend": "pytorch",
+        }
+        if self.device == "cpu":
+            device_options = {
+                "attention-backend": "torch_native",
+                "sampling-backend": "pytorch",
+                "disable-cuda-graph": True,
+            }
+        if self.deterministic:
+            device_options["enable-deterministic-inference"] = True
+        arguments = {
+            "model-path": model,
+            "load-format": "dummy",
+            "skip-tokenizer-init": True,
+            "skip-server-warmup": True,
+            "host": HOST,
+            "port": port,
+            "device": self.device,
+            "dtype": self.dtype,
+            "tp-size": self.tensor_parallel_size,
+            "context-length": self.max_context + _SPARE_CONTEXT,
+            "max-total-tokens": self.kv_cache_tokens,
+            "max-running-requests": self.max_running_requests,
+            "grammar-backend": "none",
+            "random-seed": self.random_seed,
+            "log-level": "warning",
+            "sleep-on-idle": (
+                True
+            ),  # asleep, its scheduler would spin on a core that the trainer needs
+            "custom-weight-loader": WEIGHT_LOADER,
+            **device_options,
+            **self.options,
+        }
+        command = []
+        for name, value in arguments.items():
+            if value is not False:
+                command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return command
+
+    def environment(self, rendezvous: Path) -> dict[str, str]:
+        """Variables of the server: of the trainer's only what every program needs, no secrets, no
+        torchrun, no paths.
+        """
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)
+        }
+        kept |= {
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_HEALTH_CHECK_TIMEOUT": str(round(self.hang_timeout)),
+            # A file in place of a TCP store, which would listen on every interface.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{rendezvous}",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": (
+                "0"
+            ),  # the trainer holds a part of the same GPU
+        }
+        if self.device == "cpu":
+            kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.num_threads)}
+            if (
+                self.tensor_parallel_size > 1
+            ):  # else SGLang asks for one NUMA node for each of its ranks
+                cores = sorted(os.sched_getaffinity(0))
+                bound = [str(cores[rank % len(cores)]) for rank in range(self.tensor_parallel_size)]
+                kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+        return kept
+
+
+class SGLangServer:
+    """One server process, from `start` to `stop`; a stopped one starts again under another port and
+    key.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, model_config: PretrainedConfig, *, weights: Path
+    ) -> None:
+        """`weights` is the folder of its weights, which is removed when this process is killed."""
+        self.settings = settings
+        self._weights = weights
+        self.client: JSONClient | None = None
+        self.num_starts = 0
+        self.log = settings.directory / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._model = settings.directory / "model"
+        settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        settings.directory.chmod(0o700)
+        _write_model_config(
+            self._model, model_config, settings.max_context + _SPARE_CONTEXT, fp8=settings.fp8
+        )
+        _copy_modules(settings.directory / _PACKAGE)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that all others of the server stand below."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> JSONClient:
+        """Start the server and wait until it is healthy. Raises ServerFailed with the end of its
+        log.
+        """
+        self.stop()
+        port, api_key = _free_port(), secrets.token_hex(32)
+        rendezvous = self.settings.directory / "rendezvous"
+        rendezvous.unlink(missing_ok=True)
+        # In a file, because every user of the machine can read the arguments of a process.
+        secret = _write_private(self.settings.directory / "key.yaml", f"api-key: {api_key}\n")
+        arguments = [*self.settings.arguments(self._model, port), "--config", str(secret)]
+        command = [sys.executable, "-I", supervisor.__file__, str(self._weights)]
+        command += [str(self.settings.python), "-m", "sglang.launch_server"]
+        self.num_starts += 1
+        with os.fdopen(
+            os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb"
+        ) as log:
+            log.write(f"--- start {self.num_starts}, port {port}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                [*command, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.settings.environment(rendezvous),
+                cwd=self.settings.directory,
+                start_new_session=True,  # Ctrl-C is the trainer's to handle
+                umask=0o077,
+            )
+        self.client = JSONClient(port, api_key)
+        self._await_health()
+        return self.client
+
+    def stop(self) -> None:
+        """End the server and all its processes. Safe to call again."""
+        if self._process is None:
+            return
+        try:
+            with self._process.stdin as supervisor_waits:
+                supervisor_waits.write(b".")
+        except BrokenPipeError:
+            pass  # it has ended already
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            supervisor.kill_descendants(self._process.pid)
+            self._process.kill()
+            self._process.wait()
+        self._process, self.client = None, None
+
+    def is_healthy(self, client: JSONClient) -> bool:
+        """Whether the server of `client` generates a token."""
+        try:
+            client.call("GET", "/health_generate", timeout=self.settings.hang_timeout + 5)
+        except (ConnectionLost, RequestRefused):
+            return False
+        return True
+
+    def failure(self, what: str) -> ServerFailed:
+        """An error that says what happened and what the server's log ends with."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+        return ServerFailed(f"{what}; the log {self.log} ends with:\n{tail}")
+
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + self.settings.start_timeout
+        while time.monotonic() < deadline:
+            if not self.is_running:
+                status = self._process.returncode
+                self.stop()
+                raise self.failure(f"the SGLang server ended with status {status} while it started")
+            if self.is_healthy(self.client):
+                return
+            time.sleep(_POLL_SECONDS)
+        self.stop()
+        raise self.failure(
+            f"the SGLang server was not healthy within {self.settings.start_timeout:g} s; raise the"
+            " limit or see the log"
+        )
+
+
+def _write_model_config(
+    directory: Path, config: PretrainedConfig, context: int, *, fp8: bool
+) -> None:
+    """A model directory without weights.
+
+    Without end tokens, because a completion ends where its request says, and without
+    generation_config.json, whose top-k SGLang would take as the default.
+    """
+    values = config.to_dict() | {"eos_token_id": None, "bos_token_id": None}
+    if fp8:
+        values["quantization_config"] = QUANTIZATION_CONFIG
+    values["max_position_embeddings"] = max(
+        values["max_position_embeddings"], context
+    )  # the size of a table
+    values["architectures"] = values.get("architectures") or [ARCHITECTURES[config.model_type]]
+    directory.mkdir(mode=0o700, exist_ok=True)
+    _write_private(directory / "config.json", json.dumps(values, indent=1, default=str))
+
+
+def _copy_modules(directory: Path) -> None:
+    """What the server imports of this package: from its working directory, because its environment
+    need not have it.
+    """
+    directory.mkdir(mode=0o700, exist_ok=True)
+    (directory / "__init__.py").touch(mode=0o600)
+    for module in (weight_loader, weight_checks):
+        source = Path(module.__file__)
+        _write_private(directory / source.name, source.read_text())
+
+
+def _write_private(path: Path, text: str) -> Path:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port: int = listener.getsockname()[1]
+        return port

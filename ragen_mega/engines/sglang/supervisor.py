@@ -1,0 +1,145 @@
+"""Runs a command so that it and all its descendants end with it, with whoever started this program,
+and with this program.
+
+A program of its own that needs nothing but the standard library: `python -I supervisor.py DIRECTORY
+COMMAND...`, started with a pipe as standard input. The pipe closes when its owner dies, by whatever
+signal; then DIRECTORY goes as well, since nobody else would remove it. An owner that only wants the
+command to end writes a byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_POLL_SECONDS = 0.1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SHARED_MEMORY = Path("/dev/shm")
+_LEFT_BEHIND = ("sem.mp-", "sgl_shm_mq_", "sglang_loads_")
+"""Beginnings of the names of shared memory that SGLang removes when it ends, and cannot when it is
+killed.
+"""
+
+
+def supervise(directory: str, command: list[str]) -> int:
+    """Run `command` until it ends or the owner is gone; its exit status, 1 if it was killed or
+    could not start.
+
+    `directory` is removed when the owner is gone.
+    """
+    owner = os.getppid()
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    # Orphans of the command come to this process, so that none is lost from its descendants.
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in _SIGNALS:
+        signal.signal(number, _leave)
+    is_owner_gone = False
+    try:
+        child = subprocess.Popen(  # if this process is killed the kernel kills the command
+            command,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        )
+        while child.poll() is None:
+            readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
+            if readable or os.getppid() != owner:
+                is_owner_gone = not (readable and os.read(0, 1))
+                return 1
+        return child.returncode if child.returncode >= 0 else 1
+    except OSError as error:
+        print(f"supervisor: cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        inodes = shared_memory(os.getpid())
+        kill_descendants(os.getpid())
+        remove_left_behind(inodes)
+        if is_owner_gone:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    for (
+        number
+    ) in _SIGNALS:  # `timeout` sends SIGTERM twice, and the second must not end the killing
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + signum)
+
+
+def kill_descendants(root: int) -> None:
+    """SIGKILL every process below `root` and those that they start meanwhile."""
+    while alive := descendants(root):
+        for pid in alive:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        select.select([], [], [], 0.01)
+
+
+def shared_memory(root: int) -> set[int]:
+    """Inodes of the shared memory in use below `root`; a semaphore is mapped under another name
+    than it is found by.
+    """
+    inodes = set()
+    for pid in descendants(root):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:  # it has ended
+            continue
+        # address permissions offset device inode path
+        inodes |= {
+            int(line.split(None, 5)[4])
+            for line in maps.splitlines()
+            if f" {_SHARED_MEMORY}/" in line
+        }
+    return inodes
+
+
+def remove_left_behind(inodes: set[int]) -> None:
+    """Remove those files of shared memory that nobody else removes when their users are killed."""
+    for name in _LEFT_BEHIND:
+        for file in _SHARED_MEMORY.glob(f"{name}*"):
+            try:
+                if file.lstat().st_ino in inodes:
+                    file.unlink()
+            except FileNotFoundError:
+                continue
+
+
+def descendants(root: int) -> list[int]:
+    """Processes below `root` that still run; zombies do not."""
+    parents: dict[int, int] = {}
+    alive: list[int] = []
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                # pid (name) state parent ...: the name may hold spaces and parentheses
+                state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents[int(directory.name)] = int(
+                parent
+            )  # also of a zombie, whose other threads may still have children
+            if state not in "ZX":
+                alive.append(int(directory.name))
+
+    def is_below(pid: int) -> bool:
+        while pid in parents:
+            pid = parents[pid]
+            if pid == root:
+                return True
+        return False
+
+    return [pid for pid in alive if is_below(pid)]
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,120 @@
+"""Whether an engine holds exactly the weights that were sent: names, and one checksum per name.
+Needs torch alone.
+
+The checksum is a multilinear hash of the bit pattern (Lemire and Kaser, arXiv:1202.4961): the sum
+modulo 2^64 of 32-bit words times pseudo-random 64-bit weights of their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_CHUNK_WORDS = 1 << 18
+_SHOWN = 3
+_GOLDEN, _MIX_1, _MIX_2 = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # of splitmix64, as signed integers
+
+
+def checksum(tensor: Tensor) -> int:
+    """64-bit hash of shape and bits, equal on every device and for every memory layout.
+
+    A change of any one element, an exchange of rows or halves, a shift by a row, zeros in place of
+    values all change it; two tensors that differ by accident agree with a probability of about
+    2^-64, at worst 2^-32. It is no protection against an attacker: the weights of positions are
+    public. Costs one pass at the speed of memory, in chunks of 2 MiB.
+    """
+    words = _words(tensor.detach())
+    positions = _position_weights(tensor.device)
+    total = torch.zeros(
+        (), dtype=torch.int64, device=tensor.device
+    )  # on the device, so that no chunk waits for the one before
+    for index, chunk in enumerate(words.split(_CHUNK_WORDS)):
+        total += (chunk.long() * positions[: len(chunk)]).sum() * _signed(_mix(index + 1) | 1)
+    value = int(total)
+    for size in tensor.shape:
+        value = (value ^ size) * _GOLDEN + 1
+    return value % 2**64
+
+
+def checksums(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Name -> checksum as 16 hexadecimal digits."""
+    return {name: f"{checksum(tensor):016x}" for name, tensor in named}
+
+
+def check_names(
+    sent: Collection[str], expected: Collection[str], *, receiver: str = "the engine"
+) -> None:
+    """Raise ValueError unless exactly the expected names were sent, each once."""
+    unique, wanted = set(sent), set(expected)
+    counts: dict[str, int] = {}
+    for name in sent:
+        counts[name] = counts.get(name, 0) + 1
+    for what, names in (
+        ("missing", wanted - unique),
+        ("unknown", unique - wanted),
+        ("sent twice", {name for name, count in counts.items() if count > 1}),
+    ):
+        if names:
+            raise ValueError(
+                f"{receiver} needs each of its {len(wanted)} weights exactly once; {what}:"
+                f" {_few(names)}; check that the weights belong to the model config"
+            )
+
+
+def check_checksums(
+    sent: Mapping[str, str], held: Mapping[str, str], *, receiver: str = "the engine"
+) -> None:
+    """Raise ValueError unless the receiver's checksums are those of what was sent, name by name."""
+    check_names(list(held), sent, receiver=receiver)
+    if differing := {name for name, value in sent.items() if held[name] != value}:
+        raise ValueError(
+            f"{receiver} must hold the bits that were sent; {len(differing)} of {len(sent)} weights"
+            f" differ: {_few(differing)}; send all weights again, and if it stays so compare the"
+            " layouts with tests/distributed/test_resharding.py"
+        )
+
+
+def _few(names: Collection[str]) -> str:
+    shown = ", ".join(sorted(names)[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits as int32 words, zeros after the last."""
+    data = tensor.contiguous().reshape(-1)
+    if data.numel() * data.element_size() % 4:
+        data = data.view(torch.uint8)
+        data = torch.cat([data, data.new_zeros(-len(data) % 4)])
+    return data.view(torch.int32)
+
+
+def _mix(value: int) -> int:
+    """splitmix64 of a position, in Python's integers."""
+    value = value * (_GOLDEN % 2**64) % 2**64
+    value = (value ^ (value >> 30)) * (_MIX_1 % 2**64) % 2**64
+    value = (value ^ (value >> 27)) * (_MIX_2 % 2**64) % 2**64
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+@cache
+def _position_weights(device: torch.device) -> Tensor:
+    """splitmix64 of 1 .. _CHUNK_WORDS in int64, whose products wrap as they do modulo 2^64."""
+
+    def shifted(values: Tensor, bits: int) -> Tensor:
+        return (values >> bits) & ((1 << (64 - bits)) - 1)  # a shift that brings zeros
+
+    values = torch.arange(1, _CHUNK_WORDS + 1, dtype=torch.int64, device=device) * _GOLDEN
+    values = (values ^ shifted(values, 30)) * _MIX_1
+    values = (values ^ shifted(values, 27)) * _MIX_2
+    return values ^ shifted(values, 31)

@@ -1,0 +1,1 @@
+"""Environments of other libraries seen from here, and ours seen from there."""

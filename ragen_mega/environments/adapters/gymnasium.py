@@ -1,0 +1,84 @@
+"""Gymnasium view of the environments: importing this module registers `ragen_mega/Sokoban-v0` and
+its siblings.
+
+Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032); actions are indices, observations
+are text.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import gymnasium
+
+from ragen_mega.environments.protocol import make, names
+
+_MAX_EPISODE_STEPS = 100  # as in gym-sokoban and FrozenLake-v1
+_MAX_OBSERVATION_LENGTH = 4096
+
+
+class TextWorld(gymnasium.Env[str, int]):
+    """One of our environments, one primitive action a step.
+
+    The seed of `reset` is the prompt seed, so the episode is the native environment's. `reset`
+    understands the options `outcome_seed` and `board`.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
+
+    def __init__(
+        self, environment_name: str, render_mode: str | None = None, **options: Any
+    ) -> None:
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise ValueError(f"render_mode must be ansi or None, not {render_mode!r}")
+        self.world = make(environment_name, **options)
+        self.render_mode = render_mode
+        self.action_space = gymnasium.spaces.Discrete(len(self.world.actions))
+        self.observation_space = gymnasium.spaces.Text(
+            _MAX_OBSERVATION_LENGTH, charset=frozenset(string.printable + "\u221a")
+        )
+        self._observation = ""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        choices = dict(options or {})
+        outcome_seed, board = choices.pop("outcome_seed", None), choices.pop("board", None)
+        if choices:
+            raise ValueError(
+                f"unknown reset options {', '.join(map(str, choices))}; known are outcome_seed and"
+                " board"
+            )
+        prompt_seed = int(self.np_random.integers(2**31)) if seed is None else seed
+        self._observation = self.world.reset(prompt_seed, outcome_seed=outcome_seed, board=board)
+        return self._observation, {"success": False}
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if not self.action_space.contains(action):
+            raise ValueError(
+                f"action must be an index into {', '.join(self.world.actions)}, not {action!r}"
+            )
+        result = self.world.step(self.world.actions[int(action)])
+        self._observation = result.observation
+        return result.observation, result.reward, result.terminated, result.truncated, result.info
+
+    def render(self) -> str | None:  # type: ignore[override]
+        return self._observation if self.render_mode == "ansi" else None
+
+
+def environment_id(name: str) -> str:
+    """Gymnasium's identifier of the environment `name`: sokoban_large is
+    ragen_mega/SokobanLarge-v0.
+    """
+    return f"ragen_mega/{''.join(part.capitalize() for part in name.split('_'))}-v0"
+
+
+for _name in names():
+    gymnasium.register(
+        environment_id(_name),
+        entry_point="ragen_mega.environments.adapters.gymnasium:TextWorld",
+        max_episode_steps=_MAX_EPISODE_STEPS,
+        kwargs={"environment_name": _name},
+    )

@@ -1,0 +1,1 @@
+"""A two-armed bandit whose arms differ by the meaning of their names."""

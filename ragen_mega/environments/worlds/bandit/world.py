@@ -1,0 +1,101 @@
+"""Two-armed bandit whose arms have to be told apart by the meaning of their names.
+
+Source: StarPO, arXiv:2504.20073, section 3.1 and the released configuration: the low arm always
+pays 0.1, the high arm pays 1 with probability 0.25, so the risky arm is the better one on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ragen_mega.environments.protocol import (
+    StepResult,
+    canonical_action,
+    check_seed,
+    stable_seed,
+)
+
+
+class Bandit:
+    """One pull, one payout. Success means that the arm with the higher expected reward was pulled."""
+
+    def __init__(
+        self,
+        *,
+        low_arm: str = "Phoenix",
+        high_arm: str = "Dragon",
+        low_reward: float = 0.1,
+        high_reward: float = 1.0,
+        high_probability: float = 0.25,
+    ) -> None:
+        if not low_arm.strip() or not high_arm.strip() or low_arm.lower() == high_arm.lower():
+            raise ValueError(
+                f"low_arm and high_arm must be two different names, not {low_arm!r} and"
+                f" {high_arm!r}"
+            )
+        if (
+            not all(map(math.isfinite, (low_reward, high_reward)))
+            or not 0.0 <= high_probability <= 1.0
+        ):
+            raise ValueError(
+                f"rewards must be finite and high_probability in [0, 1]: low_reward {low_reward}, "
+                f"high_reward {high_reward}, high_probability {high_probability}"
+            )
+        if high_reward * high_probability <= low_reward:
+            raise ValueError(
+                "the high arm must pay more on average: high_reward * high_probability ="
+                f" {high_reward * high_probability:g} against low_reward {low_reward:g}; raise the"
+                " former"
+            )
+        self._low_arm, self._high_arm = low_arm, high_arm
+        self._low_reward, self._high_reward = low_reward, high_reward
+        self._high_probability = high_probability
+        self._order: tuple[str, str] | None = None  # the arms as listed in this episode
+        self._done = True
+        self._rng = np.random.default_rng(0)
+        # Sorted by name, so that the fixed text does not give the better arm away by its place.
+        self.actions: tuple[str, ...] = tuple(sorted((low_arm, high_arm)))
+        self.instruction = (
+            "You are playing a bandit game. Your goal is to earn as much reward as possible by"
+            " choosing which of two arms to pull.\nEach arm has its own reward distribution, which"
+            " is related to its name. Think about what the names symbolise, guess how the rewards"
+            " of each arm are distributed, and pull the arm that you expect to pay more on"
+            " average.\nYour available actions are:\n" + ", ".join(self.actions)
+        )
+
+    def reset(
+        self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None
+    ) -> str:
+        if board is not None:
+            raise ValueError("a bandit has no boards: leave out the board and start it from a seed")
+        order_rng = np.random.default_rng(stable_seed(check_seed(seed), "bandit/order"))
+        outcome = stable_seed(seed, "outcome") if outcome_seed is None else check_seed(outcome_seed)
+        self._rng = np.random.default_rng(stable_seed(outcome, "bandit/payout"))
+        arms = (self._low_arm, self._high_arm)
+        self._order = arms if order_rng.random() < 0.5 else (arms[1], arms[0])
+        self._done = False
+        return f"The arms are {self._order[0]} and {self._order[1]}."
+
+    def step(self, action: str) -> StepResult:
+        arm = canonical_action(action, self.actions)
+        if self._done:
+            raise RuntimeError("the bandit pays once per episode; call reset before the next step")
+        self._done = True
+        is_high = arm == self._high_arm
+        pays = self._rng.random() < self._high_probability
+        reward = (self._high_reward if pays else 0.0) if is_high else self._low_reward
+        info = {"success": is_high, "is_action_effective": True}
+        return StepResult(f"{arm}: {reward:g} points", float(reward), True, False, info)
+
+    @property
+    def is_over(self) -> bool:
+        """No episode is running."""
+        return self._done
+
+    def facts(self) -> dict[str, Any]:
+        """`arms` in the order shown, `high_arm`, `low_arm`."""
+        return {"arms": self._order, "high_arm": self._high_arm, "low_arm": self._low_arm}

@@ -1,0 +1,1 @@
+"""FrozenLake: world, exact players, the original's validation boards."""

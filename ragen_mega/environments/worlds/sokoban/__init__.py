@@ -1,0 +1,1 @@
+"""Sokoban: rooms, world, exact players, the original's validation boards."""

@@ -1,0 +1,118 @@
+"""Exact Sokoban players: shortest solution by breadth-first search, uniform-random player by
+propagation.
+
+The search is over (player, boxes) positions; boxes never enter cells from which no target can be
+reached.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell, Room
+
+_State = tuple[int, frozenset[int]]  # player, boxes; a cell is row * columns + column
+
+
+def shortest_plan(room: Room, max_length: int | None = None) -> list[str] | None:
+    """Action names of a shortest solution; None if there is none, or none of at most `max_length`
+    actions.
+    """
+    walls, targets, start = _flatten(room)
+    width = room.size[1]
+    steps = {name: dr * width + dc for name, (dr, dc) in DIRECTIONS.items()}
+    live = _live_cells(room, walls, targets, tuple(steps.values()))
+    if start[1] == targets:
+        return []
+    parents: dict[_State, tuple[_State, str] | None] = {start: None}
+    queue = deque([(start, 0)])
+    while queue:
+        state, length = queue.popleft()
+        if length == max_length:
+            return None
+        player, boxes = state
+        for name, step in steps.items():
+            ahead = player + step
+            if ahead in walls:
+                continue
+            next_boxes = boxes
+            if ahead in boxes:
+                beyond = ahead + step
+                if beyond not in live or beyond in boxes:
+                    continue
+                next_boxes = boxes - {ahead} | {beyond}
+            successor = (ahead, next_boxes)
+            if successor in parents:
+                continue
+            parents[successor] = (state, name)
+            if next_boxes == targets:
+                return _plan_to(successor, parents)
+            queue.append((successor, length + 1))
+    return None
+
+
+def random_success(room: Room, num_actions: int) -> float:
+    """Probability that `num_actions` uniformly random actions solve the room, exact."""
+    walls, targets, start = _flatten(room)
+    steps = [dr * room.size[1] + dc for dr, dc in DIRECTIONS.values()]
+    share = 1.0 / len(steps)
+    solved = 0.0
+    distribution: dict[_State, float] = {start: 1.0}
+    for _ in range(num_actions):
+        successors: defaultdict[_State, float] = defaultdict(float)
+        for (player, boxes), mass in distribution.items():
+            for step in steps:
+                ahead, beyond = player + step, player + 2 * step
+                if ahead in walls or (ahead in boxes and (beyond in walls or beyond in boxes)):
+                    successors[player, boxes] += mass * share
+                    continue
+                next_boxes = boxes - {ahead} | {beyond} if ahead in boxes else boxes
+                if next_boxes == targets:
+                    solved += mass * share
+                else:
+                    successors[ahead, next_boxes] += mass * share
+        distribution = successors
+    return solved
+
+
+def _flatten(room: Room) -> tuple[frozenset[int], frozenset[int], _State]:
+    width = room.size[1]
+
+    def index(cell: Cell) -> int:
+        return cell[0] * width + cell[1]
+
+    walls = frozenset(map(index, room.walls))
+    return (
+        walls,
+        frozenset(map(index, room.targets)),
+        (index(room.player), frozenset(map(index, room.boxes))),
+    )
+
+
+def _live_cells(
+    room: Room, walls: frozenset[int], targets: frozenset[int], steps: tuple[int, ...]
+) -> set[int]:
+    """Cells from which a box alone on the board can be pushed to a target: pull one backwards from
+    every target.
+    """
+    live = set(targets)
+    frontier = list(targets)
+    while frontier:
+        cell = frontier.pop()
+        for step in steps:
+            source, pusher = (
+                cell - step,
+                cell - 2 * step,
+            )  # pushing `source` by `step` from `pusher` lands on `cell`
+            if source not in live and source not in walls and pusher not in walls:
+                live.add(source)
+                frontier.append(source)
+    return live
+
+
+def _plan_to(state: _State, parents: dict[_State, tuple[_State, str] | None]) -> list[str]:
+    plan: list[str] = []
+    while (parent := parents[state]) is not None:
+        state, name = parent
+        plan.append(name)
+    return plan[::-1]

@@ -1,0 +1,234 @@
+"""Sokoban: push every box onto a target; irreversible moves make planning necessary.
+
+Source: StarPO, arXiv:2504.20073, section 3.1; rewards as in gym-sokoban: -0.1 a step, +1 (-1) when
+the number of boxes on targets rises (falls), +10 when all are on target, so that a solution of n
+actions with one box returns 11 - 0.1 n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from ragen_mega.environments.protocol import (
+    StepResult,
+    canonical_action,
+    check_seed,
+    stable_seed,
+)
+from ragen_mega.environments.worlds.sokoban.rooms import (
+    BOX,
+    DIRECTIONS,
+    PLAYER,
+    SYMBOLS,
+    TARGET,
+    WALL,
+    Room,
+    generate_room,
+    parse_room,
+)
+from ragen_mega.environments.worlds.sokoban.solver import shortest_plan
+
+Observation = Literal["grid", "cells", "coord", "grid_coord"]
+Vocabulary = Literal["standard", "new"]
+
+STEP_REWARD = -0.1
+BOX_REWARD = 1.0
+DONE_REWARD = 10.0
+
+_VOCABULARIES: dict[Vocabulary, str] = {"standard": SYMBOLS, "new": "W.GCBA@"}
+_MEANINGS = ("wall", "empty", "target", "box on target", "box", "player", "player on target")
+_CURRICULUM_ATTEMPTS = 1000
+
+
+class Sokoban:
+    """Rooms of `dim` x `dim` cells, the outer ring being walls. Nothing is random after the reset.
+
+    `max_shortest` is a curriculum: only rooms that can be solved in that many actions are drawn. It
+    does not apply to boards that are handed to `reset`.
+    """
+
+    actions: tuple[str, ...] = tuple(DIRECTIONS)
+
+    def __init__(
+        self,
+        *,
+        dim: int = 6,
+        num_boxes: int = 1,
+        search_depth: int = 300,
+        observation: Observation = "grid",
+        vocabulary: Vocabulary = "standard",
+        max_shortest: int | None = None,
+    ) -> None:
+        if dim < 5:
+            raise ValueError(
+                f"dim counts the walls around the room and must be at least 5, not {dim}"
+            )
+        if num_boxes < 1 or search_depth < 1 or (max_shortest is not None and max_shortest < 1):
+            raise ValueError(
+                "num_boxes, search_depth and max_shortest must be at least 1, not "
+                f"{num_boxes}, {search_depth}, {max_shortest}"
+            )
+        if observation not in get_args(Observation):
+            raise ValueError(
+                f"observation must be one of {', '.join(get_args(Observation))}, not"
+                f" {observation!r}"
+            )
+        if vocabulary not in _VOCABULARIES:
+            raise ValueError(
+                f"vocabulary must be one of {', '.join(_VOCABULARIES)}, not {vocabulary!r}"
+            )
+        self._dim, self._num_boxes, self._search_depth = dim, num_boxes, search_depth
+        self._max_shortest = max_shortest
+        self._observation = observation
+        self._symbols = _VOCABULARIES[vocabulary]
+        self._room: Room | None = None
+        self.instruction = self._write_instruction()
+
+    @property
+    def board_set(self) -> str:
+        """Name of the set of packaged boards of this size."""
+        return f"sokoban_{self._dim}x{self._dim}_{self._num_boxes}box"
+
+    def accepts_board(self, rows: Sequence[str]) -> bool:
+        """Whether a well-formed board has this environment's kind and size."""
+        return (
+            any("#" in row for row in rows)
+            and (len(rows), len(rows[0])) == (self._dim, self._dim)
+            and len(parse_room(rows).boxes) == self._num_boxes
+        )
+
+    def reset(
+        self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None
+    ) -> str:
+        check_seed(seed)
+        if outcome_seed is not None:
+            check_seed(outcome_seed)
+        self._room = self._draw_room(seed) if board is None else parse_room(board)
+        return self._describe(self._room)
+
+    def step(self, action: str) -> StepResult:
+        name = canonical_action(action, self.actions)
+        before = self.room
+        if before.is_solved:
+            raise RuntimeError("the room is solved; call reset before the next step")
+        after = _move(before, name)
+        gained = len(after.boxes & after.targets) - len(before.boxes & before.targets)
+        reward = STEP_REWARD + BOX_REWARD * gained + (DONE_REWARD if after.is_solved else 0.0)
+        self._room = after
+        info = {"success": after.is_solved, "is_action_effective": after is not before}
+        return StepResult(self._describe(after), reward, after.is_solved, False, info)
+
+    @property
+    def room(self) -> Room:
+        """The current position."""
+        if self._room is None:
+            raise RuntimeError("no room yet; call reset first")
+        return self._room
+
+    def facts(self) -> dict[str, Any]:
+        """`size` (rows, columns), `player`, sorted `boxes` and `targets`, sets `walls` and `free`
+        (not a wall).
+        """
+        room = self.room
+        rows, columns = room.size
+        cells = frozenset((r, c) for r in range(rows) for c in range(columns))
+        return {
+            "size": room.size,
+            "player": room.player,
+            "boxes": tuple(sorted(room.boxes)),
+            "targets": tuple(sorted(room.targets)),
+            "walls": room.walls,
+            "free": cells - room.walls,
+        }
+
+    def _draw_room(self, seed: int) -> Room:
+        rng = np.random.default_rng(stable_seed(seed, "sokoban/room"))
+        shape = {"dim": self._dim, "num_boxes": self._num_boxes, "search_depth": self._search_depth}
+        if self._max_shortest is None:
+            return generate_room(rng, **shape)
+        for _ in range(_CURRICULUM_ATTEMPTS):
+            room = generate_room(rng, **shape)
+            if shortest_plan(room, self._max_shortest) is not None:
+                return room
+        raise ValueError(
+            f"none of {_CURRICULUM_ATTEMPTS} rooms of {self._dim}x{self._dim} cells with"
+            f" {self._num_boxes} boxes has a solution of at most {self._max_shortest} actions;"
+            " raise max_shortest"
+        )
+
+    def _describe(self, room: Room) -> str:
+        grid = "\n".join(room.rows(self._symbols))
+        if self._observation == "grid":
+            return grid
+        rows, columns = room.size
+        inner = {(r, c) for r, c in room.walls if 0 < r < rows - 1 and 0 < c < columns - 1}
+        if self._observation == "cells":
+            kinds = (
+                (PLAYER, [room.player]),
+                (BOX, room.boxes),
+                (TARGET, room.targets),
+                (WALL, inner),
+            )
+            return " ".join(
+                f"{self._symbols[kind]}{cell}" for kind, cells in kinds for cell in sorted(cells)
+            )
+        coordinates = "\n".join(
+            [
+                f"Player: {room.player}",
+                f"Boxes: {_cells(room.boxes)}",
+                f"Targets: {_cells(room.targets)}",
+            ]
+        )
+        if self._observation == "grid_coord":
+            return f"{coordinates}\n{grid}"
+        # Without the grid the walls have to be told, or the state would be incomplete; the outer
+        # ring is a rule.
+        return f"{coordinates}\nWalls: {_cells(inner)}\nSize: {rows} rows, {columns} columns"
+
+    def _write_instruction(self) -> str:
+        parts = [
+            (
+                "You are solving the Sokoban puzzle. You are the player and you need to push every"
+                " box onto a target."
+            ),
+            (
+                "You can push a box by walking into it if the cell behind it is free. You cannot"
+                " pull a box, push two boxes at once or walk through walls, so a box in a corner is"
+                " stuck: think ahead before you push."
+            ),
+        ]
+        if self._observation != "grid":
+            parts.append(
+                "Coordinates are (row, column), both counted from 0 at the top left; Up lowers the"
+                " row and Left lowers the column. The outermost rows and columns are walls."
+            )
+        if self._observation != "coord":
+            legend = ", ".join(
+                f"{symbol}: {meaning}"
+                for symbol, meaning in zip(self._symbols, _MEANINGS, strict=True)
+            )
+            parts.append("The meaning of each symbol in the state is:\n" + legend)
+        parts.append("Your available actions are:\n" + ", ".join(self.actions))
+        return "\n".join(parts)
+
+
+def _move(room: Room, action: str) -> Room:
+    """The position after one action; the same object if nothing can move."""
+    dr, dc = DIRECTIONS[action]
+    ahead = (room.player[0] + dr, room.player[1] + dc)
+    if ahead in room.walls:
+        return room
+    if ahead not in room.boxes:
+        return replace(room, player=ahead)
+    beyond = (ahead[0] + dr, ahead[1] + dc)
+    if beyond in room.walls or beyond in room.boxes:
+        return room
+    return replace(room, player=ahead, boxes=room.boxes - {ahead} | {beyond})
+
+
+def _cells(cells: frozenset[tuple[int, int]] | set[tuple[int, int]]) -> str:
+    return ", ".join(map(str, sorted(cells))) or "none"

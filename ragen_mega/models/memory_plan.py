@@ -1,0 +1,388 @@
+"""How much memory a layout needs on a rank, computed before anything is built. No torch, no ranks:
+integers.
+
+Parameters, gradients and optimizer state are exact, as megatron-core's buffers lay them out.
+Activations are what its local layers save for the backward pass, within 3% of what autograd holds;
+Transformer Engine saves less: no float32 copies in norms, 3 instead of 5 widths in SwiGLU, no
+rotary tables, with FP8 one byte for inputs of linear layers. What CUDA, NCCL and SGLang need
+besides is assumed. Tensor and sequence parallelism: arXiv:2205.05198; in flight under 1F1B:
+arXiv:2104.04473.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ragen_mega.config import ParallelConfig, StarPOConfig
+from ragen_mega.models.shape import ModelShape, trainer_vocab_size
+
+GIB = 2**30
+FP32 = 4
+MOMENTS = 2 * FP32
+"""Adam's two moments of an element."""
+CUDA_CONTEXT = int(1.5 * GIB)
+"""Assumed, of trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
+COMMUNICATOR = 1 * GIB
+"""Assumed: NCCL's buffers for a kind of group (TP, PP, DP) with more than one rank."""
+ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
+"""Assumed: SGLang's CUDA graphs, which it keeps asleep, and its activations."""
+FRAGMENTATION = 0.05
+"""Assumed share of activations that the allocator loses."""
+LOGITS_CHUNK = (
+    600 * 2**20
+)  # of the whole vocabulary, in the fused loss: ragen_kernels.triton_linear.CHUNK_BYTES
+SYNC_BUCKET = (
+    512 * 2**20
+)  # weights on their way to the engine: ragen_mega.engines.sglang.weights.BUCKET_BYTES
+ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
+"""Elements to which megatron-core's distributed optimizer pads starts of parameters and ends of
+buckets.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What besides the shape decides the memory of a rank."""
+
+    parallel: ParallelConfig
+    num_ranks: int
+    max_tokens: int
+    """Positions of the largest microbatch."""
+    has_critic: bool
+    has_reference: bool
+    engine: str
+    kv_cache_tokens: int
+    """Of one engine."""
+    engine_tp: int = 1
+    """Ranks that share an engine."""
+    engine_fp8: bool = False
+    """Its linear weights in FP8."""
+    weights_on_host: bool = False
+    """A copy of the engine's weights in host memory."""
+
+    @classmethod
+    def from_config(cls, config: StarPOConfig, num_ranks: int) -> Setting:
+        """Of a run on `num_ranks` GPUs. Raises ValueError if the layout does not fit them."""
+        config.parallel.check_world(num_ranks)
+        rollout = config.rollout
+        num_engines = rollout.num_engines(num_ranks, num_ranks)
+        return cls(
+            parallel=config.parallel,
+            num_ranks=num_ranks,
+            max_tokens=max(config.train.max_tokens_per_microbatch, rollout.max_context_length),
+            has_critic=config.advantage.uses_critic,
+            has_reference=config.needs_reference,
+            engine=rollout.rollout_engine,
+            kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
+            engine_tp=rollout.rollout_tensor_parallel_size,
+            engine_fp8=rollout.rollout_fp8,
+            weights_on_host=rollout.rollout_engine == "sglang"
+            and rollout.weight_transfer == "file",
+        )
+
+    @property
+    def dp(self) -> int:
+        layout = self.parallel
+        return self.num_ranks // (
+            layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+        )
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.parallel.bf16 else FP32
+
+
+class ModelState(NamedTuple):
+    """Bytes of one model on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def state_of(
+    shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool, dp_rank: int = 0
+) -> ModelState:
+    """Bytes of a pipeline stage's parameters, float32 gradient buffers and Adam state. Exact."""
+    layout = setting.parallel
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    is_last = stage == pp - 1
+    vocab = trainer_vocab_size(shape.vocab_size, tp) // tp * shape.hidden_size
+    embedding = [vocab] if stage == 0 else []
+    sizes = (
+        embedding
+        + shape.layer_sizes(tp) * (shape.num_layers // pp)
+        + ([shape.hidden_size] if is_last else [])
+    )
+    is_shared = shape.is_tied and not is_critic
+    if is_last and not is_critic and (not is_shared or pp > 1):
+        sizes.append(vocab)
+    alone: set[int] = set()
+    if (
+        is_shared and pp > 1
+    ):  # the two copies of a tied embedding have buckets of their own, to be sharded alike
+        alone = ({0} if stage == 0 else set()) | ({len(sizes) - 1} if is_last else set())
+    buffers = [(sizes, alone, setting.itemsize)]
+    if is_critic and is_last:  # the value head is float32: a buffer of its own among bfloat16
+        if setting.itemsize == FP32:
+            sizes.append(shape.hidden_size)
+        else:
+            buffers.append(([shape.hidden_size], set(), FP32))
+    parameters = gradients = optimizer = 0
+    for elements, own_bucket, itemsize in buffers:
+        master = FP32 if itemsize != FP32 else 0
+        if layout.use_distributed_optimizer:
+            length, owned = _distributed_buffer(elements, own_bucket, setting.dp, dp_rank)
+        else:
+            length = owned = sum(elements)
+        parameters += length * itemsize
+        gradients += length * FP32
+        optimizer += owned * (MOMENTS + master)
+    return ModelState(parameters, gradients, optimizer)
+
+
+def _distributed_buffer(
+    sizes: Sequence[int], alone: set[int], dp: int, dp_rank: int
+) -> tuple[int, int]:
+    """(elements of a contiguous buffer with its padding, elements of parameters that a
+    data-parallel rank updates).
+
+    As `_ParamAndGradBuffer` of megatron-core lays it out: from the last parameter to the first, in
+    one bucket but for the parameters that stand `alone`; each rank owns an equal piece of every
+    bucket.
+    """
+    buckets: list[list[tuple[int, int]]] = [[]]
+    ends: list[int] = []
+    position = 0
+    divisor = math.lcm(dp, ALIGN_BUCKET)
+
+    def close(end: int) -> int:
+        ends.append(-(-end // divisor) * divisor)
+        buckets.append([])
+        return ends[-1]
+
+    for index in reversed(range(len(sizes))):
+        start = -(-position // ALIGN_PARAMETER) * ALIGN_PARAMETER
+        if index in alone and buckets[-1]:
+            start = close(start)
+        position = start + sizes[index]
+        buckets[-1].append((start, position))
+        if index in alone:
+            position = close(position)
+    if buckets[-1]:
+        close(position)
+    owned = 0
+    for ranges, begin, end in zip(buckets, [0, *ends], ends):
+        piece = (end - begin) // dp
+        low, high = begin + dp_rank * piece, begin + (dp_rank + 1) * piece
+        owned += sum(max(0, min(b, high) - max(a, low)) for a, b in ranges)
+    return ends[-1], owned
+
+
+def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
+    """Bytes per position that one layer saves for the backward pass, by part, without
+    recomputation.
+    """
+    layout, item = setting.parallel, setting.itemsize
+    tp = layout.tensor_model_parallel_size
+    sp = tp if layout.sequence_parallel else 1
+    queries, keys = (
+        shape.num_heads * shape.head_dim // tp,
+        shape.num_kv_heads * shape.head_dim // tp,
+    )
+    parts = {
+        # twice: the input in float32, the normalised input, what the weight makes of it, the
+        # inverse root mean square
+        "norms": 2 * (shape.hidden_size * (FP32 + 2 * item) + FP32) // sp,
+        "qkv": (queries + 2 * keys) * item,
+        "rotary": (
+            (queries + keys + 4 * shape.head_dim) * item
+        ),  # turned queries and keys; cosines and sines of both
+        "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
+        "projection": queries * item,
+        "mlp": (
+            5 * shape.ffn_size // tp * item
+        ),  # gate and up, silu(gate), a copy of up, their product
+    }
+    if shape.model_type == "qwen3":
+        parts["query and key norms"] = (queries + keys) * (FP32 + item) + (
+            shape.num_heads + shape.num_kv_heads
+        ) // tp * FP32
+    return parts
+
+
+def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
+    """Bytes that all microbatches in flight on a pipeline stage have saved at their peak, the loss
+    not included.
+    """
+    layout, tokens = setting.parallel, setting.max_tokens
+    pp = layout.pipeline_model_parallel_size
+    sp = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+    parts = layer_activations(shape, setting)
+    one_layer = sum(parts.values())
+    kept = {
+        "none": one_layer,
+        "selective": one_layer - parts["attention"],
+        "full": shape.hidden_size * setting.itemsize // sp,
+    }[layout.recompute]
+    per_position = kept * (shape.num_layers // pp)
+    if stage == 0:
+        per_position += 8  # token ids of the embedding
+    if stage == pp - 1:
+        per_position += (
+            parts["norms"] // 2 - shape.hidden_size * setting.itemsize // sp
+        )  # the loss keeps what it makes
+    return per_position * tokens * (pp - stage)
+
+
+def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
+    """Bytes besides that a backward pass needs at a time: an estimate from above.
+
+    One layer's recomputed activations and gradients of all of them, the largest gradient of a
+    weight before it is added to its float32 buffer; on the policy's last stage, at another time,
+    the chunked loss of `ragen_kernels`.
+    """
+    layout, item, tokens = setting.parallel, setting.itemsize, setting.max_tokens
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    parts = layer_activations(shape, setting)
+    recomputed = {"none": 0, "selective": parts["attention"], "full": sum(parts.values())}[
+        layout.recompute
+    ]
+    layer = (recomputed + sum(parts.values())) * tokens + max(shape.layer_sizes(tp)) * item
+    if is_critic or stage != pp - 1:
+        return layer
+    vocab, hidden = trainer_vocab_size(shape.vocab_size, tp) // tp, shape.hidden_size
+    logits = min(LOGITS_CHUNK, tokens * shape.vocab_size * item) // tp
+    # hidden states: gathered, of the rows in the loss, their gradient; the head's gradient in
+    # float32 and as it is returned
+    return max(layer, logits + 3 * tokens * hidden * item + vocab * hidden * (FP32 + item))
+
+
+def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
+    """(weights, key-value cache) of the engine on a GPU of its group; none of the embedded engine,
+    which uses the CPU.
+    """
+    if setting.engine == "embedded":
+        return 0, 0
+    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+    return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(
+        setting.itemsize, setting.engine_tp
+    )
+
+
+def stage_phases(
+    shape: ModelShape, setting: Setting, stage: int
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """(phase, what -> bytes) of a rank of a pipeline stage, at the phase's peak."""
+    layout, offload = setting.parallel, setting.parallel.offload
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, setting.dp
+    names = ("actor", "critic") if setting.has_critic else ("actor",)
+    trains = {name: state_of(shape, setting, stage, is_critic=name == "critic") for name in names}
+    weights, kv = engine_bytes(shape, setting)
+    # Transformer Engine keeps each linear weight in FP8, as it is and transposed.
+    in_fp8 = (
+        2 * shape.num_layers // sizes[1] * sum(shape.linear_sizes(sizes[0]))
+        if layout.fp8 != "none"
+        else 0
+    )
+    base = {
+        "CUDA and NCCL": (
+            CUDA_CONTEXT * (2 if weights else 1) + COMMUNICATOR * sum(size > 1 for size in sizes)
+        )
+    }
+    base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+    for name in trains:
+        terms = dict(base)
+        for other, state in trains.items():
+            if other == name or offload != "turns":
+                terms |= {
+                    f"{other} parameters": state.parameters,
+                    f"{other} gradients": state.gradients,
+                    f"{other} optimizer": state.optimizer,
+                }
+        saved, passing = (
+            activations(shape, setting, stage),
+            workspace(shape, setting, stage, is_critic=name == "critic"),
+        )
+        terms |= (
+            {"FP8 weights": in_fp8 * (1 if offload == "turns" else len(trains))} if in_fp8 else {}
+        )
+        terms |= {
+            "activations": saved,
+            "workspace": passing,
+            "fragmentation": int(FRAGMENTATION * (saved + passing)),
+        }
+        yield f"train {name}", terms
+    stays = (
+        {f"{name} state": sum(state) + in_fp8 for name, state in trains.items()}
+        if offload == "none"
+        else {}
+    )
+    sending = {"actor parameters": trains["actor"].parameters} if offload != "none" else {}
+    largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
+    if weights:
+        engine = {"engine weights": weights, "engine workspace": ENGINE_WORKSPACE}
+        yield "sync", base | stays | sending | engine | {"buffers": largest + SYNC_BUCKET}
+        yield "rollout", base | stays | engine | {"key-value cache": kv}
+
+
+def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
+    """Phase -> what -> bytes, on the rank that needs most in that phase."""
+    stages = [
+        dict(stage_phases(shape, setting, stage))
+        for stage in range(setting.parallel.pipeline_model_parallel_size)
+    ]
+    return {
+        phase: max((stage[phase] for stage in stages), key=lambda terms: sum(terms.values()))
+        for phase in stages[0]
+    }
+
+
+def host_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Bytes of host memory per rank: what is offloaded, the reference policy, and the engine's
+    weights if a copy is kept.
+    """
+    states = [
+        state_of(shape, setting, 0, is_critic=is_critic)
+        for is_critic in (False, *([True] * setting.has_critic))
+    ]
+    total = states[0].parameters if setting.has_reference else 0
+    if setting.parallel.offload != "none":
+        total += sum(state.parameters + state.optimizer for state in states)
+    return total + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
+
+
+def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> None:
+    """Raise ValueError, with what would help, unless every phase fits into `device_bytes`."""
+    for phase, terms in plan(shape, setting).items():
+        if (total := sum(terms.values())) > device_bytes:
+            largest = [
+                f"{name} {size / GIB:.1f}"
+                for name, size in sorted(terms.items(), key=lambda term: -term[1])[:4]
+            ]
+            raise ValueError(
+                f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase"
+                f" {phase} ({', '.join(largest)}); {'; '.join(remedies(setting, phase))}"
+            )
+
+
+def remedies(setting: Setting, phase: str) -> list[str]:
+    """What may make a phase fit, the cheapest first."""
+    layout, advice = setting.parallel, []
+    if phase.startswith("train"):
+        if setting.dp > 1 and not layout.use_distributed_optimizer:
+            advice.append("add --use-distributed-optimizer")
+        if layout.recompute != "full":
+            advice.append("set --recompute full")
+        if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
+            advice.append("add --sequence-parallel")
+        advice.append("lower --max-tokens-per-microbatch")
+        if setting.has_critic and layout.offload != "turns":
+            advice.append("set --offload turns")
+        return [*advice, "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"]
+    if layout.offload == "none":
+        advice.append("set --offload rollout")
+    return [*advice, "lower --kv-cache-tokens", "share an engine among more GPUs"]

@@ -1,0 +1,1 @@
+"""What a run says: metrics, files of a run directory, the console."""

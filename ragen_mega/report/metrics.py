@@ -1,0 +1,326 @@
+"""Numbers of a run: aggregation within a step, and the files of a run directory (JSONL, JSON,
+TensorBoard, W&B).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A value that is averaged with the others of its step, in proportion to `weight` (e.g. a
+    number of tokens).
+    """
+
+    value: SupportsFloat
+    weight: SupportsFloat = 1.0
+
+    def __post_init__(self) -> None:
+        if not float(self.weight) >= 0.0:
+            raise ValueError(
+                f"the weight of a mean must be >= 0, not {float(self.weight)}; pass a count of its"
+                " terms"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A value that is added to the others of its step, e.g. seconds or tokens."""
+
+    value: SupportsFloat
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A value of which the largest of the step is kept."""
+
+    value: SupportsFloat
+
+
+Reducible = SupportsFloat | Mean | Sum | Max
+
+
+@dataclass(slots=True)
+class _Accumulator:
+    kind: type[Mean] | type[Sum] | type[Max]
+    total: float
+    weight: float
+
+    @property
+    def value(self) -> float:
+        if self.kind is not Mean:
+            return self.total
+        return self.total / self.weight if self.weight else math.nan
+
+
+class Metrics:
+    """The numbers of one step under keys `stage/name`; several of one key are averaged unless `Sum`
+    or `Max`.
+    """
+
+    def __init__(self) -> None:
+        self._accumulators: dict[str, _Accumulator] = {}
+
+    def add(
+        self, stage: str, values: Mapping[str, Reducible] | None = None, /, **named: Reducible
+    ) -> None:
+        """Add values under `stage/`. Raises ValueError if a key changes how it is reduced within
+        the step.
+        """
+        for name, value in {**(values or {}), **named}.items():
+            self._add(
+                f"{stage}/{name}", value if isinstance(value, (Mean, Sum, Max)) else Mean(value)
+            )
+
+    def result(self) -> dict[str, float]:
+        """Key -> reduced value, in the order of first appearance; a mean over no weight is NaN."""
+        return {key: accumulator.value for key, accumulator in self._accumulators.items()}
+
+    def _add(self, key: str, reducible: Mean | Sum | Max) -> None:
+        value, kind = float(reducible.value), type(reducible)
+        weight = float(reducible.weight) if isinstance(reducible, Mean) else 0.0
+        # A weight of zero means that nothing was measured: its value, often NaN, must not reach the
+        # mean.
+        contribution = (value * weight if weight else 0.0) if kind is Mean else value
+        accumulator = self._accumulators.get(key)
+        if accumulator is None:
+            self._accumulators[key] = _Accumulator(kind, contribution, weight)
+        elif accumulator.kind is not kind:
+            raise ValueError(
+                f"{key} was added as {accumulator.kind.__name__} and now as {kind.__name__}; "
+                "reduce one key in one way within a step"
+            )
+        elif kind is Max:
+            # math.fmax would hide a NaN, and a NaN is what the reader of a maximum must see.
+            accumulator.total = math.nan if math.isnan(value) else max(accumulator.total, value)
+        else:
+            accumulator.total += contribution
+            accumulator.weight += weight
+
+
+def write_json(path: Path | str, value: Mapping[str, Any]) -> None:
+    """Write one JSON object; a reader finds the old file or the whole new one. Non-finite numbers
+    become null.
+    """
+    _replace_file(
+        Path(path),
+        json.dumps(_finite(value, where=Path(path).name), indent=2, allow_nan=False) + "\n",
+    )
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The objects of a `metrics.jsonl`, one per step. A last line that a kill cut short is left
+    out.
+
+    Raises ValueError if any other line is not a JSON object with a `step`.
+    """
+    lines = Path(path).read_text().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{path} line {number} must be a JSON object with a step, not {line[:60]!r};"
+                " restore or delete the file"
+            ) from None
+        records.append(record)
+    return records
+
+
+class RunLogger:
+    """The directory of one run: `config.json`, `metrics.jsonl`, `summary.json`, TensorBoard files,
+    W&B if asked for.
+
+    Only the process with `is_writer` touches the disk; on the others every method does nothing, so
+    that callers need no condition. A run that continues (`resume`) drops what an earlier process
+    logged at or after its first step; one that does not exist yet begins, so that a launcher can
+    give the same command every time.
+
+    Raises ValueError if the directory holds another run and neither `resume` nor `overwrite` is
+    given, if it holds something else, or if W&B is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        is_writer: bool,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self.directory = Path(directory)
+        self._is_writer = is_writer
+        self._last_step: int | None = None
+        self._file: Any = None
+        self._uses_tensorboard = tensorboard
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if not is_writer:
+            return
+        if wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                f"wandb_project {wandb_project} needs the package wandb, which is not installed; "
+                "run pip install wandb or drop --wandb-project"
+            )
+        _claim(self.directory, resume=resume, overwrite=overwrite)
+        if wandb_project is not None:
+            import wandb
+
+            name = self.directory.name
+            self._wandb = wandb.init(
+                project=wandb_project,
+                name=name,
+                id=name,
+                dir=str(self.directory),
+                resume="allow" if resume else None,
+            )
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the resolved configuration."""
+        if self._is_writer:
+            write_json(self.directory / CONFIG_FILE, config)
+            if self._wandb is not None:
+                self._wandb.config.update(dict(config), allow_val_change=True)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step, flushed. Non-finite values become null with a warning. Steps must
+        increase (ValueError).
+        """
+        if not self._is_writer:
+            return
+        if self._last_step is None:
+            self._open(step)
+        elif step <= self._last_step:
+            raise ValueError(
+                f"steps must increase: {step} was logged after {self._last_step}; log each step"
+                " once"
+            )
+        self._last_step = step
+        record = {"step": step, **_finite(metrics, where=f"step {step}")}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        finite = {
+            key: value for key, value in record.items() if key != "step" and value is not None
+        }
+        if self._tensorboard is not None:
+            for key, value in finite.items():
+                self._tensorboard.add_scalar(key, value, step)
+        if self._wandb is not None:
+            self._wandb.log(finite, step=step)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write what the run came to; its presence marks the run as finished."""
+        if self._is_writer:
+            write_json(self.directory / SUMMARY_FILE, summary)
+            if self._wandb is not None:
+                self._wandb.summary.update(dict(summary))
+
+    def close(self) -> None:
+        """Flush and close every file; idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def _open(self, first_step: int) -> None:
+        path = self.directory / METRICS_FILE
+        if path.exists():
+            kept = [record for record in read_metrics(path) if record["step"] < first_step]
+            _replace_file(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a", buffering=1)  # line by line: a killed run leaves whole lines
+        if self._uses_tensorboard:
+            from torch.utils.tensorboard import (
+                SummaryWriter,  # slow to import, and only one rank needs it
+            )
+
+            self._tensorboard = SummaryWriter(
+                str(self.directory / "tensorboard"), purge_step=first_step, flush_secs=10
+            )
+
+
+def _claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
+    """Create the run directory, mode 0700, or raise ValueError if what is there must not be
+    touched.
+    """
+    if resume and overwrite:
+        raise ValueError(
+            "resume continues a run and overwrite deletes it; drop resume or overwrite"
+        )
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"run directory {directory} is a file; choose another --name or --output")
+    is_run = (directory / CONFIG_FILE).exists()
+    if resume and is_run:
+        (directory / SUMMARY_FILE).unlink(missing_ok=True)  # not finished any more
+        return
+    if directory.exists() and any(directory.iterdir()):
+        if not is_run:
+            raise ValueError(
+                f"run directory {directory} holds files that are no run (no {CONFIG_FILE}) and stay"
+                " untouched; choose another --name"
+            )
+        if not overwrite:
+            state = "a finished" if (directory / SUMMARY_FILE).exists() else "an unfinished"
+            raise ValueError(
+                f"run directory {directory} already holds {state} run; "
+                "add --overwrite to delete it, or choose another --name"
+            )
+        shutil.rmtree(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+
+
+def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """A copy with non-finite floats, also nested ones, as None; one warning names them."""
+    lost: list[str] = []
+
+    def clean(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {
+                name: clean(f"{key}/{name}" if key else str(name), item)
+                for name, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [clean(f"{key}[{index}]", item) for index, item in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            lost.append(f"{key} = {value}")
+            return None
+        return value
+
+    cleaned = clean("", values)
+    if lost:
+        message = f"non-finite values of {where} are written as null: {', '.join(lost)}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return cleaned
+
+
+def _replace_file(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,66 @@
+"""Numbers that tell whether a step was sound: what the filter kept, engine against trainer, signs
+of the Echo Trap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, EchoTrapWarning
+from ragen_mega.algorithm.filters import group_uncertainty, soft_reweighting
+from ragen_mega.config import FilterConfig
+from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.report.metrics import Metrics
+
+
+def filter_metrics(
+    groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]
+) -> dict[str, float]:
+    """How many groups the filter kept, and how many could not have taught anything."""
+    metrics = {"kept_groups": float(len(kept)), "kept_fraction": len(kept) / len(groups)}
+    if len(groups[0].trajectories) > 1:
+        spread = group_uncertainty([group.total_rewards for group in groups])
+        metrics["constant_groups"] = float((spread <= 1e-10).double().mean())
+        if kept:
+            metrics["kept_std"] = float(
+                group_uncertainty([group.total_rewards for group in kept]).mean()
+            )
+    return metrics
+
+
+def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tensor | None:
+    """[S] factor of each trajectory's advantages under soft reweighting, None without."""
+    if not config.soft_reweighting:
+        return None
+    weights = soft_reweighting(group_uncertainty([group.total_rewards for group in kept]))
+    sizes = torch.tensor([len(group.trajectories) for group in kept])
+    return torch.repeat_interleave(weights, sizes).float()
+
+
+def engine_vs_policy(batch: TokenBatch) -> dict[str, float]:
+    """Difference of the engine's and the trainer's log-probabilities on the sampled tokens, under
+    the same weights.
+    """
+    difference = (batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask]  # [M]
+    return {
+        "logprob_mean_abs_diff": float(difference.abs().mean()),
+        "logprob_max_abs_diff": float(difference.abs().max()),
+        "kl_rollout_old": float(
+            (difference.exp() - 1 - difference).mean()
+        ),  # k3 under the rollout policy
+    }
+
+
+def observe(monitor: EchoTrapMonitor, metrics: Metrics) -> list[EchoTrapWarning]:
+    """Feed a step's numbers to the monitor; returns the warnings that begin to hold."""
+    result = metrics.result()
+    sources = {
+        "reward_std": "rollout/in_group_std",
+        "entropy": "actor/entropy",
+        "grad_norm": "actor/grad_norm",
+        "success_rate": "rollout/success",
+    }
+    return monitor.observe({name: result[key] for name, key in sources.items() if key in result})

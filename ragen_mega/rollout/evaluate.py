@@ -1,0 +1,169 @@
+"""Success on fixed initial states, beside the uniform-random and the optimal player under the same
+budget.
+
+Protocol of arXiv:2504.20073 appendix B: 256 prompts, 5 turns, 10 actions, temperature 0.5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ragen_mega.config import EnvironmentConfig
+from ragen_mega.environments.boards import Board
+from ragen_mega.environments.reference_players import Baselines, baselines, wilson_interval
+from ragen_mega.rollout.all_ranks import collect_on_all_ranks
+from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """One evaluated set. `success` is over all samples; its 95% interval allows for samples of one
+    prompt being alike.
+    """
+
+    environment: str
+    num_prompts: int
+    samples_per_prompt: int
+    temperature: float
+    success: float
+    ci_low: float
+    ci_high: float
+    random: float
+    optimum: float | None
+    reward: float
+    valid_format_rate: float
+    pass_at_k: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field name -> value, as JSON takes it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rates = (
+            self.success,
+            self.ci_low,
+            self.ci_high,
+            self.random,
+            math.nan if self.optimum is None else self.optimum,
+        )
+        return "success {:.1%} [{:.1%}, {:.1%}]  random {:.1%}  optimum {:.1%}".format(*rates)
+
+
+def evaluate(
+    engine: RolloutEngine,
+    renderer: ChatRenderer,
+    config: EnvironmentConfig,
+    name: str,
+    *,
+    boards: Sequence[Board] | None,
+    num_prompts: int,
+    temperature: float,
+    max_tokens: int,
+    max_context: int,
+    samples_per_prompt: int,
+    seed: int = 0,
+    reference: Baselines | None = None,
+    advance: Callable[[], None] | None = None,
+    send_again: Callable[[], None] | None = None,
+) -> EvaluationResult:
+    """Play `samples_per_prompt` episodes from each of `num_prompts` initial states of environment
+    `name`.
+
+    `reference` saves computing the random and the optimal player again. Raises what
+    `collect_on_all_ranks` does.
+    """
+    groups = evaluation_tasks(
+        config, name, boards=boards, num_prompts=num_prompts, samples_per_prompt=samples_per_prompt
+    )
+    reference = reference or reference_players(config, name, boards, num_prompts)
+    played = collect_on_all_ranks(
+        engine,
+        renderer,
+        groups,
+        advance=advance,
+        send_again=send_again,
+        max_tokens=max_tokens,
+        max_context=max_context,
+        temperature=temperature,
+        seed=seed,
+        environment_timeout=config.environment_timeout,
+    )
+    trajectories = [trajectory for group in played for trajectory in group.trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    successes = [[t.success for t in group.trajectories] for group in played]
+    success, ci_low, ci_high = success_interval(successes)
+    return EvaluationResult(
+        environment=name,
+        num_prompts=len(played),
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        success=success,
+        ci_low=ci_low,
+        ci_high=ci_high,
+        random=reference.random,
+        optimum=reference.optimum,
+        reward=sum(trajectory.total_reward for trajectory in trajectories) / len(trajectories),
+        valid_format_rate=sum(bool(turn.info.get("is_format_valid")) for turn in turns)
+        / max(1, len(turns)),
+        pass_at_k=pass_at_k(successes),
+    )
+
+
+def reference_players(
+    config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
+) -> Baselines:
+    """The uniform-random and the optimal player on the same initial states under the same budget."""
+    prompts = boards[:num_prompts] if boards else range(123, 123 + num_prompts)
+    return baselines(name, prompts, episode_config(config), config.options(name))
+
+
+def mean_references(
+    references: Mapping[str, Baselines], shares: Mapping[str, float]
+) -> dict[str, float]:
+    """Success of the random and the optimal player, environments weighted by their shares of the
+    rollouts.
+    """
+    total = sum(shares.values())
+    return {
+        "random": sum(share / total * references[name].random for name, share in shares.items()),
+        "optimum": sum(
+            share / total * (references[name].optimum or math.nan) for name, share in shares.items()
+        ),
+    }
+
+
+def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
+    """Success rate and its 95% interval from equally many samples of each prompt, where prompts
+    differ in difficulty.
+
+    A Wilson interval of the number of independent episodes that would be as precise: the variance
+    of one episode over that of the mean, which is estimated from how the prompts' rates differ
+    (Kish 1965, design effect). At least the number of prompts, at most that of samples.
+    """
+    num_prompts, num_samples = len(successes), len(successes[0])
+    rates = [sum(row) / num_samples for row in successes]
+    rate = sum(rates) / num_prompts
+    spread = sum((other - rate) ** 2 for other in rates) / max(
+        1, num_prompts - 1
+    )  # variance between prompts
+    effective = rate * (1 - rate) * num_prompts / spread if spread else float(num_prompts)
+    effective = min(max(effective, num_prompts), num_prompts * num_samples)
+    return rate, *wilson_interval(rate * effective, effective)
+
+
+def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374 Eq. 1)."""
+    num_samples = min(len(row) for row in successes)
+    result, k = {}, 1
+    while k <= num_samples:
+        estimates = [
+            1.0 - math.comb(len(row) - sum(row), k) / math.comb(len(row), k) for row in successes
+        ]
+        result[f"pass@{k}"] = sum(estimates) / len(estimates)
+        k *= 2
+    return result

@@ -1,0 +1,136 @@
+"""Which initial states are played: fresh ones in training, never an evaluation board, and fixed
+ones in evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ragen_mega.config import EnvironmentConfig, StarPOConfig
+from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import make
+from ragen_mega.rollout.collector import Task, tasks_for_group
+
+TRAINING_SEEDS = (1_000_000, 1_000_000_000)
+"""Training draws prompt seeds from this range; evaluation sets and held-out checks use smaller
+ones.
+"""
+
+
+def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
+    """Budgets and wording of every episode of a run."""
+    return EpisodeConfig(
+        max_turns=config.max_turns,
+        max_actions_per_turn=config.max_actions_per_turn,
+        max_actions=config.max_actions,
+        format_penalty=config.format_penalty,
+        think=config.think,
+        prompt_style=config.prompt_style,
+    )
+
+
+def episode_maker(
+    config: EnvironmentConfig, name: str, step: int | None = None
+) -> Callable[[], Episode]:
+    """A function that builds one episode of environment `name`, under the curriculum of a training
+    `step` if given.
+    """
+    rules = episode_config(config)
+    options = config.options(name) if step is None else config.training_options(name, step)
+    return lambda: Episode(make(name, **options), rules)
+
+
+class TaskSampler:
+    """Groups of training tasks, a pure function of seed and step."""
+
+    def __init__(self, config: StarPOConfig) -> None:
+        self.config = config
+        shares = config.environment.shares
+        rotation = [name for name, share in shares.items() for _ in range(share)]
+        self._names = [rotation[i % len(rotation)] for i in range(config.rollout.num_groups)]
+        self._held_out = {name: held_out_states(config.environment, name) for name in shares}
+
+    def sample(self, step: int) -> list[list[Task]]:
+        """The P groups of N tasks of a step."""
+        generator = np.random.default_rng([self.config.train.seed, step])
+        num_groups, group_size = self.config.rollout.num_groups, self.config.rollout.group_size
+        makers = {
+            name: episode_maker(self.config.environment, name, step) for name in set(self._names)
+        }
+        groups = []
+        for index, name in enumerate(self._names):
+            group_id = step * num_groups + index
+            seed = self._fresh_seed(makers[name](), self._held_out[name], generator)
+            groups.append(
+                tasks_for_group(
+                    group_id,
+                    name,
+                    seed,
+                    makers[name],
+                    group_size=group_size,
+                    outcome_seed=self.config.train.seed,
+                )
+            )
+        return groups
+
+    @staticmethod
+    def _fresh_seed(
+        episode: Episode, held_out: frozenset[str], generator: np.random.Generator
+    ) -> int:
+        """A training seed whose initial state is no evaluation board."""
+        while True:
+            seed = int(generator.integers(*TRAINING_SEEDS))
+            if not held_out or initial_state(episode, seed) not in held_out:
+                return seed
+
+
+def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = None) -> str:
+    """The first observation, by which boards are told apart."""
+    return episode.environment.reset(seed, board=board)
+
+
+def held_out_states(config: EnvironmentConfig, name: str) -> frozenset[str]:
+    """First observations of the packaged evaluation boards of `name`; empty if it has none."""
+    episode = episode_maker(config, name)()
+    boards = evaluation_boards(config, name) or []
+    return frozenset(initial_state(episode, board.seed, board.rows) for board in boards)
+
+
+def evaluation_boards(
+    config: EnvironmentConfig, name: str, path: str | None = None
+) -> list[Board] | None:
+    """Boards to evaluate environment `name` on: those of the file `path`, the packaged ones, or
+    None where it has none.
+
+    Raises ValueError if a file is given that holds none for this environment.
+    """
+    options = config.options(name)
+    if path is None and not has_packaged_boards(make(name, **options)):
+        return None
+    return load_boards(path, name, **options)
+
+
+def evaluation_tasks(
+    config: EnvironmentConfig,
+    name: str,
+    *,
+    boards: Sequence[Board] | None,
+    num_prompts: int,
+    samples_per_prompt: int = 1,
+) -> list[list[Task]]:
+    """`num_prompts` fixed initial states: the given boards, or seeds 123, 124, ... where an
+    environment has no boards.
+    """
+    maker = episode_maker(config, name)
+    states: list[tuple[int, tuple[str, ...] | None]] = [
+        (123 + index, None) for index in range(num_prompts)
+    ]
+    if boards:
+        states = [(board.seed, board.rows) for board in boards[:num_prompts]]
+    return [
+        tasks_for_group(index, name, seed, maker, group_size=samples_per_prompt, board=rows)
+        for index, (seed, rows) in enumerate(states)
+    ]

@@ -1,0 +1,1 @@
+"""One run: built from its configuration, and what happens around the loop of `train`."""

@@ -1,0 +1,80 @@
+"""Updates that a non-finite loss or gradient cost: said, counted, their batches kept, and after
+some in a row the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ragen_mega.data.distributed import on_main
+from ragen_mega.data.types import TokenBatch
+from ragen_mega.storage.sealed_files import write_sealed
+
+FAULTS = "faults"
+MAX_FILES = 20
+"""Batches that are kept; of later ones only the number is."""
+
+
+class UpdateGuard:
+    """Looks at the result of every update. The trainer has skipped a bad one already, on all ranks
+    alike.
+    """
+
+    def __init__(
+        self, directory: Path | None, *, max_consecutive: int, report: Callable[[str], None]
+    ) -> None:
+        self.directory = directory
+        """Where bad batches go; None keeps none."""
+        self.max_consecutive = max_consecutive
+        self.consecutive: dict[str, int] = {}
+        """Model -> bad updates since its last good one."""
+        self.count = 0
+        """Bad updates of this step so far."""
+        self._report = report
+
+    def check(
+        self, step: int, model: str, minibatch: TokenBatch, result: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The finite numbers of an update's result; a bad update is said and its batch kept.
+        Collective.
+
+        Raises OSError on all ranks if the batch cannot be written and FloatingPointError after too
+        many bad updates.
+        """
+        if not result["skipped"]:
+            self.consecutive[model] = 0
+            return dict(result)
+        self.consecutive[model] = self.consecutive.get(model, 0) + 1
+        self.count += 1
+        kept = on_main(lambda: self._keep(step, model, minibatch, result))
+        self._report(
+            f"step {step}: update of the {model} skipped, its loss ({result['loss']:g}) or gradient"
+            f" ({result['grad_norm']:g}) is not finite" + (f"; batch in {kept}" if kept else "")
+        )
+        if self.consecutive[model] >= self.max_consecutive:
+            raise FloatingPointError(
+                f"{self.consecutive[model]} updates of the {model} in a row had a non-finite loss"
+                f" or gradient (step {step})"
+            )
+        return {name: value for name, value in result.items() if math.isfinite(value)}
+
+    def take_count(self) -> int:
+        """Bad updates since the last call."""
+        count, self.count = self.count, 0
+        return count
+
+    def _keep(
+        self, step: int, model: str, minibatch: TokenBatch, result: Mapping[str, float]
+    ) -> Path | None:
+        if self.directory is None or (
+            self.directory.is_dir() and len(list(self.directory.iterdir())) >= MAX_FILES
+        ):
+            return None
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        path = self.directory / f"step_{step:08d}_{model}_{self.count}.safetensors"
+        write_sealed(
+            path, dict(minibatch.tensors()), {"step": step, "model": model, "result": dict(result)}
+        )
+        return path

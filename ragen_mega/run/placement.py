@@ -1,0 +1,232 @@
+"""Who has the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN. At each edge models leave or come back,
+and memory is recorded.
+
+TRAIN   the trainer's models compute; the engine sleeps.
+SYNC    the policy's weights pass to the engine, which has taken memory for weights; all else of the trainer is away.
+ROLLOUT the weights have been sent and leave too, before the engine takes the memory of its key-value cache.
+
+Where an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT come once more.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import psutil
+import torch
+
+from ragen_mega.config import OffloadMode
+from ragen_mega.data import distributed
+from ragen_mega.megatron.offload import Kind, Offloadable
+from ragen_mega.report.metrics import Max
+from ragen_mega.rollout.engine import EngineError
+
+T = TypeVar("T")
+GIB = 2**30
+ACTOR, CRITIC = "actor", "critic"
+_MAX_REASON = 600
+_SIGNS = (
+    "out of memory",
+    "outofmemory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+)
+"""What torch, CUDA, SGLang and the operating system say when there is none left."""
+
+
+class Phase(enum.Enum):
+    """The three phases of a step."""
+
+    TRAIN = "train"
+    SYNC = "sync"
+    ROLLOUT = "rollout"
+
+
+_LEGAL = {
+    Phase.TRAIN: (Phase.SYNC,),
+    Phase.SYNC: (
+        Phase.ROLLOUT,
+        Phase.TRAIN,
+    ),  # back at once when a rollout is read from the disk, or on an error
+    Phase.ROLLOUT: (Phase.TRAIN, Phase.SYNC),
+}
+
+
+class OutOfMemory(EngineError):
+    """Trainer and engine do not fit on the device together."""
+
+
+class PhaseMachine:
+    """Moves models between device and host as `mode` says, and records the memory of this rank at
+    each edge.
+
+    `none`: nothing moves. `rollout`: all leave for rollouts. `turns`: furthermore actor and critic
+    are on the device one at a time, each brought back by its next use.
+    """
+
+    def __init__(self, mode: OffloadMode = "none") -> None:
+        self.phase = Phase.TRAIN
+        self.timed: Callable[[str], AbstractContextManager[None]] = nullcontext
+        """`timed(name)` measures what is done inside it."""
+        self._mode = mode
+        self._models: dict[str, Offloadable] = {}
+        self._ledger: dict[str, float] = {}
+
+    def add(self, name: str, memory: Offloadable) -> None:
+        """Take care of a model. With `turns` it leaves at once, so that the next one has room to be
+        built.
+        """
+        memory.name = name
+        self._models[name] = memory
+        if self._mode == "turns":
+            memory.bring_back = partial(self._take_turn, name)
+            memory.offload()
+
+    @contextmanager
+    def handover(self) -> Iterator[None]:
+        """SYNC inside, ROLLOUT once `until_sent` has sent all, TRAIN afterwards. The engine wakes
+        and sleeps inside.
+
+        Raises OutOfMemory, in one line, if the engine or the trainer finds too little memory.
+        """
+        if self.phase is not Phase.TRAIN:
+            raise RuntimeError(
+                f"the device is handed over already (phase {self.phase.name}); leave the first"
+                " handover()"
+            )
+        self.enter(Phase.SYNC)
+        is_full = False
+        try:
+            with self._explained():
+                yield
+        except OutOfMemory:
+            is_full = True  # the run ends: nothing has to come back, and nothing could
+            raise
+        finally:
+            if not is_full:
+                self.enter(Phase.TRAIN)
+
+    def until_sent(self, weights: Iterable[T]) -> Iterator[T]:
+        """The stream of weights unchanged. At its end ROLLOUT begins: whoever takes it may then use
+        their memory.
+
+        In the middle of a ROLLOUT the weights come back when the first of them is asked for.
+        """
+        if self.phase is Phase.ROLLOUT:
+            self.enter(Phase.SYNC)
+        yield from weights
+        self.enter(Phase.ROLLOUT)
+
+    def enter(self, phase: Phase) -> None:
+        """Go to the next phase. Raises RuntimeError if it is not the next one."""
+        if phase not in _LEGAL[self.phase]:
+            legal = " or ".join(after.name for after in _LEGAL[self.phase])
+            raise RuntimeError(
+                f"after {self.phase.name} comes {legal}, not {phase.name}; use handover() and"
+                " until_sent()"
+            )
+        with self.timed("handover"), self._explained():
+            self._record(f"{self.phase.value}_end")
+            self.phase = phase
+            if self._mode != "none":
+                self._move()
+            self._record(phase.value)
+
+    def take_ledger(self) -> dict[str, Max]:
+        """Memory since the last call, in GiB, of the rank that is worst off: `<phase>_<what>` after
+        the phase was entered, `<phase>_end_<what>` before it was left. Collective."""
+        ledgers = distributed.gather_objects(self._ledger)
+        self._ledger = {}
+        worst = {}
+        for key in ledgers[0]:
+            values = [ledger[key] for ledger in ledgers if key in ledger]
+            worst[key] = Max(min(values) if key.endswith("_free_gib") else max(values))
+        return worst
+
+    def _move(self) -> None:
+        """What leaves and what comes back at the edge into the current phase."""
+        if self.phase is Phase.SYNC:
+            for name, memory in self._models.items():
+                memory.offload(*(("gradients", "optimizer") if name == ACTOR else ()))
+            self._models[ACTOR].restore("parameters")
+        elif self.phase is Phase.ROLLOUT:
+            self._models[ACTOR].offload()
+        elif self._mode == "rollout":
+            for memory in self._models.values():
+                memory.restore()
+
+    def _take_turn(self, name: str, *kinds: Kind) -> None:
+        """Bring kinds of a model back, after the others have left."""
+        if self.phase is not Phase.TRAIN:
+            raise RuntimeError(
+                f"{' and '.join(kinds)} of the {name} are away in phase {self.phase.name}; use them"
+                " in TRAIN"
+            )
+        with self.timed("handover"), self._explained():
+            for other, memory in self._models.items():
+                if other != name:
+                    memory.offload()
+            self._models[name].restore(*kinds)
+
+    def _record(self, when: str) -> None:
+        """Add the memory of now to the ledger; of several edges of a kind the tightest counts."""
+        values = {f"{name}_gib": size / GIB for name, size in device_memory().items()}
+        values["offloaded_gib"] = (
+            sum(sum(memory.away().values()) for memory in self._models.values()) / GIB
+        )
+        for name, value in values.items():
+            key, choose = f"{when}_{name}", min if name == "free_gib" else max
+            self._ledger[key] = choose(value, self._ledger.get(key, value))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Inside, any error that means that memory has run out becomes an OutOfMemory."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            is_news = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+                not isinstance(error, OutOfMemory)
+                and any(sign in str(error).lower() for sign in _SIGNS)
+            )
+            if not is_news:
+                raise
+            held = ", ".join(
+                f"{name} {_gib(sum(memory.on_device().values()))}"
+                for name, memory in self._models.items()
+            )
+            device = ", ".join(f"{name} {_gib(size)}" for name, size in device_memory().items())
+            remedy = "set --offload rollout, or " if self._mode == "none" else ""
+            raise OutOfMemory(
+                f"out of memory in phase {self.phase.name} (rank {distributed.rank()}: {device}; of"
+                f" it models: {held or 'none'}); {remedy}lower --kv-cache-tokens,"
+                " --max-context-length or --num-groups, and see tools/plan.py for what fits; the"
+                f" error was: {' '.join(str(error).split())[-_MAX_REASON:]}"
+            ) from error
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def device_memory() -> dict[str, int]:
+    """Bytes on this rank's device by torch's allocator, its peak since the last call, and free for
+    anyone.
+
+    On a CPU the resident memory of this process.
+    """
+    if not torch.cuda.is_available():
+        return {"resident": psutil.Process().memory_info().rss}
+    free, _ = torch.cuda.mem_get_info()
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak": peak,
+        "free": free,
+    }

@@ -1,0 +1,81 @@
+"""Where the time of a step goes, and how many tokens it buys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ragen_mega.report.metrics import Metrics, Sum
+
+
+class Throughput:
+    """Seconds of the phases of a step, tokens of a step, and the totals of a run."""
+
+    def __init__(self) -> None:
+        self.totals = Metrics()
+        self.trained_tokens = 0
+        """Positions that the updates of this step went through so far."""
+        self._seconds: dict[str, float] = {}
+        self._nested = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the step; its seconds, without those of phases inside it, are logged as
+        time/<name>.
+        """
+        start = time.monotonic()
+        outside, self._nested = self._nested, 0.0
+        try:
+            yield
+        finally:
+            elapsed = time.monotonic() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - self._nested
+            self._nested = outside + elapsed
+
+    def close_step(self, metrics: Metrics, sampled_tokens: float | None) -> None:
+        """Add the step's seconds and rates to its metrics and begin the next step.
+
+        `sampled_tokens` is None for a rollout that was not sampled but read from the disk.
+        """
+        seconds = self._seconds
+        trained = seconds.get("advantages", 0.0) + seconds.get("update", 0.0)
+        self.totals.add(
+            "total", train_seconds=Sum(trained), trained_tokens=Sum(self.trained_tokens)
+        )
+        if sampled_tokens is not None:
+            rollout = seconds["rollout"] + seconds.get(
+                "sync", 0.0
+            )  # no token can be sampled without its weights
+            self.totals.add(
+                "total", rollout_tokens=Sum(sampled_tokens), rollout_seconds=Sum(rollout)
+            )
+            metrics.add("rollout", tokens_per_second=sampled_tokens / rollout)
+        if self.trained_tokens:
+            metrics.add("update", tokens_per_second=self.trained_tokens / trained)
+        metrics.add("time", seconds, step=sum(seconds.values()))
+        self._seconds, self.trained_tokens = {}, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """The totals."""
+        return self.totals.result()
+
+    def load_state_dict(self, totals: Mapping[str, float]) -> None:
+        """Go on from earlier totals."""
+        self.totals.add(
+            "total", {key.removeprefix("total/"): Sum(value) for key, value in totals.items()}
+        )
+
+    def summary(self) -> dict[str, float]:
+        """Tokens per second over the run."""
+        totals = self.totals.result()
+        return {
+            "rollout_tokens_per_second": _rate(
+                totals, "total/rollout_tokens", "total/rollout_seconds"
+            ),
+            "train_tokens_per_second": _rate(totals, "total/trained_tokens", "total/train_seconds"),
+        }
+
+
+def _rate(totals: Mapping[str, float], amount: str, seconds: str) -> float:
+    return totals[amount] / totals[seconds] if totals.get(seconds) else 0.0

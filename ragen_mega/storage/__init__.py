@@ -1,0 +1,1 @@
+"""Files that a crash cannot spoil: checkpoints, model directories, rollouts."""

@@ -1,0 +1,321 @@
+"""The checkpoints of a run: there whole or not at all, verified before use, and pruned.
+
+    <run>/checkpoints/step_00000012/    manifest.json  state.json  and what the trainers wrote
+
+A checkpoint is written under a hidden name, by a thread while training goes on, and renamed when
+every rank's file is on the disk. `manifest.json` holds the SHA-256 of every file and of itself;
+nothing that is read is executed. Random states are no part of it: every draw of a run is a function
+of the seed, the step and the task.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from ragen_mega import __version__
+from ragen_mega.data import distributed
+from ragen_mega.storage.integrity import describe_file, manifest_sha256, sync
+
+CHECKPOINTS = "checkpoints"
+MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8})")
+_FIXED = ("parallel.bf16", "advantage.advantage_estimator")
+_LIBRARIES = ("torch", "megatron-core", "transformers")
+_SECONDS_TO_GATHER = 600.0
+"""How long rank 0 waits for the files of the others after its own is written."""
+
+T = TypeVar("T")
+Stage = Callable[[Path], Callable[[], Path]]
+"""Copies the state of this rank for a directory, collectively; what it returns writes one file
+there, from any thread.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint: what its manifest and `state.json` say."""
+
+    directory: Path
+    step: int
+    """Steps that were complete; the next one has this number."""
+    score: float | None
+    """Success of the evaluation at this step, if there was one."""
+    config: dict[str, Any]
+    state: dict[str, Any]
+
+
+def lock_run(directory: Path) -> TextIO:
+    """Claim a run directory for as long as the returned file is open, at most until this process
+    ends, however it ends.
+
+    The lock lies beside the directory, which may be deleted and made anew. Raises ValueError if
+    another process has it.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    file = (directory.parent / f".{directory.name}.lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(
+            f"another process works in run directory {directory}; wait for it, stop it, or choose"
+            " another --name"
+        ) from None
+    return file
+
+
+def find_latest(directory: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint in `directory` that verifies; `report` gets a line for each newer one
+    that does not.
+    """
+    for path in _published(directory):
+        try:
+            return read_checkpoint(path)
+        except ValueError as error:
+            report(f"checkpoint {path} is skipped: {error}")
+    return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Verify every file of a checkpoint. Raises ValueError that says what is wrong with the first
+    bad one.
+    """
+    manifest = _read_manifest(path)
+    present = {entry.name for entry in path.iterdir()} - {MANIFEST}
+    if present != set(manifest["files"]):
+        difference = sorted(present ^ set(manifest["files"]))
+        raise ValueError(
+            f"{difference[0]} is {'not in its manifest' if difference[0] in present else 'missing'}"
+        )
+    for name, expected in manifest["files"].items():
+        size = (path / name).stat().st_size
+        if size != expected["bytes"]:
+            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
+        if describe_file(path / name) != expected:
+            raise ValueError(f"{name} does not have the SHA-256 in the manifest")
+    state = json.loads((path / STATE).read_text())
+    return Checkpoint(path, manifest["step"], manifest["score"], manifest["config"], state)
+
+
+def check_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
+    """The settings that differ from the checkpoint's, one line each. Raises ValueError if one must
+    not.
+    """
+    before, now = (
+        {
+            f"{section}.{name}": value
+            for section, entries in values.items()
+            for name, value in entries.items()
+        }
+        for values in (checkpoint.config, json.loads(json.dumps(config)))
+    )
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    if fixed := [key for key in changed if key.startswith("model.") or key in _FIXED]:
+        raise ValueError(
+            f"{fixed[0]} was {before.get(fixed[0])} in {checkpoint.directory} and is"
+            f" {now.get(fixed[0])} now; resume with the model, precision and estimator of the run"
+        )
+    return [
+        f"{key} was {before.get(key)} and is {now.get(key)} now"
+        for key in changed
+        if not key.startswith(("logging.", "checkpoint.", "parallel."))
+    ]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time, and deletes those that are not to be kept.
+    Used by every rank.
+
+    `keep_last` newest ones stay (0: all); with `keep_best` also the one with the highest score. An
+    error of the writing thread, such as a full disk, is raised by the next `save` or `wait`.
+    """
+
+    def __init__(
+        self, directory: Path, config: Mapping[str, Any], *, keep_last: int, keep_best: bool
+    ) -> None:
+        self.directory = directory
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.config = config
+        self.saved_step: int | None = None
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+
+    def save(self, step: int, stage: Stage, state: Mapping[str, Any], score: float | None) -> None:
+        """Copy the state and write it in the background. Waits for the checkpoint before.
+        Collective.
+        """
+        self.wait()
+        temporary = self.directory / f".{_name(step)}.tmp"
+        distributed.on_main(lambda: self._prepare(temporary))
+        write = stage(temporary)
+        text = json.dumps(state, indent=2) + "\n"
+        self.saved_step = step
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(write, temporary, step, text, score),
+            name="checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when every rank has nothing left to write and the checkpoint is in its place.
+        Collective.
+
+        Raises OSError on all ranks if one could not write.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        errors = [error for error in distributed.gather_objects(self._error) if error is not None]
+        if errors:
+            raise OSError(
+                f"cannot write a checkpoint to {self.directory}: {errors[0]}; free space or choose"
+                " another --output"
+            )
+
+    def last(self) -> str:
+        """What to say of the newest checkpoint when the run cannot go on. Collective: waits for one
+        that is being written.
+        """
+        self.wait()
+        newest = max(self.directory.glob("step_*"), default=None)
+        if newest is None:
+            return "there is no checkpoint yet: start again with a lower --lr or --clip-grad"
+        return (
+            f"the last good checkpoint is {newest}: --resume goes on from there, e.g. with a lower"
+            " --lr or --clip-grad"
+        )
+
+    def _prepare(self, temporary: Path) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        for leftover in self.directory.glob(
+            ".step_*"
+        ):  # of a process that was killed while it wrote or deleted
+            shutil.rmtree(leftover)
+        temporary.mkdir(mode=0o700)
+
+    def _write(
+        self, write: Callable[[], Path], temporary: Path, step: int, state: str, score: float | None
+    ) -> None:
+        try:
+            path = write()
+            _write_synced(
+                _marker(temporary, distributed.rank()), json.dumps({path.name: describe_file(path)})
+            )
+            if distributed.is_main():
+                _write_synced(temporary / STATE, state)
+                self._publish(temporary, step, score)
+        except OSError as error:
+            self._error = str(error)
+
+    def _publish(self, temporary: Path, step: int, score: float | None) -> None:
+        """Rank 0: once every rank's file is there, write the manifest and give the directory its
+        name.
+        """
+        files: dict[str, dict[str, Any]] = {}
+        markers = [_marker(temporary, rank) for rank in range(distributed.world_size())]
+        deadline = time.monotonic() + _SECONDS_TO_GATHER
+        while missing := [rank for rank, marker in enumerate(markers) if not marker.exists()]:
+            if time.monotonic() > deadline:
+                raise OSError(f"no file of rank {missing[0]} after {_SECONDS_TO_GATHER:.0f} s")
+            time.sleep(0.02)
+        for marker in markers:
+            files |= json.loads(marker.read_text())
+            marker.unlink()
+        for path in list(temporary.iterdir()):
+            if path.name not in files:
+                sync(path)
+                files[path.name] = describe_file(path)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "score": score,
+            "score_is": "mean success over the environments in the evaluation at this step",
+            "versions": {name: version(name) for name in _LIBRARIES} | {"ragen_mega": __version__},
+            "config": self.config,
+            "files": files,
+        }
+        _write_synced(
+            temporary / MANIFEST,
+            json.dumps(manifest | {"sha256": manifest_sha256(manifest)}, indent=2) + "\n",
+        )
+        sync(temporary)
+        final = self.directory / _name(step)
+        if final.exists():  # a damaged one that was skipped, or one of a run that went back
+            _discard(final)
+        temporary.rename(final)
+        sync(self.directory)
+        self._prune()
+
+    def _prune(self) -> None:
+        published = _published(self.directory)
+        kept = set(published[: self.keep_last] if self.keep_last else published)
+        if self.keep_best:
+            scores = {path: score for path in published if (score := _score(path)) is not None}
+            kept |= {max(scores, key=lambda path: (scores[path], path.name))} if scores else set()
+        for path in published:
+            if path not in kept:
+                _discard(path)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _published(directory: Path) -> list[Path]:
+    """Newest first."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        own = manifest.pop("sha256")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
+    if own != manifest_sha256(manifest):
+        raise ValueError(f"{MANIFEST} does not have the SHA-256 that it states")
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"its format is {manifest['format']}, and this program reads {FORMAT}")
+    return manifest
+
+
+def _score(path: Path) -> float | None:
+    try:
+        return _read_manifest(path)["score"]
+    except ValueError:  # damaged: it is no candidate for the best
+        return None
+
+
+def _marker(directory: Path, rank: int) -> Path:
+    return directory / f".written_{rank:05d}"
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint that is never seen by half."""
+    hidden = path.with_name(f".{path.name}.old")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    """Write a small file that appears whole."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(text)
+    sync(unfinished)
+    unfinished.rename(path)

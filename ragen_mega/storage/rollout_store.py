@@ -1,0 +1,218 @@
+"""Rollouts on the disk: one sealed file a step, from which its groups come back exactly as they
+were sampled.
+
+    <run>/rollouts/step_00000012.safetensors
+
+Tokens, masks, log-probabilities (float64, as Python had them), rewards and seeds are tensors; what
+turns say about themselves and where the rollout comes from is JSON in the header.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
+from ragen_mega.storage.sealed_files import read_sealed, write_sealed
+
+ROLLOUTS = "rollouts"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8})\.safetensors")
+_SCALARS = {bool, int, float, str}
+_TUPLE = "tuple"
+"""Key under which a tuple is kept: JSON knows lists only."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """The groups of a step and the origin that they were written with."""
+
+    groups: list[TrajectoryGroup]
+    origin: dict[str, Any]
+
+
+class RolloutStore:
+    """The rollout files of a run. Not collective: one rank writes, any may read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def write(
+        self, step: int, groups: Sequence[TrajectoryGroup], origin: Mapping[str, Any]
+    ) -> None:
+        """Put a step's groups on the disk. `origin` is what they depend on, as JSON takes it.
+        Raises OSError.
+        """
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tensors, turns = _pack(groups)
+        facts = {"format": FORMAT, "step": step, "origin": origin, "turns": turns}
+        write_sealed(self._path(step), tensors, facts)
+
+    def read(self, step: int) -> StoredRollout:
+        """What was written for a step. Raises ValueError if the file is damaged and
+        FileNotFoundError without one.
+        """
+        path = self._path(step)
+        tensors, facts = read_sealed(path)
+        if (facts["format"], facts["step"]) != (FORMAT, step):
+            raise ValueError(
+                f"{path.name} has format {facts['format']} and step {facts['step']}, not {FORMAT}"
+                f" and {step}"
+            )
+        return StoredRollout(_unpack(tensors, facts["turns"]), facts["origin"])
+
+    def recall(
+        self, step: int, origin: Mapping[str, Any], report: Callable[[str], None]
+    ) -> list[TrajectoryGroup] | None:
+        """The groups of a step if they are there and were sampled from the same `origin`; `report`
+        says why not.
+        """
+        try:
+            stored = self.read(step)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            report(f"step {step}: rollout file is skipped and the step sampled again: {error}")
+            return None
+        expected = json.loads(json.dumps(origin))
+        if stored.origin != expected:
+            differing = sorted(
+                key
+                for key in expected | stored.origin
+                if expected.get(key) != stored.origin.get(key)
+            )
+            report(
+                f"step {step}: the stored rollout has another {', '.join(differing)}; the step is"
+                " sampled again"
+            )
+            return None
+        return stored.groups
+
+    def prune(self, oldest: int) -> None:
+        """Delete the rollouts of steps before `oldest`, and what a killed process left unfinished."""
+        for path in self.directory.glob(".step_*.part"):
+            path.unlink()
+        for step in self.steps():
+            if step < oldest:
+                self._path(step).unlink()
+
+    def steps(self) -> list[int]:
+        """Steps that have a file, ascending."""
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        return sorted(int(found[1]) for path in paths if (found := _NAME.fullmatch(path.name)))
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step:08d}.safetensors"
+
+
+def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[list[Any]]]:
+    """S trajectories of L_s tokens and K_s turns as tensors, and environment and turn infos per
+    trajectory.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    tensors = {
+        "group_ids": torch.tensor([group.group_id for group in groups]),  # [P]
+        "group_sizes": torch.tensor([len(group.trajectories) for group in groups]),  # [P]
+        "seeds": torch.tensor(
+            [(t.seed, t.outcome_seed, t.weight_version) for t in trajectories]
+        ),  # [S, 3]
+        "ends": torch.tensor([(t.terminated, t.truncated) for t in trajectories]),  # [S, 2] bool
+        "lengths": torch.tensor([(len(t), len(t.turns)) for t in trajectories]),  # [S, 2]
+        "tokens": _concatenate((t.tokens for t in trajectories), np.int32),  # [sum L]
+        "loss_mask": _concatenate((t.loss_mask for t in trajectories), np.bool_),  # [sum L]
+        "rollout_logprobs": _concatenate(
+            (t.rollout_logprobs for t in trajectories), np.float64
+        ),  # [sum L]
+        "turns": (
+            torch.tensor([(turn.start, turn.end) for turn in turns], dtype=torch.int32).reshape(
+                -1, 2
+            )
+        ),  # [sum K, 2]
+        "rewards": torch.tensor([turn.reward for turn in turns], dtype=torch.float64),  # [sum K]
+    }
+    return tensors, [
+        [t.environment, [_info_to_json(turn.info) for turn in t.turns]] for t in trajectories
+    ]
+
+
+def _concatenate(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(
+        np.fromiter(chain.from_iterable(rows), dtype)
+    )  # several times faster than torch.tensor of a list
+
+
+def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> list[TrajectoryGroup]:
+    values = {name: tensor.tolist() for name, tensor in tensors.items()}
+    rows = zip(facts, values["seeds"], values["ends"], values["lengths"], strict=True)
+    trajectories = []
+    token = turn = 0
+    for (
+        (environment, infos),
+        (seed, outcome_seed, weight_version),
+        (terminated, truncated),
+        (
+            length,
+            num_turns,
+        ),
+    ) in rows:
+        span = slice(token, token + length)
+        spans, rewards = (values[name][turn : turn + num_turns] for name in ("turns", "rewards"))
+        trajectories.append(
+            Trajectory(
+                group_id=0,
+                environment=environment,
+                seed=seed,
+                outcome_seed=outcome_seed,
+                weight_version=weight_version,
+                tokens=values["tokens"][span],
+                loss_mask=values["loss_mask"][span],
+                rollout_logprobs=values["rollout_logprobs"][span],
+                turns=[
+                    Turn(*at, reward, _from_json(info))
+                    for at, reward, info in zip(spans, rewards, infos, strict=True)
+                ],
+                terminated=terminated,
+                truncated=truncated,
+            )
+        )
+        token, turn = token + length, turn + num_turns
+    groups, start = [], 0
+    for group_id, size in zip(values["group_ids"], values["group_sizes"]):
+        members = trajectories[start : start + size]
+        for trajectory in members:
+            trajectory.group_id = group_id
+        groups.append(TrajectoryGroup(group_id, members))
+        start += size
+    return groups
+
+
+def _info_to_json(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value if type(value) in _SCALARS else _to_json(value) for key, value in info.items()
+    }
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_to_json(item) for item in value]}
+    return [_to_json(item) for item in value] if isinstance(value, list) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TUPLE}:
+            return tuple(_from_json(item) for item in value[_TUPLE])
+        return {key: _from_json(item) for key, item in value.items()}
+    return [_from_json(item) for item in value] if isinstance(value, list) else value

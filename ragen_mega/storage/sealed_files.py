@@ -1,0 +1,73 @@
+"""Safetensors files that carry their own checksum: there whole or not at all, private, read without
+executing anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from ragen_mega.storage.integrity import sync
+
+# of the header; inside the facts, a JSON text within JSON, every quote has a backslash before it
+_FIELD = b'"sha256":"'
+_BLANK = b"0" * 64
+_PREFIX = 8
+"""Bytes before a safetensors header: its length, little-endian."""
+
+
+def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write tensors and facts (what JSON can hold) to `path`; on return the disk has them. Mode
+    0600.
+
+    The SHA-256 in the header is that of the file with 64 zeros in its place. Raises OSError, and
+    then leaves no new file.
+    """
+    text = json.dumps(facts)
+    blank = save(
+        {name: value.contiguous() for name, value in tensors.items()},
+        {"facts": text, "sha256": _BLANK.decode()},
+    )
+    digest = hashlib.sha256(blank).hexdigest().encode()
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        with open(unfinished, "wb", opener=_open_private) as file:
+            file.write(blank.replace(_FIELD + _BLANK, _FIELD + digest, 1))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(
+            f"cannot write {path}: {error.strerror}; free space or choose another --output"
+        ) from None
+
+
+def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a file. Raises ValueError if it is not as it was written,
+    FileNotFoundError if it is not there.
+    """
+    data = path.read_bytes()
+    start = data.find(_FIELD) + len(_FIELD)
+    digest = data[start : start + len(_BLANK)]
+    blank = data[:start] + _BLANK + data[start + len(_BLANK) :]
+    if start < len(_FIELD) or hashlib.sha256(blank).hexdigest().encode() != digest:
+        raise ValueError(f"{path.name} does not have the SHA-256 that it states")
+    try:
+        header = json.loads(data[_PREFIX : _PREFIX + int.from_bytes(data[:_PREFIX], "little")])
+        return load(data), json.loads(header["__metadata__"]["facts"])
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from None
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

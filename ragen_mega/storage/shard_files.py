@@ -1,0 +1,168 @@
+"""Pieces of large tensors in safetensors files, one file a rank: read back any region, however it
+was cut when written.
+
+A file says in its header which piece of which tensor each entry is, so that it holds everything a
+reader needs, and reading executes nothing (PyTorch's own distributed format keeps that information
+in a pickle).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+PATTERN = "rank_*.safetensors"
+HEADER = "pieces"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Names of safetensors -> the types that weights have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the tensor `key`: `data` starts at `offset` in `global_shape`; the three have
+    equally many dimensions.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    path: Path
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def file_name(rank: int) -> str:
+    """Name of the file that `rank` writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
+    """Write the pieces, host tensors that share no memory, to `path` and wait until the disk has
+    them.
+    """
+    tensors, header = {}, {}
+    for index, piece in enumerate(pieces):
+        name = f"{index:05d}"
+        tensors[name] = piece.data
+        header[name] = {
+            "key": piece.key,
+            "offset": piece.offset,
+            "global_shape": piece.global_shape,
+        }
+    try:
+        save_file(tensors, path, metadata={HEADER: json.dumps(header)})
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"cannot write {path}: {error}") from None
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+class PieceReader:
+    """Random access to the tensors whose pieces lie in the files of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.global_shapes: dict[str, tuple[int, ...]] = {}
+        self._pieces: dict[str, list[_Stored]] = {}
+        self._files: dict[Path, safe_open] = {}
+        for path in sorted(directory.glob(PATTERN)):
+            try:
+                file = self._open(path)
+                header = json.loads(file.metadata()[HEADER])
+                for name, piece in header.items():
+                    shape = tuple(file.get_slice(name).get_shape())
+                    stored = _Stored(path, name, tuple(piece["offset"]), shape)
+                    self._pieces.setdefault(piece["key"], []).append(stored)
+                    self.global_shapes[piece["key"]] = tuple(piece["global_shape"])
+            except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
+                raise ValueError(
+                    f"cannot read {path} ({error}); the checkpoint is damaged, use an earlier one"
+                ) from None
+
+    def _open(self, path: Path) -> safe_open:
+        if path not in self._files:
+            self._files[path] = safe_open(path, framework="pt")
+        return self._files[path]
+
+    def release(self) -> None:
+        """Unmap the files; what is read next maps them again."""
+        self._files.clear()
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The type in which `key` is stored."""
+        stored = self._pieces[key][0]
+        return (
+            self._open(stored.path).get_slice(stored.name)[(slice(0, 0),) * len(stored.shape)].dtype
+        )
+
+    def read(
+        self,
+        key: str,
+        offset: Sequence[int],
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        global_shape: Sequence[int],
+        allow_padding: bool = False,
+    ) -> Tensor:
+        """The box of `key` that starts at `offset` and has `shape`. With `allow_padding` what lies
+        outside is zero.
+
+        Raises ValueError if the tensor is missing, incomplete, or of another global shape or type
+        than asked for.
+        """
+        if key not in self._pieces:
+            raise ValueError(
+                f"the checkpoint {self.directory} lacks {key}; resume with the model, estimator and"
+                " precision it was written with"
+            )
+        stored_shape = self.global_shapes[key]
+        if stored_shape != tuple(global_shape) and not allow_padding:
+            raise ValueError(
+                f"{key} has shape {list(stored_shape)} in the checkpoint {self.directory} and"
+                f" {list(global_shape)} here; resume with the model it was written with"
+            )
+        result = torch.zeros(tuple(shape), dtype=dtype)
+        end = [start + size for start, size in zip(offset, shape)]
+        num_read = 0
+        for piece in self._pieces[key]:
+            low = [max(a, b) for a, b in zip(offset, piece.offset)]
+            high = [min(a, b + size) for a, b, size in zip(end, piece.offset, piece.shape)]
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            source = tuple(
+                slice(a - start, b - start) for a, b, start in zip(low, high, piece.offset)
+            )
+            target = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, offset))
+            data = self._open(piece.path).get_slice(piece.name)[source]
+            if data.dtype != dtype:
+                raise ValueError(
+                    f"{key} is {data.dtype} in the checkpoint {self.directory} and {dtype} here; "
+                    "resume with the precision it was written with"
+                )
+            result[target] = data
+            num_read += data.numel()
+        expected = math.prod(
+            max(0, min(a, size) - start) for a, size, start in zip(end, stored_shape, offset)
+        )
+        if num_read != expected:
+            raise ValueError(
+                f"the checkpoint {self.directory} holds {num_read} of {expected} elements asked for"
+                f" of {key}; it is incomplete, use an earlier one"
+            )
+        return result
