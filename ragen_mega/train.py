@@ -10,31 +10,38 @@ from collections.abc import Sequence
 from types import FrameType
 
 from ragen_mega.algorithm.credit import estimate_advantages
-from ragen_mega.config import parse
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.packing import pack
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.report.step_metrics import engine_vs_policy, filter_metrics, group_weights
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.build import build
+from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run
 from ragen_mega.run.stop import fail_if_rank_lost
 
 
-def train(run: Run) -> None:
+def starpo(run: Run) -> None:
     """One StarPO step after another, until `num_steps`."""
     config, policy, critic, engine = run.config, run.policy, run.critic, run.engine
 
     for step in run.steps():
         metrics = Metrics()
 
-        # Rollout: from each of P initial states sample N trajectories of at most K turns; then they
-        # are on the disk.
-        with run.phase("rollout"), run.handover(), engine.awake():
-            with run.phase("sync"):
-                run.send_weights()
+        # Rollout: from each of P initial states sample N trajectories of at most K turns. The
+        # engine takes the policy's weights while all else of the trainer is away, then the device.
+        origin = run.origin(step)
+        groups = run.recall(step, origin)  # what an earlier process sampled under these weights
+        if groups is None:
+            with run.timed("rollout"), run.placement.handover(), engine.awake():
+                with run.timed("sync"):
+                    engine.load_weights(policy.export_weights(engine.shard))
+                    run.placement.enter(Phase.ROLLOUT)
+                    engine.start()
+                groups = run.sample(step)
+            run.keep(step, origin, groups)
             metrics.add("time", policy.sync_metrics())
-            groups = run.collect(step)
         metrics.add("rollout", run.summarize(groups))
 
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
@@ -45,7 +52,7 @@ def train(run: Run) -> None:
             continue
 
         # Advantages: everything the loss needs, under the weights that sampled the trajectories.
-        with run.phase("advantages"):
+        with run.timed("advantages"):
             trajectories = [trajectory for group in kept for trajectory in group.trajectories]
             batch = pack(trajectories)
             batch = batch.with_fields(old_logprobs=policy.logprobs(batch))
@@ -61,25 +68,32 @@ def train(run: Run) -> None:
             )
         metrics.add("mismatch", engine_vs_policy(batch))
 
-        # Update: clipped surrogate, E trajectories per optimizer step, reused `updates_per_rollout`
-        # times (Online-k).
-        with run.phase("update"):
-            for minibatch in run.minibatches(batch, step):
-                if critic:
-                    metrics.add(
-                        "critic",
-                        run.faults.check(step, "critic", minibatch, critic.update(minibatch)),
-                    )
-                if step >= config.train.critic_warmup:
-                    metrics.add(
-                        "actor",
-                        run.faults.check(step, "actor", minibatch, policy.update(minibatch)),
-                    )
+        # Update: first the critic, then the actor, which do not depend on each other. Clipped
+        # surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times.
+        run.stop_if_asked()
+        with run.timed("update"):
+            for name, learner in run.learners(step).items():
+                for minibatch in run.minibatches(batch, step):
+                    result = learner.update(minibatch)
+                    metrics.add(name, run.guard.check(step, name, minibatch, result))
 
-        # Diagnose and report: warnings of the Echo Trap, evaluation when due, one row of metrics.
+        # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)
 
     run.finish()
+
+
+def train(config: StarPOConfig) -> dict[str, object]:
+    """Train as `config` says, in this process or on the ranks of the job that it belongs to.
+
+    Returns what is in the run's summary.json. The run lies in `config.run_directory`. Raises
+    ValueError, before any training, if something cannot work; OSError, EngineError or
+    FloatingPointError if training cannot go on (a checkpoint is there to resume from).
+    """
+    run = build(config)
+    with run:
+        starpo(run)
+    return run.summary
 
 
 def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
@@ -90,33 +104,17 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     """
     signal.signal(signal.SIGTERM, _leave)
     try:
-        config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
-        run = build(config)
+        run = build(parse(sys.argv[1:] if argv is None else argv, recipe=recipe))
+        run.stop.listen()
+        with run:
+            starpo(run)
+    except Interrupted:
+        raise SystemExit(128 + signal.SIGTERM) from None
     except (ValueError, OSError, FloatingPointError, EngineError) as error:
         fail(str(error))
     except RuntimeError as error:
         fail_if_rank_lost(error)
         raise
-    run.stop.listen()
-    try:
-        train_and_close(run)
-    except (EngineError, OSError) as error:
-        fail(str(error))
-    except RuntimeError as error:
-        fail_if_rank_lost(error)
-        raise
-
-
-def train_and_close(run: Run) -> None:
-    """Train to the end, to a SIGTERM or to an error; then the run is closed."""
-    try:
-        train(run)
-    except Interrupted:
-        run.leave()
-    except FloatingPointError as error:
-        fail(f"{error}; {run.checkpoints.last()}")
-    finally:
-        run.close()
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -295,7 +295,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
             writer = MegatronWriter(directory, source.hf, dtypes, parallel)
         else:
             writer = HuggingFaceWriter(directory, entries, arguments.max_shard_size or 5 * 10**9)
-        with console.phase("convert", len(slots)) as progress:
+        with console.progress("convert", len(slots)) as progress:
             for stored in slots:
                 writer.write([source.reader(name) for name in stored.slot.names])
                 source.reader.release()

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> EvaluationResult:
         hf, max_context=rollout.max_context_length, max_sessions=min(per_rank, 256)
     )
     console = Console(is_writer=distributed.is_main(), num_steps=0)
-    with engine.awake(), console.phase("evaluate", per_rank) as progress:
+    with engine.awake(), console.progress("evaluate", per_rank) as progress:
         engine.load_weights((tensor_name, reader(tensor_name)) for tensor_name in reader.names())
         result = evaluate(
             engine,

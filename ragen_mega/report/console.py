@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress of a phase, one row per step, a table of evaluated sets,
+"""What a person sees of a run: progress, one row per step, a table of evaluated sets,
 one-line errors.
 """
 
@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 
 SECONDS_BETWEEN_LINES = 10.0
-"""Without a terminal, a phase prints at most one line in this time."""
+"""Without a terminal, progress prints at most one line in this time."""
 ROWS_BETWEEN_HEADERS = 20
 
 
@@ -65,14 +65,14 @@ COLUMNS = (
 
 
 @dataclass(slots=True)
-class Phase:
-    """A phase under way; `advance` counts what is done of its `total`."""
+class Advance:
+    """Something under way; `advance` counts what is done of its `total`."""
 
     name: str
     total: int | None
     done: int = 0
     note: str = ""
-    _report: Callable[[Phase], None] = field(default=lambda phase: None, repr=False)
+    _report: Callable[[Advance], None] = field(default=lambda progress: None, repr=False)
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Count `count` more as done; `note`, e.g. the loss, replaces the earlier one."""
@@ -111,17 +111,17 @@ class Console:
             self._rich.print(text)
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Show the progress of a phase, e.g. `rollout` over `total` trajectories, during the block.
-        Phases may nest.
+    def progress(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        """Show how far e.g. a `rollout` of `total` trajectories is, during the block. Blocks may
+        nest.
         """
         if not self._is_writer:
-            yield Phase(name, total)
+            yield Advance(name, total)
         elif self._rich.is_terminal:
-            with self._bar(name, total) as phase:
-                yield phase
+            with self._bar(name, total) as progress:
+                yield progress
         else:
-            yield Phase(name, total, _report=self._line_writer())
+            yield Advance(name, total, _report=self._line_writer())
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the row of one step; the header is repeated from time to time."""
@@ -157,7 +157,7 @@ class Console:
         self._rich.print(table)
 
     @contextmanager
-    def _bar(self, name: str, total: int | None) -> Iterator[Phase]:
+    def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
         outermost = self._progress is None
         if self._progress is None:
             self._progress = Progress(
@@ -170,28 +170,28 @@ class Console:
                 transient=True,
             )
             self._progress.start()
-        progress: Progress = self._progress
-        task: TaskID = progress.add_task(name, total=total, note="")
+        bars: Progress = self._progress
+        task: TaskID = bars.add_task(name, total=total, note="")
         try:
-            yield Phase(
+            yield Advance(
                 name,
                 total,
-                _report=lambda phase: progress.update(task, completed=phase.done, note=phase.note),
+                _report=lambda now: bars.update(task, completed=now.done, note=now.note),
             )
         finally:
-            progress.remove_task(task)
+            bars.remove_task(task)
             if outermost:
-                progress.stop()
+                bars.stop()
                 self._progress = None
 
-    def _line_writer(self) -> Callable[[Phase], None]:
+    def _line_writer(self) -> Callable[[Advance], None]:
         last = self._clock()
 
-        def report(phase: Phase) -> None:
+        def report(progress: Advance) -> None:
             nonlocal last
             if (now := self._clock()) - last >= SECONDS_BETWEEN_LINES:
                 last = now
-                self.say(str(phase))
+                self.say(str(progress))
 
         return report
 

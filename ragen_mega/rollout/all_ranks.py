@@ -8,12 +8,11 @@ have played their parts then, and wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
-from typing import Any
+from dataclasses import astuple, dataclass, field
 
 from ragen_mega.data import distributed
 from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.rollout.collector import Task, collect
+from ragen_mega.rollout.collector import Collection, PlaySettings, Task
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
@@ -22,9 +21,6 @@ from ragen_mega.rollout.engine import (
     RolloutEngine,
 )
 from ragen_mega.rollout.renderer import ChatRenderer
-
-Part = list[TrajectoryGroup] | Exception | None
-"""What a rank has: the groups that it played, why it cannot, or an engine without weights."""
 
 
 def count_engines(engine: RolloutEngine) -> int:
@@ -41,20 +37,29 @@ def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
     """
     total = EngineCounts(*map(sum, zip(*distributed.gather_objects(astuple(engine.counts)))))
     engine.counts = EngineCounts()
-    shares = (
-        {"cached_share": total.cached_tokens / total.prompt_tokens} if total.prompt_tokens else {}
-    )
+    shares = {}
+    if total.prompt_tokens:
+        shares["cached_share"] = total.cached_tokens / total.prompt_tokens
     return shares | {"restarts": float(total.restarts), "reissued": float(total.reissued)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """How far a rank has come with its part of the rollout."""
+
+    groups: list[TrajectoryGroup] = field(default_factory=list)
+    needs_weights: bool = False
+    failure: Exception | None = None
 
 
 def collect_on_all_ranks(
     engine: RolloutEngine,
     renderer: ChatRenderer,
     groups: Sequence[Sequence[Task]],
+    settings: PlaySettings,
     *,
     advance: Callable[[], None] | None = None,
     send_again: Callable[[], None] | None = None,
-    **sampling: Any,
 ) -> list[TrajectoryGroup]:
     """Play all tasks, each engine a part, on the rank that runs it, and give every rank all groups,
     in order. Collective.
@@ -63,67 +68,60 @@ def collect_on_all_ranks(
     has lost them. Raises on all ranks alike Interrupted if `advance` did so on any, else
     FloatingPointError or EngineError if any failed.
     """
-    place = engine.shard or EngineShard()
-    index, num_engines = distributed.rank() // place.size, count_engines(engine)
-    # Contiguous parts, so that most groups stay whole and their common prompt is computed once.
-    tasks = [task for group in groups for task in group]
-    part = (
-        tasks[len(tasks) * index // num_engines : len(tasks) * (index + 1) // num_engines]
-        if place.rank == 0
-        else []
-    )
-    meeting = _Meeting(send_again)
-    mine: Part
-    try:
-        mine = collect(
-            engine, renderer, part, advance=advance, send_again=meeting.ask_for_weights, **sampling
-        )
-    except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
-        if meeting.is_over:
-            raise  # all ranks know
-        mine = error
+    tasks = _own_tasks(engine, [task for group in groups for task in group])
+    with Collection(engine, renderer, tasks, settings, advance=advance) as collection:
+        parts = _gather(_play(collection))
+        while any(part.needs_weights for part in parts):
+            _gather(_send(send_again))
+            parts = _gather(_play(collection))
     merged: dict[int, TrajectoryGroup] = {}
-    for groups_of_rank in meeting.attend(mine):
-        for group in groups_of_rank:
-            merged.setdefault(
-                group.group_id, TrajectoryGroup(group.group_id, [])
-            ).trajectories.extend(group.trajectories)
+    for part in parts:
+        for group in part.groups:
+            whole = merged.setdefault(group.group_id, TrajectoryGroup(group.group_id, []))
+            whole.trajectories.extend(group.trajectories)
     return list(merged.values())
 
 
-class _Meeting:
-    """Where ranks wait for each other until all have played their parts or one has failed."""
+def _own_tasks(engine: RolloutEngine, tasks: Sequence[Task]) -> Sequence[Task]:
+    """The contiguous part that this rank plays, so that most groups stay whole and their common
+    prompt is computed once.
+    """
+    place = engine.shard or EngineShard()
+    if place.rank:
+        return []
+    index, num_engines = distributed.rank() // place.size, count_engines(engine)
+    start, end = (len(tasks) * (index + i) // num_engines for i in range(2))
+    return tasks[start:end]
 
-    def __init__(self, send_again: Callable[[], None] | None) -> None:
-        self._send_again = send_again
-        self.is_over = False
 
-    def ask_for_weights(self) -> None:
-        """Returns when this rank's engine has its weights again. Raises as `attend` does."""
-        self.attend(None)
+def _play(collection: Collection) -> _Part:
+    try:
+        if collection.play():
+            return _Part(collection.groups())
+        return _Part(needs_weights=True)
+    except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
+        return _Part(failure=_portable(error))
 
-    def attend(self, mine: Part) -> list[Any]:
-        """The parts of all ranks. Raises the first failure, on all ranks."""
-        while True:
-            parts = distributed.gather_objects(
-                _portable(mine) if isinstance(mine, Exception) else mine
-            )
-            if failures := [part for part in parts if isinstance(part, Exception)]:
-                self.is_over = True
-                raise next(
-                    (failure for failure in failures if isinstance(failure, Interrupted)),
-                    failures[0],
-                )
-            if None not in parts:
-                return parts
-            try:
-                if self._send_again is None:
-                    raise EngineError("the rollout engine has lost its weights")
-                self._send_again()
-            except EngineError as error:
-                mine = error
-            if mine is None:
-                return []
+
+def _send(send_again: Callable[[], None] | None) -> _Part:
+    try:
+        if send_again is None:
+            raise EngineError("the rollout engine has lost its weights")
+        send_again()
+    except EngineError as error:
+        return _Part(failure=_portable(error))
+    return _Part()
+
+
+def _gather(mine: _Part) -> list[_Part]:
+    """The parts of all ranks. Raises, on all of them, an interruption if there is one, else the
+    first failure.
+    """
+    parts = distributed.gather_objects(mine)
+    failures = [part.failure for part in parts if part.failure]
+    for failure in sorted(failures, key=lambda failure: not isinstance(failure, Interrupted)):
+        raise failure
+    return parts
 
 
 def _portable(error: Exception) -> Exception:

@@ -237,3 +237,41 @@ def _stable_seed(*parts: object) -> int:
     """A 63-bit seed, the same in every process and run."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlaySettings:
+    max_response_length: int
+    max_context_length: int
+    temperature: float
+    seed: int
+    top_p: float = 1.0
+    environment_timeout: float = EnvironmentConfig.environment_timeout
+
+
+class Collection:
+    def __init__(self, engine, renderer, tasks, settings, *, advance=None):
+        self.args = engine, renderer, tasks
+        self.settings, self.advance = settings, advance
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *a):
+        pass
+
+    def play(self):
+        s = self.settings
+        self._groups = collect(
+            *self.args,
+            max_tokens=s.max_response_length,
+            max_context=s.max_context_length,
+            temperature=s.temperature,
+            seed=s.seed,
+            environment_timeout=s.environment_timeout,
+            advance=self.advance,
+        )
+        return True
+
+    def groups(self):
+        return self._groups

@@ -68,18 +68,29 @@ class RolloutEngine(Protocol):
     counts: EngineCounts
 
     def awake(self) -> AbstractContextManager[None]:
-        """Weights and KV cache are on the device only inside."""
+        """Weights and KV cache are on the device only inside. Memory for weights is taken at once,
+        that of the cache by `start`.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Take new weights, as `shard` says. All processes that share the engine call it together.
 
         `again`: those that were loaded last once more, because an engine of the job has lost them;
-        sessions go on. What of the device the engine can do without is given back before the stream
-        begins.
+        sessions go on.
 
         Raises ValueError unless exactly the expected names and shapes arrive (of full tensors,
         `lm_head.weight` of a tied model is optional).
+        """
+        ...
+
+    def start(self) -> None:
+        """Take the memory of the key-value cache: the trainer has given its own back by now."""
+        ...
+
+    def pause(self) -> None:
+        """Give that memory back until the next `start`, in the middle of a rollout. Sessions go on
+        afterwards.
         """
         ...
 

@@ -15,6 +15,7 @@ from ragen_mega.config import EnvironmentConfig
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.reference_players import Baselines, baselines, wilson_interval
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks
+from ragen_mega.rollout.collector import PlaySettings
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
@@ -59,14 +60,11 @@ def evaluate(
     renderer: ChatRenderer,
     config: EnvironmentConfig,
     name: str,
+    settings: PlaySettings,
     *,
     boards: Sequence[Board] | None,
     num_prompts: int,
-    temperature: float,
-    max_tokens: int,
-    max_context: int,
     samples_per_prompt: int,
-    seed: int = 0,
     reference: Baselines | None = None,
     advance: Callable[[], None] | None = None,
     send_again: Callable[[], None] | None = None,
@@ -85,13 +83,9 @@ def evaluate(
         engine,
         renderer,
         groups,
+        settings,
         advance=advance,
         send_again=send_again,
-        max_tokens=max_tokens,
-        max_context=max_context,
-        temperature=temperature,
-        seed=seed,
-        environment_timeout=config.environment_timeout,
     )
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
@@ -101,7 +95,7 @@ def evaluate(
         environment=name,
         num_prompts=len(played),
         samples_per_prompt=samples_per_prompt,
-        temperature=temperature,
+        temperature=settings.temperature,
         success=success,
         ci_low=ci_low,
         ci_high=ci_high,

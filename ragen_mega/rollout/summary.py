@@ -13,6 +13,8 @@ from ragen_mega.algorithm.diagnostics import in_group_reward_std
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.rollout.collector import ERROR
 
+_MAX_REASON = 200
+
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Metrics of all trajectories, and again under `name/environment` if there are several
@@ -72,3 +74,16 @@ def environment_errors(groups: Sequence[TrajectoryGroup]) -> list[tuple[Trajecto
 
 def _reward_std(group: TrajectoryGroup) -> float:
     return in_group_reward_std([group.total_rewards]) if len(group.trajectories) > 1 else 0.0
+
+
+def describe_errors(groups: Sequence[TrajectoryGroup]) -> str | None:
+    """One line about the trajectories that their environment ended, None if there are none."""
+    errors = environment_errors(groups)
+    if not errors:
+        return None
+    trajectory, reason = errors[0]
+    return (
+        f"environment errors closed {len(errors)} trajectories as truncated; the first:"
+        f" {trajectory.environment} with seed {trajectory.seed} and outcome seed"
+        f" {trajectory.outcome_seed}: {' '.join(reason.split())[:_MAX_REASON]}"
+    )

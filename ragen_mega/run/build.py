@@ -21,7 +21,7 @@ from ragen_mega.engines.sglang.server import ServerSettings
 from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron import precision
 from ragen_mega.megatron.critic import MegatronCritic
-from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import CheckpointReader
@@ -35,8 +35,9 @@ from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, evaluation_boards
-from ragen_mega.run.placement import ACTOR, CRITIC, PhaseMachine
+from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
 from ragen_mega.run.run import Run
+from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,
     Checkpoint,
@@ -46,6 +47,7 @@ from ragen_mega.storage.checkpoints import (
 )
 from ragen_mega.warm_start.small_model import (
     BASE,
+    Start,
     find_warm_start,
     is_complete,
     small_model,
@@ -59,34 +61,19 @@ def build(config: StarPOConfig) -> Run:
     something cannot work.
     """
     groups = initialize(config.parallel, config.train.seed)
+    names = config.environment.shares
     boards = {
         name: evaluation_boards(config.environment, name, config.evaluation.boards)
-        for name in config.environment.shares
+        for name in names
     }
-    if config.model.load is None:
-        hf = small_model(config.model, vocab_size=512)
-    else:
-        hf = load_config(str(local_directory(config.model.load)))
-    check_model(hf, config.parallel)
-    check_engine(config, hf)
-    if torch.cuda.is_available():
-        setting = Setting.from_config(config, distributed.world_size())
-        check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])
+    check_model_and_engine(config)
     lock, checkpoint = claim(config)
-    values = config.to_dict()
-    if checkpoint and all(
-        checkpoint.config[section] == values[section] for section in ("environment", "evaluation")
-    ):
-        references = {
-            name: Baselines(**saved) for name, saved in checkpoint.state["references"].items()
-        }
-    else:
-        references = {
-            name: reference_players(
-                config.environment, name, boards[name], config.evaluation.eval_prompts
-            )
-            for name in config.environment.shares
-        }
+    references = known_references(config, checkpoint) or {
+        name: reference_players(
+            config.environment, name, boards[name], config.evaluation.eval_prompts
+        )
+        for name in names
+    }
     logger = RunLogger(
         config.run_directory,
         is_writer=distributed.is_main(),
@@ -94,19 +81,53 @@ def build(config: StarPOConfig) -> Run:
         resume=config.checkpoint.resume,
         overwrite=config.logging.overwrite,
     )
-    logger.write_config(values)
+    logger.write_config(config.to_dict())
     distributed.barrier()
     console = Console(is_writer=distributed.is_main(), num_steps=config.train.num_steps)
 
+    base = base_directory(config)
+    hf = load_config(str(base))
+    renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    start = Start(base, None)
     if config.model.load is None:
-        start = config.run_directory / BASE
-        if distributed.is_main() and not is_complete(start):
-            write_small_model(config, start)
-        distributed.barrier()
+        start = find_warm_start(config) or warm_start(config, hf, groups, renderer, console)
+    if config.model.critic_load:
+        start = start._replace(critic=local_directory(config.model.critic_load))
+
+    timers = Timers()
+    placement = Colocated(config.parallel.offload, timers.timed)
+    policy, critic = build_models(config, hf, groups, start, placement)
+    console.say(f"model: {precision.describe(policy.module.config)}")
+    run = Run(
+        config=config,
+        policy=policy,
+        critic=critic,
+        engine=build_engine(config, hf),
+        renderer=renderer,
+        tasks=TaskSampler(config),
+        boards=boards,
+        references=references,
+        logger=logger,
+        console=console,
+        placement=placement,
+        timers=timers,
+        lock=lock,
+    )
+    if checkpoint:
+        run.restore(checkpoint)  # the policy's first weights stay as the reference policy
     else:
-        start = local_directory(config.model.load)
-    hf = load_config(str(start))
-    renderer = ChatRenderer(load_tokenizer(str(start)), think=config.environment.think)
+        run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
+    return run
+
+
+def build_models(
+    config: StarPOConfig,
+    hf: PretrainedConfig,
+    groups: ProcessGroupCollection,
+    start: Start,
+    placement: Placement,
+) -> tuple[MegatronPolicy, MegatronCritic | None]:
+    """Policy and critic with the weights that training starts from."""
     policy = MegatronPolicy(
         hf,
         groups,
@@ -116,40 +137,39 @@ def build(config: StarPOConfig) -> Run:
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
     )
-    console.say(f"model: {precision.describe(policy.module.config)}")
-    phases = PhaseMachine(config.parallel.offload)
-    phases.add(ACTOR, policy.trainer.memory)
-    engine = build_engine(config, hf)
-    critic = None
-    if config.advantage.uses_critic:
-        critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
-        phases.add(CRITIC, critic.trainer.memory)
-    run = Run(
-        config,
-        policy,
-        critic,
-        engine,
-        renderer,
-        TaskSampler(config),
-        boards,
-        references,
-        logger,
-        console,
-        lock,
-        phases=phases,
-    )
-    critic_start = config.model.critic_load and local_directory(config.model.critic_load)
-    if config.model.load is None:
-        start, warm_critic = find_warm_start(run) or warm_start(run, start)
-        critic_start = critic_start or warm_critic
-    policy.load_weights(CheckpointReader(start))
-    if critic:
-        critic.load_weights(CheckpointReader(critic_start or start))
-    if checkpoint:
-        run.restore(checkpoint)  # the policy's first weights stay as the reference policy
-    else:
-        run.record_warm_start(run.evaluate(0))
-    return run
+    policy.load_weights(CheckpointReader(start.policy))
+    placement.add(ACTOR, policy.trainer.memory)
+    if not config.advantage.uses_critic:
+        return policy, None
+    critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
+    critic.load_weights(CheckpointReader(start.critic or start.policy))
+    placement.add(CRITIC, critic.trainer.memory)
+    return policy, critic
+
+
+def base_directory(config: StarPOConfig) -> Path:
+    """The model directory with configuration and tokenizer: what --load names, else that of the
+    small model, which is written if it is not there. Collective.
+    """
+    if config.model.load is not None:
+        return local_directory(config.model.load)
+    base = config.run_directory / BASE
+    if distributed.is_main() and not is_complete(base):
+        write_small_model(config, base)
+    distributed.barrier()
+    return base
+
+
+def known_references(
+    config: StarPOConfig, checkpoint: Checkpoint | None
+) -> dict[str, Baselines] | None:
+    """The reference players of a checkpoint that was made under the same rules of play."""
+    values = config.to_dict()
+    if checkpoint is None or any(
+        checkpoint.config[section] != values[section] for section in ("environment", "evaluation")
+    ):
+        return None
+    return {name: Baselines(**saved) for name, saved in checkpoint.state["references"].items()}
 
 
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
@@ -191,8 +211,13 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
     return SGLangEngine(hf, settings, group=group, transfer=transfer)
 
 
-def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
-    """Raise ValueError where the engine could not serve this model on this machine."""
+def check_model_and_engine(config: StarPOConfig) -> None:
+    """Raise ValueError where trainer or engine could not take this model on this machine."""
+    if config.model.load is None:
+        hf = small_model(config.model, vocab_size=512)
+    else:
+        hf = load_config(str(local_directory(config.model.load)))
+    check_model(hf, config.parallel)
     tp = config.rollout.rollout_tensor_parallel_size
     num_engines(config)
     head_rows(hf, 0, tp)
@@ -203,10 +228,13 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
         if capability is None or capability < (8, 9):
             here = "none" if capability is None else "one of {}.{}".format(*capability)
             raise ValueError(
-                "rollout_fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), and"
-                f" here is {here}; drop --rollout-fp8"
+                "rollout_fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), and here"
+                f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
+    if torch.cuda.is_available():
+        setting = Setting.from_config(config, distributed.world_size())
+        check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])
 
 
 def num_engines(config: StarPOConfig) -> int:

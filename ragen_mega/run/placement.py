@@ -1,9 +1,10 @@
-"""Who has the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN. At each edge models leave or come back,
-and memory is recorded.
+"""Who has the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN, stated by the loop, done and recorded here.
 
-TRAIN   the trainer's models compute; the engine sleeps.
-SYNC    the policy's weights pass to the engine, which has taken memory for weights; all else of the trainer is away.
-ROLLOUT the weights have been sent and leave too, before the engine takes the memory of its key-value cache.
+TRAIN    the trainer's models compute; the engine sleeps.
+SYNC     the policy's weights pass to the engine, which has taken memory for weights; all else of
+         the trainer is away.
+ROLLOUT  the weights are there and leave the trainer too; then the engine takes the memory of its
+         key-value cache.
 
 Where an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT come once more.
 """
@@ -11,10 +12,10 @@ Where an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT c
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import Protocol
 
 import psutil
 import torch
@@ -25,7 +26,6 @@ from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.report.metrics import Max
 from ragen_mega.rollout.engine import EngineError
 
-T = TypeVar("T")
 GIB = 2**30
 ACTOR, CRITIC = "actor", "critic"
 _MAX_REASON = 600
@@ -49,10 +49,7 @@ class Phase(enum.Enum):
 
 _LEGAL = {
     Phase.TRAIN: (Phase.SYNC,),
-    Phase.SYNC: (
-        Phase.ROLLOUT,
-        Phase.TRAIN,
-    ),  # back at once when a rollout is read from the disk, or on an error
+    Phase.SYNC: (Phase.ROLLOUT, Phase.TRAIN),  # the latter on an error
     Phase.ROLLOUT: (Phase.TRAIN, Phase.SYNC),
 }
 
@@ -61,19 +58,43 @@ class OutOfMemory(EngineError):
     """Trainer and engine do not fit on the device together."""
 
 
-class PhaseMachine:
-    """Moves models between device and host as `mode` says, and records the memory of this rank at
-    each edge.
+class Placement(Protocol):
+    """What the loop says about devices, wherever engines and trainer are."""
+
+    def add(self, name: str, memory: Offloadable) -> None:
+        """Take care of a model."""
+        ...
+
+    def handover(self) -> AbstractContextManager[None]:
+        """SYNC inside, TRAIN afterwards."""
+        ...
+
+    def enter(self, phase: Phase) -> None:
+        """Go to the next phase. Raises RuntimeError if it is not the next one."""
+        ...
+
+    def take_ledger(self) -> dict[str, Max]:
+        """Memory at the edges since the last call. Collective."""
+        ...
+
+
+class Colocated:
+    """Engines and trainer share the devices, in turns: models move between device and host as
+    `mode` says.
 
     `none`: nothing moves. `rollout`: all leave for rollouts. `turns`: furthermore actor and critic
     are on the device one at a time, each brought back by its next use.
     """
 
-    def __init__(self, mode: OffloadMode = "none") -> None:
-        self.phase = Phase.TRAIN
-        self.timed: Callable[[str], AbstractContextManager[None]] = nullcontext
+    def __init__(
+        self,
+        mode: OffloadMode = "none",
+        timed: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """`timed(name)` measures what is done inside it."""
-        self._mode = mode
+        self.phase = Phase.TRAIN
+        self.mode = mode
+        self._timed = timed
         self._models: dict[str, Offloadable] = {}
         self._ledger: dict[str, float] = {}
 
@@ -83,14 +104,13 @@ class PhaseMachine:
         """
         memory.name = name
         self._models[name] = memory
-        if self._mode == "turns":
+        if self.mode == "turns":
             memory.bring_back = partial(self._take_turn, name)
             memory.offload()
 
     @contextmanager
     def handover(self) -> Iterator[None]:
-        """SYNC inside, ROLLOUT once `until_sent` has sent all, TRAIN afterwards. The engine wakes
-        and sleeps inside.
+        """SYNC inside, TRAIN afterwards; `enter(Phase.ROLLOUT)` once the weights are sent.
 
         Raises OutOfMemory, in one line, if the engine or the trainer finds too little memory.
         """
@@ -111,29 +131,17 @@ class PhaseMachine:
             if not is_full:
                 self.enter(Phase.TRAIN)
 
-    def until_sent(self, weights: Iterable[T]) -> Iterator[T]:
-        """The stream of weights unchanged. At its end ROLLOUT begins: whoever takes it may then use
-        their memory.
-
-        In the middle of a ROLLOUT the weights come back when the first of them is asked for.
-        """
-        if self.phase is Phase.ROLLOUT:
-            self.enter(Phase.SYNC)
-        yield from weights
-        self.enter(Phase.ROLLOUT)
-
     def enter(self, phase: Phase) -> None:
         """Go to the next phase. Raises RuntimeError if it is not the next one."""
         if phase not in _LEGAL[self.phase]:
             legal = " or ".join(after.name for after in _LEGAL[self.phase])
             raise RuntimeError(
-                f"after {self.phase.name} comes {legal}, not {phase.name}; use handover() and"
-                " until_sent()"
+                f"after {self.phase.name} comes {legal}, not {phase.name}; see `handover`"
             )
-        with self.timed("handover"), self._explained():
+        with self._timed("handover"), self._explained():
             self._record(f"{self.phase.value}_end")
             self.phase = phase
-            if self._mode != "none":
+            if self.mode != "none":
                 self._move()
             self._record(phase.value)
 
@@ -156,7 +164,7 @@ class PhaseMachine:
             self._models[ACTOR].restore("parameters")
         elif self.phase is Phase.ROLLOUT:
             self._models[ACTOR].offload()
-        elif self._mode == "rollout":
+        elif self.mode == "rollout":
             for memory in self._models.values():
                 memory.restore()
 
@@ -167,7 +175,7 @@ class PhaseMachine:
                 f"{' and '.join(kinds)} of the {name} are away in phase {self.phase.name}; use them"
                 " in TRAIN"
             )
-        with self.timed("handover"), self._explained():
+        with self._timed("handover"), self._explained():
             for other, memory in self._models.items():
                 if other != name:
                     memory.offload()
@@ -200,7 +208,7 @@ class PhaseMachine:
                 for name, memory in self._models.items()
             )
             device = ", ".join(f"{name} {_gib(size)}" for name, size in device_memory().items())
-            remedy = "set --offload rollout, or " if self._mode == "none" else ""
+            remedy = "set --offload rollout, or " if self.mode == "none" else ""
             raise OutOfMemory(
                 f"out of memory in phase {self.phase.name} (rank {distributed.rank()}: {device}; of"
                 f" it models: {held or 'none'}); {remedy}lower --kv-cache-tokens,"

@@ -1,19 +1,24 @@
-"""One run: the objects that the loop works with, and what happens around a step - rollout,
-evaluation, files.
+"""One run: the objects that the loop works with, and what happens around a step - rollout files,
+evaluation, checkpoints, the log.
 """
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TextIO
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
 
 import torch
+from torch import Tensor
 
+from ragen_mega import __version__
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor
 from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.config import StarPOConfig
@@ -30,30 +35,41 @@ from ragen_mega.models.huggingface import save_huggingface
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
-from ragen_mega.rollout.all_ranks import count_engines, engine_metrics
-from ragen_mega.rollout.engine import Interrupted, RolloutEngine
+from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
+from ragen_mega.rollout.collector import PlaySettings
+from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, evaluate, mean_references
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.summary import summarize
+from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.guards import FAULTS, UpdateGuard
-from ragen_mega.run.placement import PhaseMachine
-from ragen_mega.run.rollouts import (
-    DurableRollouts,
-    fingerprint,
-    report_environment_errors,
-    sample,
-)
+from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
-from ragen_mega.run.timers import Throughput
+from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
+from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 
 FINAL_EXPORT = "huggingface"
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+Origin = dict[str, Any]
+"""Everything that a rollout depends on, as JSON takes it."""
+
+
+class Learner(Protocol):
+    """What takes optimizer steps: the actor or the critic."""
+
+    def update(self, minibatch: TokenBatch) -> dict[str, float]:
+        """One optimizer step; returns its metrics. Collective."""
+        ...
 
 
 @dataclass
 class Run:
-    """Everything that `train.train` uses. Methods that play or compute are collective."""
+    """Everything that `train.starpo` uses. Methods that play or compute are collective.
+
+    As a context manager it ends the run: with a checkpoint where it was interrupted, and with its
+    files closed and its engine stopped in any case.
+    """
 
     config: StarPOConfig
     policy: MegatronPolicy
@@ -65,92 +81,153 @@ class Run:
     references: dict[str, Baselines]
     logger: RunLogger
     console: Console
+    placement: Placement
+    timers: Timers
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
-    phases: PhaseMachine = field(default_factory=PhaseMachine)
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     started: float = field(default_factory=time.monotonic)
-    throughput: Throughput = field(default_factory=Throughput)
     stop: StopSignal = field(default_factory=StopSignal)
-    _weights: str = ""  # fingerprint of what the rollout of this step is sampled from
-    _is_recalled: bool = False  # the rollout of this step was read from the disk
-    _evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _best_success: float | None = None
+    warm_start: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the policy could do before reinforcement learning, by environment."""
+    best_success: float | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    """What the run came to; empty until it has finished."""
 
     def __post_init__(self) -> None:
-        self.phases.timed = self.throughput.phase
-        keep = self.config.checkpoint
+        config, directory = self.config, self.logger.directory
         self.checkpoints = CheckpointWriter(
-            self.logger.directory / CHECKPOINTS,
-            self.config.to_dict(),
-            keep_last=keep.keep_last,
-            keep_best=keep.keep_best,
+            directory / CHECKPOINTS,
+            config.to_dict(),
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
         )
-        self.rollouts = DurableRollouts(self.logger.directory, self.config)
-        self.faults = UpdateGuard(
-            self.logger.directory / FAULTS,
-            max_consecutive=self.config.train.max_nonfinite_updates,
+        self.rollouts = RolloutStore(directory / ROLLOUTS)
+        self.guard = UpdateGuard(
+            directory / FAULTS,
+            max_consecutive=config.train.max_nonfinite_updates,
             report=self.console.say,
         )
-        self.trainers = {"actor": self.policy.trainer} | (
-            {"critic": self.critic.trainer} if self.critic else {}
-        )
+        self.trainers = {"actor": self.policy.trainer}
+        if self.critic:
+            self.trainers["critic"] = self.critic.trainer
 
     def steps(self) -> range:
         """The steps that are left."""
         return range(self.step, self.config.train.num_steps)
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def timed(self, name: str) -> AbstractContextManager[None]:
         """Time a part of the step; its seconds are logged as time/<name>."""
-        return self.throughput.phase(name)
+        return self.timers.timed(name)
 
-    def handover(self) -> AbstractContextManager[None]:
-        """The device passes to the engine for the rollout of a step, and back. Collective."""
-        with self.phase("rollout_files"):
-            self._weights = fingerprint(self.policy.local_weights())  # before they leave the device
-        return self.phases.handover()
+    # Rollouts, and their files
 
-    def send_weights(self, *, again: bool = False) -> None:
-        """The policy's weights go to the engine; `again` in the middle of a rollout, if an engine
-        has lost them. Collective.
-        """
-        weights = self.phases.until_sent(self.policy.export_weights(self.engine.shard))
-        self.engine.load_weights(weights, again=again)
+    def origin(self, step: int) -> Origin:
+        """What the rollout of a step depends on; two with the same origin are the same."""
+        values = self.config.to_dict()
+        tasks = self.tasks.sample(step)
+        played = [
+            (t.group_id, t.environment, t.seed, t.outcome_seed, t.board)
+            for group in tasks
+            for t in group
+        ]
+        with self.timed("rollout_files"):
+            weights = fingerprint(self.policy.local_weights())
+        return {
+            "weights": weights,
+            "weight_version": self.engine.weight_version + 1,
+            "tasks": hashlib.sha256(repr(played).encode()).hexdigest(),
+            "environment": values["environment"],
+            "rollout": values["rollout"],
+            "seed": self.config.train.seed,
+            "versions": {name: version(name) for name in ("torch", "transformers")}
+            | {"ragen_mega": __version__},
+        }
 
-    def collect(self, step: int) -> list[TrajectoryGroup]:
-        """The rollout of a step, which is on the disk when this returns: sampled, or read if a run
-        repeats the step.
+    def recall(self, step: int, origin: Origin) -> list[TrajectoryGroup] | None:
+        """The groups that an earlier process sampled for this step, None if it did not."""
+        with self.timed("rollout_files"):
+            groups = on_main(lambda: self.rollouts.recall(step, origin, self.console.say))
+        if groups is not None:
+            self.engine.weight_version += 1  # those that sampled them
+            self.console.say(f"step {step}: repeated from the rollout in {self.rollouts.directory}")
+        return groups
 
-        Raises Interrupted if the run is to stop, EngineError if sampling failed on any rank,
-        OSError for a full disk.
+    def sample(self, step: int) -> list[TrajectoryGroup]:
+        """Play the tasks of a step with an engine that has the policy's weights.
+
+        Raises, on all ranks alike, Interrupted if the run is to stop, FloatingPointError if the
+        weights have diverged, and EngineError if the rollout fails on any rank for another reason.
         """
         tasks = self.tasks.sample(step)
-        with self.phase("rollout_files"):
-            origin = self.rollouts.origin(tasks, self._weights, self.engine.weight_version)
-            groups = self.rollouts.recall(step, origin, self.console.say)
-        self._is_recalled = groups is not None
-        if groups is None:
-            send = partial(self.send_weights, again=True)
-            groups = sample(
-                self.engine,
-                self.renderer,
-                tasks,
-                self.config,
-                self.console,
-                self.stop,
-                send_again=send,
-            )
-            with self.phase("rollout_files"):
-                self.rollouts.write(step, groups, origin)
-        else:
-            self.console.say(
-                f"step {step}: repeated from the rollout in {self.rollouts.store.directory}"
-            )
-        report_environment_errors(step, groups, self.console.say)
+        num_tasks = sum(len(group) for group in tasks)
+        failure = None
+        with self.console.progress("rollout", num_tasks // count_engines(self.engine)) as progress:
+
+            def advance() -> None:
+                progress.advance()
+                self.stop.interrupt()
+
+            try:
+                groups = collect_on_all_ranks(
+                    self.engine,
+                    self.renderer,
+                    tasks,
+                    self._play_settings(self.config.rollout.temperature, self.config.train.seed),
+                    advance=advance,
+                    send_again=self.send_weights_again,
+                )
+            except (EngineError, FloatingPointError) as error:
+                failure = error
+        self.stop_if_asked()
+        if failure is not None:
+            raise failure
+        self.timers.sampled_tokens = sum(
+            trajectory.num_sampled_tokens for group in groups for trajectory in group.trajectories
+        )
         return groups
+
+    def keep(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:
+        """Put a rollout on the disk and delete those that are not to be kept.
+
+        Raises OSError on all ranks for a full disk.
+        """
+        newest = self.config.checkpoint.keep_rollouts
+
+        def write() -> None:
+            self.rollouts.write(step, groups, origin)
+            if newest is None:
+                self.rollouts.prune(min(self.checkpoints.steps(), default=0))
+            elif newest:
+                self.rollouts.prune(step + 1 - newest)
+
+        with self.timed("rollout_files"):
+            on_main(write)
+
+    def send_weights_again(self) -> None:
+        """In the middle of a rollout: an engine has lost its weights, and all ranks hold a part."""
+        self.engine.pause()
+        self.placement.enter(Phase.SYNC)
+        self.engine.load_weights(self.policy.export_weights(self.engine.shard), again=True)
+        self.placement.enter(Phase.ROLLOUT)
+        self.engine.start()
+
+    def _play_settings(self, temperature: float, seed: int) -> PlaySettings:
+        rollout = self.config.rollout
+        return PlaySettings(
+            max_response_length=rollout.max_response_length,
+            max_context_length=rollout.max_context_length,
+            temperature=temperature,
+            seed=seed,
+            environment_timeout=self.config.environment.environment_timeout,
+        )
+
+    # The parts of a step
 
     def summarize(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
+        if errors := describe_errors(groups):
+            self.console.say(f"step {self.step}: {errors}")
         return summarize(groups) | mean_references(self.references, self.config.environment.shares)
 
     def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -163,20 +240,20 @@ class Run:
             keep_zero=config.filter_keep_zero,
         )
 
-    def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
-        """The minibatches of a step, the same on every rank.
+    def learners(self, step: int) -> dict[str, Learner]:
+        """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
+        learners: dict[str, Learner] = {"critic": self.critic} if self.critic else {}
+        if step >= self.config.train.critic_warmup:
+            learners["actor"] = self.policy
+        return learners
 
-        Raises Interrupted if the run is to stop; once the first is out the step is finished, so
-        that it can be resumed exactly.
-        """
-        if self.stop.agreed():
-            raise Interrupted
+    def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
+        """The minibatches of a step, the same on every rank and at every call."""
         train = self.config.train
         generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
-        total = (
-            max(1, round(batch.num_trajectories / train.minibatch_size)) * train.updates_per_rollout
-        )
-        with self.console.phase("update", total) as progress:
+        total = max(1, round(batch.num_trajectories / train.minibatch_size))
+        self.timers.trained_tokens = batch.num_positions * train.updates_per_rollout
+        with self.console.progress("update", total * train.updates_per_rollout) as progress:
             for minibatch in minibatches(
                 batch,
                 train.minibatch_size,
@@ -184,8 +261,14 @@ class Run:
                 generator=generator,
             ):
                 yield minibatch
-                self.throughput.trained_tokens += minibatch.num_positions
                 progress.advance()
+
+    def stop_if_asked(self) -> None:
+        """Raise Interrupted, on all ranks, if any was asked to stop; what a step has updated by
+        then is whole, so that it can be resumed exactly.
+        """
+        if self.stop.agreed():
+            raise Interrupted
 
     def finish_step(self, step: int, metrics: Metrics) -> None:
         """Close a step: warnings, schedules, one row of metrics, evaluation and checkpoint when
@@ -194,9 +277,8 @@ class Run:
         self.advance(metrics)
         for warning in observe(self.monitor, metrics):
             self.console.say(f"step {step}: {warning}")
-        sampled = None if self._is_recalled else metrics.result()["rollout/sampled_tokens"]
-        self.throughput.close_step(metrics, sampled)
-        metrics.add("memory", self.phases.take_ledger())
+        self.timers.close_step(metrics)
+        metrics.add("memory", self.placement.take_ledger())
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if not is_last and interval and (step + 1) % interval == 0:
@@ -213,8 +295,7 @@ class Run:
         self.step = step + 1
         if not is_last and self._is_checkpoint_due(success):
             self.save(success)
-        if self.stop.agreed():
-            raise Interrupted
+        self.stop_if_asked()
 
     def advance(self, metrics: Metrics) -> None:
         """What every step ends with, also one that is only replayed: the schedules, and the number
@@ -222,33 +303,33 @@ class Run:
         """
         for trainer in self.trainers.values():
             trainer.schedule.step(1)
-        metrics.add("update", nonfinite=self.faults.take_count())
+        metrics.add("update", nonfinite=self.guard.take_count())
 
     def evaluate(
         self, step: int, metrics: Metrics | None = None, samples: int = 1
     ) -> dict[str, EvaluationResult]:
         """Evaluate every trained environment on its held-out boards under the current weights."""
-        config, rollout = self.config.evaluation, self.config.rollout
+        config = self.config.evaluation
         num_episodes = config.eval_prompts * samples // count_engines(self.engine)
         results = {}
-        with self.phases.handover(), self.engine.awake():
-            self.send_weights()
+        with self.placement.handover(), self.engine.awake():
+            self.engine.load_weights(self.policy.export_weights(self.engine.shard))
+            self.placement.enter(Phase.ROLLOUT)
+            self.engine.start()
             for name in self.config.environment.shares:
-                with self.console.phase(f"evaluate {name}", num_episodes) as progress:
+                with self.console.progress(f"evaluate {name}", num_episodes) as progress:
                     results[name] = evaluate(
                         self.engine,
                         self.renderer,
                         self.config.environment,
                         name,
+                        self._play_settings(config.eval_temperature, seed=0),
                         boards=self.boards[name],
                         num_prompts=config.eval_prompts,
                         samples_per_prompt=samples,
-                        temperature=config.eval_temperature,
-                        max_tokens=rollout.max_response_length,
-                        max_context=rollout.max_context_length,
                         reference=self.references[name],
                         advance=progress.advance,
-                        send_again=partial(self.send_weights, again=True),
+                        send_again=self.send_weights_again,
                     )
         for name, result in results.items():
             suffix = "" if len(results) == 1 else f"_{name}"
@@ -258,6 +339,8 @@ class Run:
                 )
             self.console.say(f"step {step} {name}: {result}")
         return results
+
+    # The end, and what it can go on from
 
     def finish(self) -> None:
         """Evaluate, write the last checkpoint, export the policy for transformers, write the
@@ -273,21 +356,17 @@ class Run:
             self.policy.export_weights(),
             is_writer=distributed.is_main(),
         )
-        summary = {
+        self.summary = {
             "sets": results,
             "steps": self.step,
             "seconds": time.monotonic() - self.started,
-            **self.throughput.summary(),
-            "warm_start": self._evaluations,
+            **self.timers.summary(),
+            "warm_start": self.warm_start,
         }
-        on_main(lambda: self.logger.write_summary(summary))
+        on_main(lambda: self.logger.write_summary(self.summary))
         self.checkpoints.wait()
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
-
-    def record_warm_start(self, results: dict[str, EvaluationResult]) -> None:
-        """Keep what the policy could do before reinforcement learning; it goes into the summary."""
-        self._evaluations = {name: result.to_dict() for name, result in results.items()}
 
     def save(self, success: float | None = None) -> None:
         """Write a checkpoint in the background; `success` is that of an evaluation at this step.
@@ -296,18 +375,18 @@ class Run:
         if self.checkpoints.saved_step == self.step:
             return
         if self._is_best(success):
-            self._best_success = success
+            self.best_success = success
         state = {
             "monitor": self.monitor.state_dict(),
-            "totals": self.throughput.state_dict(),
+            "totals": self.timers.state_dict(),
             "seconds": time.monotonic() - self.started,
-            "warm_start": self._evaluations,
+            "warm_start": self.warm_start,
             "references": {name: asdict(reference) for name, reference in self.references.items()},
-            "best_success": self._best_success,
+            "best_success": self.best_success,
             "weight_version": self.engine.weight_version,
-            "nonfinite": self.faults.consecutive,
+            "nonfinite": self.guard.consecutive,
         }
-        with self.phase("checkpoint"):
+        with self.timed("checkpoint"):
             self.checkpoints.save(
                 self.step, partial(checkpoint.stage, trainers=self.trainers), state, success
             )
@@ -320,19 +399,34 @@ class Run:
         state = saved.state
         self.step = self.checkpoints.saved_step = saved.step
         self.monitor.load_state_dict(state["monitor"])
-        self.throughput.load_state_dict(state["totals"])
+        self.timers.load_state_dict(state["totals"])
         self.started = time.monotonic() - state["seconds"]
-        self._evaluations, self._best_success = state["warm_start"], state["best_success"]
+        self.warm_start, self.best_success = state["warm_start"], state["best_success"]
         self.engine.weight_version = state["weight_version"]
-        self.faults.consecutive = dict(state.get("nonfinite", {}))
+        self.guard.consecutive = dict(state.get("nonfinite", {}))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
-    def leave(self) -> NoReturn:
-        """End an interrupted run with a checkpoint."""
-        self.save()
-        self.checkpoints.wait()
-        self.console.say(f"stopped by SIGTERM after {self.step} steps; --resume goes on from there")
-        raise SystemExit(128 + signal.SIGTERM)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if isinstance(error, Interrupted):
+                self.save()
+                self.checkpoints.wait()
+                name = signal.Signals.SIGTERM.name
+                self.console.say(
+                    f"stopped by {name} after {self.step} steps; --resume goes on from there"
+                )
+            if isinstance(error, FloatingPointError):
+                raise FloatingPointError(f"{error}; {self.checkpoints.last()}") from error
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Stop the engine and flush all files; safe after any failure."""
@@ -347,8 +441,23 @@ class Run:
         return is_regular or (config.keep_best and self._is_best(success))
 
     def _is_best(self, success: float | None) -> bool:
-        return success is not None and (self._best_success is None or success > self._best_success)
+        return success is not None and (self.best_success is None or success > self.best_success)
 
 
 def _mean_success(results: dict[str, EvaluationResult]) -> float:
     return sum(result.success for result in results.values()) / len(results)
+
+
+def fingerprint(parameters: Iterable[Tensor]) -> str:
+    """A digest of the parameters of all ranks: of the sums of their bits, so that one pass over
+    them is all it costs.
+
+    Tells weights apart that training left different; it is no protection against forgery.
+    Collective.
+    """
+    sums = [
+        value.detach().view(_INTEGERS[value.element_size()]).sum(dtype=torch.int64)
+        for value in parameters
+    ]
+    local = torch.stack(sums).tolist() if sums else []
+    return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()

@@ -9,19 +9,21 @@ from contextlib import contextmanager
 from ragen_mega.report.metrics import Metrics, Sum
 
 
-class Throughput:
-    """Seconds of the phases of a step, tokens of a step, and the totals of a run."""
+class Timers:
+    """Seconds of the parts of a step, tokens of a step, and the totals of a run."""
 
     def __init__(self) -> None:
         self.totals = Metrics()
+        self.sampled_tokens = 0
+        """Of this step's rollout; 0 where it was not sampled but read from the disk."""
         self.trained_tokens = 0
-        """Positions that the updates of this step went through so far."""
+        """Positions that the updates of this step went through."""
         self._seconds: dict[str, float] = {}
         self._nested = 0.0
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step; its seconds, without those of phases inside it, are logged as
+    def timed(self, name: str) -> Iterator[None]:
+        """Time a part of the step; its seconds, without those of parts inside it, are logged as
         time/<name>.
         """
         start = time.monotonic()
@@ -33,28 +35,23 @@ class Throughput:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - self._nested
             self._nested = outside + elapsed
 
-    def close_step(self, metrics: Metrics, sampled_tokens: float | None) -> None:
-        """Add the step's seconds and rates to its metrics and begin the next step.
-
-        `sampled_tokens` is None for a rollout that was not sampled but read from the disk.
-        """
+    def close_step(self, metrics: Metrics) -> None:
+        """Add the step's seconds and rates to its metrics and begin the next step."""
         seconds = self._seconds
-        trained = seconds.get("advantages", 0.0) + seconds.get("update", 0.0)
+        training = seconds.get("advantages", 0.0) + seconds.get("update", 0.0)
         self.totals.add(
-            "total", train_seconds=Sum(trained), trained_tokens=Sum(self.trained_tokens)
+            "total", train_seconds=Sum(training), trained_tokens=Sum(self.trained_tokens)
         )
-        if sampled_tokens is not None:
-            rollout = seconds["rollout"] + seconds.get(
-                "sync", 0.0
-            )  # no token can be sampled without its weights
+        if self.sampled_tokens:  # no token can be sampled without its weights
+            rollout = seconds["rollout"] + seconds.get("sync", 0.0)
             self.totals.add(
-                "total", rollout_tokens=Sum(sampled_tokens), rollout_seconds=Sum(rollout)
+                "total", rollout_tokens=Sum(self.sampled_tokens), rollout_seconds=Sum(rollout)
             )
-            metrics.add("rollout", tokens_per_second=sampled_tokens / rollout)
+            metrics.add("rollout", tokens_per_second=self.sampled_tokens / rollout)
         if self.trained_tokens:
-            metrics.add("update", tokens_per_second=self.trained_tokens / trained)
+            metrics.add("update", tokens_per_second=self.trained_tokens / training)
         metrics.add("time", seconds, step=sum(seconds.values()))
-        self._seconds, self.trained_tokens = {}, 0
+        self._seconds, self.sampled_tokens, self.trained_tokens = {}, 0, 0
 
     def state_dict(self) -> dict[str, float]:
         """The totals."""

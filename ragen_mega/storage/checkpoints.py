@@ -187,6 +187,10 @@ class CheckpointWriter:
                 " another --output"
             )
 
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, newest first."""
+        return [int(path.name.removeprefix("step_")) for path in _published(self.directory)]
+
     def last(self) -> str:
         """What to say of the newest checkpoint when the run cannot go on. Collective: waits for one
         that is being written.

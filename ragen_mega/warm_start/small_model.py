@@ -4,11 +4,13 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
 from ragen_mega.algorithm.credit import estimate_advantages
@@ -17,11 +19,13 @@ from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import random_weights, save_huggingface
+from ragen_mega.report.console import Console
+from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
-from ragen_mega.run.run import Run
 from ragen_mega.warm_start.clone import fit, scripted_texts, scripted_trajectory
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -33,23 +37,28 @@ WARM_START_SEEDS = 100_000
 """First prompt seed of scripted play: above the evaluation sets, below training."""
 
 
+class Start(NamedTuple):
+    """Directories that training starts from; the critic's is the policy's where there is none."""
+
+    policy: Path
+    critic: Path | None
+
+
 def is_complete(directory: Path) -> bool:
     """Whether `save_huggingface` has finished there: the weights are its last file."""
     return (directory / "model.safetensors").exists()
 
 
-def find_warm_start(run: Run) -> tuple[Path, Path | None] | None:
-    """The directories that `warm_start` returned in an earlier process of this run, None if it did
-    not get that far.
-    """
-    has_critic = run.critic is not None and run.config.warm_start.warm_start_critic_steps > 0
-    policy, critic = (
-        run.config.run_directory / WARM_START,
-        run.config.run_directory / WARM_START_CRITIC,
-    )
-    if not is_complete(policy) or (has_critic and not is_complete(critic)):
-        return None
-    return policy, critic if has_critic else None
+def find_warm_start(config: StarPOConfig) -> Start | None:
+    """What `warm_start` made in an earlier process of this run, None if it did not get that far."""
+    critic = config.run_directory / WARM_START_CRITIC if _starts_critic(config) else None
+    start = Start(config.run_directory / WARM_START, critic)
+    made = [directory for directory in start if directory is not None]
+    return start if all(map(is_complete, made)) else None
+
+
+def _starts_critic(config: StarPOConfig) -> bool:
+    return config.advantage.uses_critic and config.warm_start.warm_start_critic_steps > 0
 
 
 def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
@@ -94,27 +103,34 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
 
 
-def warm_start(run: Run, start: Path) -> tuple[Path, Path | None]:
-    """Clone the scripted player from the model in `start`; returns the directories of policy and
-    critic. Collective.
+def warm_start(
+    config: StarPOConfig,
+    hf: PretrainedConfig,
+    groups: ProcessGroupCollection,
+    renderer: ChatRenderer,
+    console: Console,
+) -> Start:
+    """Clone the scripted player from the model in `base`. Collective.
 
     First turns come first: in a short context the facts of the state are found several times
     faster, and what is learned there carries over to later turns.
     """
-    config, warm = run.config, run.config.warm_start
+    warm = config.warm_start
     num_steps = warm.warm_start_first_turn_steps + warm.warm_start_steps
     student = MegatronPolicy(
-        run.policy.hf,
-        run.policy.groups,
+        hf,
+        groups,
         config.parallel,
-        _warm_start_schedule(config, num_steps),
+        _schedule(config, num_steps),
         config.loss,
         temperature=warm.warm_start_temperature,
     )
-    student.load_weights(CheckpointReader(start))
-    first_turns = _scripted_trajectories(run, 4 * warm.warm_start_trajectories, max_turns=1)
-    episodes = _scripted_trajectories(run, warm.warm_start_trajectories, max_turns=None)
-    with run.console.phase("warm start", num_steps) as progress:
+    student.load_weights(CheckpointReader(config.run_directory / BASE))
+    first_turns = scripted_play(
+        config, renderer, console, 4 * warm.warm_start_trajectories, max_turns=1
+    )
+    episodes = scripted_play(config, renderer, console, warm.warm_start_trajectories)
+    with console.progress("warm start", num_steps) as progress:
 
         def report(metrics: dict[str, float]) -> None:
             student.trainer.schedule.step(1)
@@ -132,35 +148,36 @@ def warm_start(run: Run, start: Path) -> tuple[Path, Path | None]:
                 seed=config.train.seed,
                 report=report,
             )
-    directory = config.run_directory / WARM_START
-    save_huggingface(
-        directory,
-        student.hf,
-        run.renderer.tokenizer,
-        student.export_weights(),
-        is_writer=distributed.is_main(),
-    )
-    distributed.barrier()
-    if run.critic is None or warm.warm_start_critic_steps == 0:
-        return directory, None
-    return directory, warm_start_critic(run, directory, episodes)
+    start = Start(config.run_directory / WARM_START, None)
+    _export(start.policy, hf, renderer, student.export_weights())
+    if not _starts_critic(config):
+        return start
+    critic = warm_start_critic(config, hf, groups, console, start.policy, episodes)
+    start = start._replace(critic=config.run_directory / WARM_START_CRITIC)
+    _export(start.critic, hf, renderer, critic.export_weights())
+    return start
 
 
-def warm_start_critic(run: Run, start: Path, episodes: Sequence[Trajectory]) -> Path:
+def warm_start_critic(
+    config: StarPOConfig,
+    hf: PretrainedConfig,
+    groups: ProcessGroupCollection,
+    console: Console,
+    start: Path,
+    episodes: Sequence[Trajectory],
+) -> MegatronCritic:
     """Regress a critic with the weights in `start` to the returns of scripted episodes, which the
-    clone would earn too.
-
-    Returns its directory. Collective.
+    clone would earn too. Collective.
     """
-    config, warm = run.config, run.config.warm_start
-    schedule = _warm_start_schedule(config, warm.warm_start_critic_steps)
+    warm = config.warm_start
+    schedule = _schedule(config, warm.warm_start_critic_steps)
     loss = replace(config.loss, value_clip=None)
-    critic = MegatronCritic(run.policy.hf, run.policy.groups, config.parallel, schedule, loss)
+    critic = MegatronCritic(hf, groups, config.parallel, schedule, loss)
     critic.load_weights(CheckpointReader(start))
     batch = pack(episodes)
     batch = batch.with_fields(values=torch.zeros(batch.num_positions))
     batch = estimate_advantages(batch, episodes, replace(config.advantage, lam=1.0, turn_lam=None))
-    with run.console.phase("warm start of the critic", warm.warm_start_critic_steps) as progress:
+    with console.progress("warm start of the critic", warm.warm_start_critic_steps) as progress:
 
         def report(metrics: dict[str, float]) -> None:
             critic.trainer.schedule.step(1)
@@ -174,19 +191,54 @@ def warm_start_critic(run: Run, start: Path, episodes: Sequence[Trajectory]) -> 
             seed=config.train.seed,
             report=report,
         )
-    directory = config.run_directory / WARM_START_CRITIC
-    save_huggingface(
-        directory,
-        run.policy.hf,
-        run.renderer.tokenizer,
-        critic.export_weights(),
-        is_writer=distributed.is_main(),
-    )
+    return critic
+
+
+def scripted_play(
+    config: StarPOConfig,
+    renderer: ChatRenderer,
+    console: Console,
+    count: int,
+    *,
+    max_turns: int | None = None,
+) -> list[Trajectory]:
+    """The warm start's data, each rank writing its part; the same list, in the same order, on every
+    rank and on any number of them.
+    """
+    names, world_size = list(config.environment.shares), distributed.world_size()
+    mine = range(distributed.rank(), count, world_size)
+    written: dict[int, Trajectory] = {}
+    with console.progress("scripted play", len(mine)) as progress:
+        for index in mine:
+            name = names[index % len(names)]
+            written[index] = scripted_trajectory(
+                episode_maker(config.environment, name)(),
+                renderer,
+                name,
+                WARM_START_SEEDS + index,
+                skill=config.warm_start.warm_start_skill,
+                max_turns=max_turns,
+            )
+            progress.advance()
+    everything = {
+        index: trajectory
+        for part in distributed.gather_objects(written)
+        for index, trajectory in part.items()
+    }
+    return [everything[index] for index in range(count)]
+
+
+def _export(
+    directory: Path,
+    hf: PretrainedConfig,
+    renderer: ChatRenderer,
+    weights: Iterable[tuple[str, Tensor]],
+) -> None:
+    save_huggingface(directory, hf, renderer.tokenizer, weights, is_writer=distributed.is_main())
     distributed.barrier()
-    return directory
 
 
-def _warm_start_schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
+def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
     """The optimizer's settings of a stage of the warm start."""
     return replace(
         config.train,
@@ -199,25 +251,3 @@ def _warm_start_schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
         adam_beta2=0.99,
         adam_eps=1e-8,
     )
-
-
-def _scripted_trajectories(run: Run, count: int, *, max_turns: int | None) -> list[Trajectory]:
-    """The warm start's data, each rank writing its part; the same list on every rank."""
-    config, warm = run.config.environment, run.config.warm_start
-    shares = config.shares
-    with run.console.phase("scripted play", count // distributed.world_size()) as progress:
-        mine = []
-        for index in range(distributed.rank(), count, distributed.world_size()):
-            name = list(shares)[index % len(shares)]
-            mine.append(
-                scripted_trajectory(
-                    episode_maker(config, name)(),
-                    run.renderer,
-                    name,
-                    WARM_START_SEEDS + index,
-                    skill=warm.warm_start_skill,
-                    max_turns=max_turns,
-                )
-            )
-            progress.advance()
-    return [trajectory for part in distributed.gather_objects(mine) for trajectory in part]

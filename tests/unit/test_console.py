@@ -80,7 +80,7 @@ def test_other_ranks_are_silent():
     console.say("x")
     console.step(0, METRICS)
     console.evaluations("x", {})
-    with console.phase("rollout", total=3) as phase:
+    with console.progress("rollout", total=3) as phase:
         phase.advance(2)
         assert phase.done == 2
     assert output.getvalue() == ""
@@ -89,7 +89,7 @@ def test_other_ranks_are_silent():
 def test_without_a_terminal_a_phase_prints_plain_lines_and_not_too_many():
     output, now = io.StringIO(), [0.0]
     console = Console(is_writer=True, num_steps=1, file=output, clock=lambda: now[0])
-    with console.phase("warm start", total=100) as phase:
+    with console.progress("warm start", total=100) as phase:
         for step in range(100):
             now[0] += 0.3
             phase.advance(note=f"loss {step}")
@@ -103,13 +103,13 @@ def test_without_a_terminal_a_phase_prints_plain_lines_and_not_too_many():
 def test_a_terminal_gets_bars_also_nested_ones_and_they_leave_no_trace():
     output = Terminal()
     console = Console(is_writer=True, num_steps=1, file=output)
-    with console.phase("rollout", total=4) as rollout, console.phase("update") as update:
+    with console.progress("rollout", total=4) as rollout, console.progress("update") as update:
         rollout.advance(3)
         update.advance(note="loss 0.5")
         console.say("above [the] bars")
     text = output.getvalue()
     assert "rollout" in text and "above [the] bars" in text and "\x1b[" in text
-    with console.phase("update"):
+    with console.progress("update"):
         pass
     # Each display hides the cursor once, the nested bar shares its parent's, and none is left
     # running.
@@ -118,9 +118,9 @@ def test_a_terminal_gets_bars_also_nested_ones_and_they_leave_no_trace():
 
 def test_an_error_in_a_phase_ends_its_bar():
     console = Console(is_writer=True, num_steps=1, file=Terminal())
-    with pytest.raises(KeyError), console.phase("rollout"):
+    with pytest.raises(KeyError), console.progress("rollout"):
         raise KeyError
-    with console.phase("rollout"):  # a second live display would be refused while the first is on
+    with console.progress("rollout"):  # a second live display would be refused while the first is on
         pass
 
 

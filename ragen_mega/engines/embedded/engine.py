@@ -107,6 +107,12 @@ class EmbeddedEngine:
         )
         self.weight_version += not again
 
+    def start(self) -> None:
+        """Nothing to do: the cache is there as long as the engine is awake."""
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
     ) -> Completion:
