@@ -31,7 +31,8 @@ def starpo(run: Run) -> None:
 
         # Rollout: from each of P initial states sample N trajectories of at most K turns. The
         # engine takes the policy's weights while all else of the trainer is away, then the device.
-        origin = run.origin(step)
+        tasks = run.tasks.sample(step)
+        origin = run.origin(tasks)
         groups = run.recall(step, origin)  # what an earlier process sampled under these weights
         if groups is None:
             with run.timed("rollout"), run.placement.handover(), engine.awake():
@@ -39,7 +40,7 @@ def starpo(run: Run) -> None:
                     engine.load_weights(policy.export_weights(engine.shard))
                     run.placement.enter(Phase.ROLLOUT)
                     engine.start()
-                groups = run.sample(step)
+                groups = run.sample(tasks)
             run.keep(step, origin, groups)
             metrics.add("time", policy.sync_metrics())
         metrics.add("rollout", run.summarize(groups))

@@ -18,7 +18,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from ragen_mega.storage.rollout_store import ROLLOUTS, RolloutStore, StoredRollout
+from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, StoredRollout
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "examples" / "pretrain_starpo.sh"

@@ -1,7 +1,8 @@
 """Repeat a step of a run from its files and compare with what the run logged.
 
-    python tools/replay.py --run runs/NAME --step 12 --json out.json torchrun --nproc-per-node 2 --
-    tools/replay.py --run runs/NAME --step 12 --tensor-model-parallel-size 2
+    python tools/replay.py --run runs/NAME --step 12 --json out.json
+    torchrun --nproc-per-node 2 -- tools/replay.py --run runs/NAME --step 12 \\
+        --tensor-model-parallel-size 2
 
 (`--`, because torchrun would take --run for one of its own flags.)
 
@@ -28,10 +29,7 @@ from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.reference_players import Baselines
-from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console, fail
 from ragen_mega.report.metrics import (
@@ -44,10 +42,13 @@ from ragen_mega.report.metrics import (
 )
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.run import Run
+from ragen_mega.run.build import build_models
+from ragen_mega.run.placement import Colocated
+from ragen_mega.run.run import Origin, Run
+from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
-from ragen_mega.train import train
-from ragen_mega.warm_start.small_model import BASE, find_warm_start
+from ragen_mega.train import starpo
+from ragen_mega.warm_start.small_model import BASE, Start, find_warm_start
 
 STAGES = ("rollout/", "filter/", "mismatch/", "critic/", "actor/", "update/")
 EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, not of the step
@@ -56,18 +57,19 @@ EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, no
 class Replay(Run):
     """A run whose rollouts come from the disk, which ends after one step and writes nothing."""
 
+    last_step = 0
+    replayed: dict[str, float]
+    """The metrics of the last step."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.faults.directory = None
-        self.last_step = 0
-        self.replayed: dict[str, float] = {}
-        """The metrics of the last step."""
+        self.guard.directory = None
 
     def steps(self) -> range:
         return range(self.step, self.last_step + 1)
 
-    def collect(self, step: int) -> list[TrajectoryGroup]:
-        store = self.rollouts.store
+    def recall(self, step: int, origin: Origin) -> list[TrajectoryGroup]:
+        store = self.rollouts
 
         def read() -> list[TrajectoryGroup]:
             try:
@@ -94,7 +96,7 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
     config = read_config(arguments)
     logged = read_row(config.run_directory / METRICS_FILE, arguments.step)
     run, origin = open_replay(config, arguments.step)
-    train(run)
+    starpo(run)
     keys = compare(logged, run.replayed)
     worst = max((row["difference"] for row in keys.values()), default=0.0)
     return {
@@ -147,37 +149,44 @@ def read_row(path: Path, step: int) -> dict[str, Any]:
 
 
 def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
-    """Everything that `train` needs to repeat `step`, and where it starts from."""
+    """Everything that the loop needs to repeat `step`, and where it starts from."""
     groups = initialize(config.parallel, config.train.seed)
     directory = config.run_directory
     checkpoint = on_main(lambda: find_start(directory / CHECKPOINTS, step))
-    is_first = checkpoint is None or config.needs_reference
-    start = local_directory(config.model.load) if config.model.load else directory / BASE
-    hf = load_config(str(start))
-    policy = MegatronPolicy(
-        hf, groups, config.parallel, config.train, config.loss,
-        temperature=config.rollout.temperature, keep_reference=config.needs_reference,
-    )  # fmt: skip
-    critic = (
-        MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
-        if config.advantage.uses_critic
-        else None
-    )
-    names = config.environment.shares
+    base = local_directory(config.model.load) if config.model.load else directory / BASE
+    hf = load_config(str(base))
+    start = Start(base, None)
+    if config.model.load is None and (found := find_warm_start(config)) is not None:
+        start = found
+    elif config.model.load is None and (checkpoint is None or config.needs_reference):
+        raise ValueError(
+            f"no checkpoint at or before step {step} and no whole warm start in {directory};"
+            " replay a later step"
+        )
+    if config.model.critic_load:
+        start = start._replace(critic=local_directory(config.model.critic_load))
+    placement = Colocated()
+    policy, critic = build_models(config, hf, groups, start, placement)
+    unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
     run = Replay(
-        config, policy, critic, EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
-        ChatRenderer(load_tokenizer(str(start)), think=config.environment.think), TaskSampler(config), dict.fromkeys(names),
-        dict.fromkeys(names, Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)),
-        RunLogger(directory, is_writer=False), Console(is_writer=False, num_steps=config.train.num_steps),
-    )  # fmt: skip
+        config=config,
+        policy=policy,
+        critic=critic,
+        engine=EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
+        renderer=ChatRenderer(load_tokenizer(str(base)), think=config.environment.think),
+        tasks=TaskSampler(config),
+        boards={},
+        references=dict.fromkeys(config.environment.shares, unknown),
+        logger=RunLogger(directory, is_writer=False),
+        console=Console(is_writer=False, num_steps=config.train.num_steps),
+        placement=placement,
+        timers=Timers(),
+    )
     run.last_step = step
-    if is_first:
-        load_start(run, start)
     if checkpoint:
         run.restore(checkpoint)
-    return run, (
-        str(checkpoint.directory) if checkpoint else "the weights that training started from"
-    )
+        return run, str(checkpoint.directory)
+    return run, "the weights that training started from"
 
 
 def find_start(directory: Path, step: int) -> Checkpoint | None:
@@ -189,25 +198,6 @@ def find_start(directory: Path, step: int) -> Checkpoint | None:
             except ValueError as error:
                 print(f"checkpoint {path} is skipped: {error}", file=sys.stderr)
     return None
-
-
-def load_start(run: Replay, start: Path) -> None:
-    """Give policy and critic the weights that training started from; the policy's are also the
-    reference.
-    """
-    config = run.config
-    critic_start = config.model.critic_load and local_directory(config.model.critic_load)
-    if not config.model.load:
-        found = find_warm_start(run)
-        if found is None:
-            raise ValueError(
-                f"no checkpoint at or before step {run.last_step} and no whole warm start in"
-                f" {config.run_directory}; replay a later step"
-            )
-        start, critic_start = found[0], critic_start or found[1]
-    run.policy.load_weights(CheckpointReader(start))
-    if run.critic:
-        run.critic.load_weights(CheckpointReader(critic_start or start))
 
 
 def compare(

@@ -36,7 +36,7 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
-from ragen_mega.rollout.collector import PlaySettings
+from ragen_mega.rollout.collector import PlaySettings, Task
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, evaluate, mean_references
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -47,10 +47,11 @@ from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
-from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
+from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+Tasks = Sequence[Sequence[Task]]
 Origin = dict[str, Any]
 """Everything that a rollout depends on, as JSON takes it."""
 
@@ -122,10 +123,9 @@ class Run:
 
     # Rollouts, and their files
 
-    def origin(self, step: int) -> Origin:
-        """What the rollout of a step depends on; two with the same origin are the same."""
+    def origin(self, tasks: Tasks) -> Origin:
+        """What the rollout of these tasks depends on; two with the same origin are the same."""
         values = self.config.to_dict()
-        tasks = self.tasks.sample(step)
         played = [
             (t.group_id, t.environment, t.seed, t.outcome_seed, t.board)
             for group in tasks
@@ -153,13 +153,12 @@ class Run:
             self.console.say(f"step {step}: repeated from the rollout in {self.rollouts.directory}")
         return groups
 
-    def sample(self, step: int) -> list[TrajectoryGroup]:
+    def sample(self, tasks: Tasks) -> list[TrajectoryGroup]:
         """Play the tasks of a step with an engine that has the policy's weights.
 
         Raises, on all ranks alike, Interrupted if the run is to stop, FloatingPointError if the
         weights have diverged, and EngineError if the rollout fails on any rank for another reason.
         """
-        tasks = self.tasks.sample(step)
         num_tasks = sum(len(group) for group in tasks)
         failure = None
         with self.console.progress("rollout", num_tasks // count_engines(self.engine)) as progress:
@@ -192,14 +191,11 @@ class Run:
 
         Raises OSError on all ranks for a full disk.
         """
-        newest = self.config.checkpoint.keep_rollouts
 
         def write() -> None:
             self.rollouts.write(step, groups, origin)
-            if newest is None:
-                self.rollouts.prune(min(self.checkpoints.steps(), default=0))
-            elif newest:
-                self.rollouts.prune(step + 1 - newest)
+            keep = self.config.checkpoint.keep_rollouts
+            self.rollouts.prune(oldest_kept(step, keep, self.checkpoints.steps()))
 
         with self.timed("rollout_files"):
             on_main(write)

@@ -114,6 +114,15 @@ class RolloutStore:
         return self.directory / f"step_{step:08d}.safetensors"
 
 
+def oldest_kept(step: int, keep: int | None, checkpoints: Iterable[int]) -> int:
+    """The first step whose rollout stays once that of `step` is there: of the newest `keep` (0: of
+    all; None: of those that a resume from the oldest of the checkpoints repeats).
+    """
+    if keep is None:
+        return min(checkpoints, default=0)
+    return step + 1 - keep if keep else 0
+
+
 def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[list[Any]]]:
     """S trajectories of L_s tokens and K_s turns as tensors, and environment and turn infos per
     trajectory.

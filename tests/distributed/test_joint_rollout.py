@@ -25,7 +25,7 @@ from tests.small_policy import lake_tokenizer, tiny_qwen2
 
 pytestmark = pytest.mark.forks
 NUM_RANKS = 3
-SAMPLING = {"max_tokens": 6, "max_context": 256, "seed": 1}
+SETTINGS = PlaySettings(max_response_length=6, max_context_length=256, temperature=1.0, seed=1)
 
 
 def episode() -> Episode:
@@ -96,7 +96,7 @@ def play_on_ranks(
             engine.load_weights(model.state_dict().items())
             check(
                 lambda: collect_on_all_ranks(
-                    engine, renderer, GROUPS, advance=advance, send_again=send_again, **SAMPLING
+                    engine, renderer, GROUPS, SETTINGS, advance=advance, send_again=send_again
                 ),
                 engine,
             )
@@ -126,7 +126,7 @@ def test_lost_weights_change_nothing(
     with alone.awake():
         alone.load_weights(model.state_dict().items())
         expected = collect(
-            alone, renderer, [task for group in GROUPS for task in group], **SAMPLING
+            alone, renderer, [task for group in GROUPS for task in group], SETTINGS
         )
     assert sum(len(one.turns) for group in expected for one in group.trajectories) > 24
 

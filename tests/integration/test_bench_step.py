@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen_mega.report.metrics import read_metrics
-from ragen_mega.storage.rollout_store import RolloutStore
+from ragen_mega.storage.rollouts import RolloutStore
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {

@@ -16,7 +16,7 @@ from chaos_run import LAYOUTS, NUM_STEPS, Victim, identity, sglang_layouts
 
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
 from ragen_mega.rollout.summary import summarize
-from ragen_mega.storage.rollout_store import ROLLOUTS, RolloutStore
+from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 
 
 def finished(

@@ -21,7 +21,7 @@ from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.offload import KINDS, Offloadable
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.run.placement import ACTOR, CRITIC, Phase, PhaseMachine
+from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Phase
 from tools.parity import make_batch, random_model
 
 ROOT = Path(__file__).parents[2]
@@ -99,14 +99,15 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     )
 
 
-def train(models: Models, batch: TokenBatch, phases: PhaseMachine) -> list[torch.Tensor]:
+def train(models: Models, batch: TokenBatch, phases: Colocated) -> list[torch.Tensor]:
     """Three steps of handover, forward passes and updates; then the state of both models."""
     actor, critic = models.values()
     results = []
     for _ in range(3):
         with phases.handover():
-            results += [value.clone() for _, value in phases.until_sent(actor.export_weights())]
-            if phases._mode != "none":
+            results += [value.clone() for _, value in actor.export_weights()]
+            phases.enter(Phase.ROLLOUT)
+            if phases.mode != "none":
                 for model in models.values():
                     assert all(
                         tensor.untyped_storage().nbytes() == 0
@@ -124,9 +125,9 @@ def check_layout(
     batch: TokenBatch,
     parallel: ParallelConfig,
 ) -> None:
-    expected = train(build(hf, weights, parallel), batch, PhaseMachine("none"))
+    expected = train(build(hf, weights, parallel), batch, Colocated("none"))
     for mode in ("rollout", "turns"):
-        models, phases = build(hf, weights, parallel), PhaseMachine(mode)
+        models, phases = build(hf, weights, parallel), Colocated(mode)
         for name, model in models.items():
             phases.add(name, model.trainer.memory)
         assert same(train(models, batch, phases), expected), mode
@@ -238,18 +239,16 @@ def test_a_trainer_that_is_away_says_so(case: tuple) -> None:
 
 
 def test_phases_follow_each_other() -> None:
-    phases = PhaseMachine()
+    phases = Colocated()
     with pytest.raises(RuntimeError, match="after TRAIN comes SYNC, not ROLLOUT"):
         phases.enter(Phase.ROLLOUT)
     with phases.handover():
         assert phases.phase is Phase.SYNC
-        assert list(phases.until_sent(iter((1, 2)))) == [1, 2]
-        assert phases.phase is Phase.ROLLOUT
         with pytest.raises(RuntimeError, match="handed over already"), phases.handover():
             pass
-        again = phases.until_sent(iter((1, 2)))
-        assert phases.phase is Phase.ROLLOUT and next(again) == 1 and phases.phase is Phase.SYNC
-        assert list(again) == [2] and phases.phase is Phase.ROLLOUT
+        for phase in (Phase.ROLLOUT, Phase.SYNC, Phase.ROLLOUT):  # the last two: weights again
+            phases.enter(phase)
+            assert phases.phase is phase
     assert phases.phase is Phase.TRAIN
     with pytest.raises(ValueError), phases.handover():
         raise ValueError
@@ -271,12 +270,12 @@ def test_phases_follow_each_other() -> None:
 
 def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
     hf, weights, batch = case
-    models, phases = build(hf, weights, ParallelConfig()), PhaseMachine("turns")
+    models, phases = build(hf, weights, ParallelConfig()), Colocated("turns")
     for name, model in models.items():
         phases.add(name, model.trainer.memory)
     models[CRITIC].values(batch)
     with phases.handover():
-        list(phases.until_sent(models[ACTOR].export_weights()))
+        phases.enter(Phase.ROLLOUT)
         with pytest.raises(
             RuntimeError,
             match="parameters of the actor are away in phase ROLLOUT; use them in TRAIN",
@@ -288,15 +287,18 @@ def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
 @pytest.mark.parametrize("mode", ["rollout", "turns"])
 def test_weights_that_are_sent_again_come_back_and_leave_again(mode: str, case: tuple) -> None:
     hf, weights, batch = case
-    models, phases = build(hf, weights, ParallelConfig()), PhaseMachine(mode)
+    models, phases = build(hf, weights, ParallelConfig()), Colocated(mode)
     for name, model in models.items():
         phases.add(name, model.trainer.memory)
     actor = models[ACTOR]
     before = actor.logprobs(batch)
     with phases.handover():
-        for _ in range(2):
-            for name, tensor in phases.until_sent(actor.export_weights()):
+        for is_again in (False, True):
+            if is_again:
+                phases.enter(Phase.SYNC)
+            for name, tensor in actor.export_weights():
                 assert torch.equal(tensor, weights[name]), name
+            phases.enter(Phase.ROLLOUT)
             for model in models.values():
                 assert not any(model.trainer.memory.on_device().values())
     assert torch.equal(actor.logprobs(batch), before)

@@ -22,7 +22,7 @@ from test_resume import launch, metrics, start_ranks
 
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.run.stop import RANK_LOST
-from ragen_mega.storage.rollout_store import RolloutStore
+from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import main
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from ragen_mega.config import parse
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
-from ragen_mega.train import main, train
+from ragen_mega.train import main, starpo
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.forks
@@ -52,10 +52,8 @@ def open_run(output: Path, name: str, *flags: str) -> Run:
 
 def finish(run: Run) -> Path:
     """Train to the end; returns the directory."""
-    try:
-        train(run)
-    finally:
-        run.close()
+    with run:
+        starpo(run)
     return run.logger.directory
 
 
@@ -64,14 +62,10 @@ def stop(run: Run) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run.stop.listen()
     try:
-        with pytest.raises(Interrupted):
-            train(run)
-        with pytest.raises(SystemExit) as left:
-            run.leave()
-        assert left.value.code == 128 + signal.SIGTERM
+        with pytest.raises(Interrupted), run:
+            starpo(run)
     finally:
         signal.signal(signal.SIGTERM, before)
-        run.close()
 
 
 def send_sigterm_after(target: object, name: str, is_time) -> None:

@@ -120,7 +120,9 @@ def test_an_error_in_a_phase_ends_its_bar():
     console = Console(is_writer=True, num_steps=1, file=Terminal())
     with pytest.raises(KeyError), console.progress("rollout"):
         raise KeyError
-    with console.progress("rollout"):  # a second live display would be refused while the first is on
+    with console.progress(
+        "rollout"
+    ):  # a second live display would be refused while the first is on
         pass
 
 

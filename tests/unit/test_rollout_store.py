@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
-from ragen_mega.run.rollouts import DurableRollouts, fingerprint
-from ragen_mega.storage.rollout_store import RolloutStore
+from ragen_mega.run.run import fingerprint
+from ragen_mega.storage.checkpoints import CheckpointWriter
+from ragen_mega.storage.rollouts import RolloutStore, oldest_kept
 from ragen_mega.storage.sealed_files import read_sealed, write_sealed
 
 ORIGIN = {"weights": "abc", "weight_version": 4, "settings": {"temperature": 1.0, "names": ["a"]}}
@@ -158,26 +158,19 @@ def test_prune(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "kept"),
-    [
-        ([], [2, 3, 4]),
-        (["--keep-rollouts", "2"], [3, 4]),
-        (["--keep-rollouts", "0"], [0, 1, 2, 3, 4]),
-    ],
-)
-def test_which_rollouts_a_run_keeps(tmp_path: Path, flags: list[str], kept: list[int]) -> None:
-    """Without a flag those since the oldest checkpoint; one that is being written does not count."""
-    rollouts = DurableRollouts(tmp_path, parse(flags))
+@pytest.mark.parametrize(("keep", "kept"), [(None, [2, 3, 4]), (2, [3, 4]), (0, [0, 1, 2, 3, 4])])
+def test_which_rollouts_a_run_keeps(tmp_path: Path, keep: int | None, kept: list[int]) -> None:
+    """None: those since the oldest checkpoint; one that is being written does not count."""
+    store = RolloutStore(tmp_path / "rollouts")
+    checkpoints = CheckpointWriter(tmp_path / "checkpoints", {}, keep_last=0, keep_best=False)
     for step in range(5):
-        rollouts.write(step, small(), ORIGIN)
+        store.write(step, small(), ORIGIN)
+        store.prune(oldest_kept(step, keep, checkpoints.steps()))
         if step == 2:
-            assert rollouts.store.steps()[0] == (
-                0 if not flags else kept[0] if flags[1] == "0" else 1
-            )
+            assert store.steps()[0] == (1 if keep == 2 else 0)
             for name in ("step_00000002", "step_00000003", ".step_00000001.tmp"):
                 (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert rollouts.store.steps() == kept
+    assert store.steps() == kept
 
 
 def test_seals_do_not_depend_on_the_facts(tmp_path: Path) -> None:
