@@ -7,7 +7,8 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
+from types import FrameType, ModuleType
+from typing import Any
 
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.config import StarPOConfig, parse
@@ -84,7 +85,7 @@ def starpo(run: Run) -> None:
     run.finish()
 
 
-def train(config: StarPOConfig) -> dict[str, object]:
+def train(config: StarPOConfig) -> dict[str, Any]:
     """Train as `config` says, in this process or on the ranks of the job that it belongs to.
 
     Returns what is in the run's summary.json. The run lies in `config.run_directory`. Raises
@@ -116,6 +117,19 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     except RuntimeError as error:
         fail_if_rank_lost(error)
         raise
+
+
+class _CallableModule(ModuleType):
+    """`from ragen_mega import train` gives this module, whichever way it was imported first, so
+    that calling it must do what its function `train` does.
+    """
+
+    def __call__(self, config: StarPOConfig) -> dict[str, Any]:
+        """See `train`."""
+        return train(config)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -1,0 +1,103 @@
+"""Success of any policy on fixed initial states: a run, a Hugging Face or Megatron directory, or a
+model of the hub, played by the embedded engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
+from ragen_mega.data import distributed
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.megatron.weights import CheckpointReader
+from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.report.console import Console
+from ragen_mega.report.metrics import CONFIG_FILE
+from ragen_mega.rollout.collector import PlaySettings
+from ragen_mega.rollout.evaluate import EvaluationResult
+from ragen_mega.rollout.evaluate import evaluate as play
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import evaluation_boards
+from ragen_mega.run.run import FINAL_EXPORT
+
+MAX_SESSIONS = 256
+"""Trajectories that are decoded at once."""
+
+
+def evaluate(
+    load: str | Path,
+    environment: str,
+    *,
+    boards: str | None = None,
+    num_prompts: int = 256,
+    samples_per_prompt: int = 8,
+    temperature: float = 0.5,
+    seed: int = 0,
+    rules: Mapping[str, Any] | None = None,
+) -> EvaluationResult:
+    """Play `samples_per_prompt` episodes from each of `num_prompts` held-out initial states, beside
+    the random and the optimal player. Collective on the ranks of a job.
+
+    A run is evaluated under its own rules of play, anything else under the defaults; `rules` are
+    fields of `EnvironmentConfig` that replace them. `boards` is a file of initial states. Raises
+    ValueError on bad input.
+    """
+    if num_prompts < 1 or samples_per_prompt < 1:
+        raise ValueError(
+            f"num_prompts ({num_prompts}) and samples_per_prompt ({samples_per_prompt}) must be"
+            " positive"
+        )
+    distributed.start()
+    directory, config, rollout = _settings(load, environment, rules or {})
+    states = evaluation_boards(config, environment, boards)
+    hf = load_config(str(directory))
+    reader = CheckpointReader(directory)
+    num_states = min(len(states), num_prompts) if states else num_prompts
+    per_rank = -(-num_states * samples_per_prompt // distributed.world_size())
+    engine = EmbeddedEngine(
+        hf, max_context=rollout.max_context_length, max_sessions=min(per_rank, MAX_SESSIONS)
+    )
+    console = Console(is_writer=distributed.is_main(), num_steps=0)
+    with engine.awake(), console.progress(f"evaluate {environment}", per_rank) as progress:
+        engine.load_weights((name, reader(name)) for name in reader.names())
+        engine.start()
+        return play(
+            engine,
+            ChatRenderer(load_tokenizer(str(directory)), think=config.think),
+            config,
+            environment,
+            PlaySettings(
+                max_response_length=rollout.max_response_length,
+                max_context_length=rollout.max_context_length,
+                temperature=temperature,
+                seed=seed,
+                environment_timeout=config.environment_timeout,
+            ),
+            boards=states,
+            num_prompts=num_prompts,
+            samples_per_prompt=samples_per_prompt,
+            advance=progress.advance,
+        )
+
+
+def _settings(
+    load: str | Path, environment: str, rules: Mapping[str, Any]
+) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
+    """Model directory, rules of play and limits of what is to be evaluated."""
+    directory = Path(load)
+    if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
+        played = EnvironmentConfig(environments=environment)
+        return local_directory(str(load)), replace(played, **rules), RolloutConfig()
+    config = StarPOConfig.from_dict(json.loads((directory / CONFIG_FILE).read_text()))
+    own = config.environment.options(environment)
+    played = replace(
+        config.environment,
+        environments=environment,
+        environment_options=json.dumps({environment: own} if own else {}),
+        curriculum="{}",
+    )
+    return directory / FINAL_EXPORT, replace(played, **rules), config.rollout

@@ -1,0 +1,69 @@
+"""The Python interface is the command line's own: the page that describes it runs as it stands."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def example() -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
+    return block
+
+
+def execute(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=directory,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_the_documented_example_trains_evaluates_and_reads(example: str, tmp_path: Path) -> None:
+    done = execute(example, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads((tmp_path / "runs/first/summary.json").read_text())
+    lines = done.stdout.splitlines()
+    assert str(summary["sets"]["bandit"]["success"]) in lines
+    rows = [line.split() for line in lines if re.fullmatch(r"\d [\d.]+ [\d.]+", line)]
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert re.fullmatch(r"\d+% \[\d+%, \d+%\]", lines[-1])
+
+
+def test_it_works_inside_a_running_event_loop_as_in_a_notebook(
+    example: str, tmp_path: Path
+) -> None:
+    program = "import asyncio\n\nasync def cell():\n"
+    program += "".join(f"    {line}\n" for line in example.splitlines()) + "\nasyncio.run(cell())\n"
+    done = execute(program, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_names_cost_no_torch_and_train_can_be_called_however_it_was_imported() -> None:
+    program = """
+import sys
+import ragen_mega
+from ragen_mega import StarPOConfig, parse
+parse(["--recipe", "sokoban"])
+assert "torch" not in sys.modules, "names and flags are read without it"
+import ragen_mega.train
+from ragen_mega import train
+assert callable(train) and train.main
+try:
+    ragen_mega.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = execute(program, ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "module 'ragen_mega' has no attribute 'nothing'\n"
