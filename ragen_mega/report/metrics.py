@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -54,26 +54,13 @@ class Max:
 Reducible = SupportsFloat | Mean | Sum | Max
 
 
-@dataclass(slots=True)
-class _Accumulator:
-    kind: type[Mean] | type[Sum] | type[Max]
-    total: float
-    weight: float
-
-    @property
-    def value(self) -> float:
-        if self.kind is not Mean:
-            return self.total
-        return self.total / self.weight if self.weight else math.nan
-
-
 class Metrics:
     """The numbers of one step under keys `stage/name`; several of one key are averaged unless `Sum`
     or `Max`.
     """
 
     def __init__(self) -> None:
-        self._accumulators: dict[str, _Accumulator] = {}
+        self._values: dict[str, list[Mean] | list[Sum] | list[Max]] = {}
 
     def add(
         self, stage: str, values: Mapping[str, Reducible] | None = None, /, **named: Reducible
@@ -82,34 +69,31 @@ class Metrics:
         the step.
         """
         for name, value in {**(values or {}), **named}.items():
-            self._add(
-                f"{stage}/{name}", value if isinstance(value, (Mean, Sum, Max)) else Mean(value)
-            )
+            key = f"{stage}/{name}"
+            reducible = value if isinstance(value, (Mean, Sum, Max)) else Mean(value)
+            terms: list[Any] = self._values.setdefault(key, [])
+            if terms and type(terms[0]) is not type(reducible):
+                raise ValueError(
+                    f"{key} was added as {type(terms[0]).__name__} and now as"
+                    f" {type(reducible).__name__}; reduce one key in one way within a step"
+                )
+            terms.append(reducible)
 
     def result(self) -> dict[str, float]:
         """Key -> reduced value, in the order of first appearance; a mean over no weight is NaN."""
-        return {key: accumulator.value for key, accumulator in self._accumulators.items()}
+        return {key: _reduce(terms) for key, terms in self._values.items()}
 
-    def _add(self, key: str, reducible: Mean | Sum | Max) -> None:
-        value, kind = float(reducible.value), type(reducible)
-        weight = float(reducible.weight) if isinstance(reducible, Mean) else 0.0
-        # A weight of zero means that nothing was measured: its value, often NaN, must not reach the
-        # mean.
-        contribution = (value * weight if weight else 0.0) if kind is Mean else value
-        accumulator = self._accumulators.get(key)
-        if accumulator is None:
-            self._accumulators[key] = _Accumulator(kind, contribution, weight)
-        elif accumulator.kind is not kind:
-            raise ValueError(
-                f"{key} was added as {accumulator.kind.__name__} and now as {kind.__name__}; "
-                "reduce one key in one way within a step"
-            )
-        elif kind is Max:
-            # math.fmax would hide a NaN, and a NaN is what the reader of a maximum must see.
-            accumulator.total = math.nan if math.isnan(value) else max(accumulator.total, value)
-        else:
-            accumulator.total += contribution
-            accumulator.weight += weight
+
+def _reduce(terms: Sequence[Any]) -> float:
+    values = [float(term.value) for term in terms]
+    if isinstance(terms[0], Sum):
+        return sum(values)
+    if isinstance(terms[0], Max):  # the reader of a maximum must see a NaN
+        return math.nan if any(map(math.isnan, values)) else max(values)
+    weights = [float(term.weight) for term in terms]
+    # A weight of zero means that nothing was measured: its value, often NaN, must not count.
+    total = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+    return total / sum(weights) if any(weights) else math.nan
 
 
 def write_json(path: Path | str, value: Mapping[str, Any]) -> None:
