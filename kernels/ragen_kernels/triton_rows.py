@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragen_kernels.arguments import PER_TOKEN
-from ragen_kernels.device import num_persistent_programs
+from ragen_kernels.launch import PER_TOKEN, num_persistent_programs
 from ragen_kernels.vocab import RowStatistics, VocabShard
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -42,7 +41,7 @@ def accumulate(x, peak, total, moment, scale, IS_TAIL: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(
+def reduce_row(
     X, num_valid, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, EVICTION: tl.constexpr
 ):
     """Base-2 log-sum-exp and mean of x * scale over one row of logits."""
@@ -161,7 +160,7 @@ def statistics_kernel(
     """One program per row: log-sum-exp, mean and label of logits / temperature, natural units."""
     row = tl.program_id(0).to(tl.int64)
     X += row * stride
-    lse2, mean2 = row_statistics(X, num_valid, scale, BLOCK, GROUP, "evict_first")
+    lse2, mean2 = reduce_row(X, num_valid, scale, BLOCK, GROUP, "evict_first")
     _, _, target = load_target(X, tl.load(LABELS + row), vocab_start, num_valid, num_entries)
     tl.store(LSE + row, lse2 * LN2)
     tl.store(MEAN + row, mean2 * LN2)
@@ -237,9 +236,7 @@ def scale_kernel(X, FACTOR, num_rows, num_columns, stride, BLOCK: tl.constexpr):
 
 
 def scale_(rows: Tensor, factor: Tensor) -> Tensor:
-    """Multiply [T, N] in place with a scalar tensor; nearly free where that is 1, without asking
-    the device.
-    """
+    """See `reference.scale_`; nearly free where the factor is 1, without asking the device."""
     if rows.numel():
         num_programs = min(
             len(rows), SCALE_PROGRAMS_PER_UNIT * num_persistent_programs(rows.device)
@@ -261,10 +258,12 @@ def group_size(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
-def launch_statistics(
+def row_statistics(
     logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float
 ) -> RowStatistics:
-    """Shard statistics of logits [T, V/tp] with unit column stride; [T] float32 each."""
+    """See `reference.row_statistics`; float32, of logits with unit column stride. A label outside
+    the vocabulary gives NaN.
+    """
     assert logits.stride(1) == 1, "the kernel walks rows of contiguous columns"
     statistics = RowStatistics(*logits.new_empty((3, logits.shape[0]), dtype=torch.float32))
     if len(labels):
@@ -284,7 +283,7 @@ def launch_statistics(
     return statistics
 
 
-def launch_gradient(
+def logits_gradient(
     logits: Tensor,
     out: Tensor,
     labels: Tensor,
@@ -294,7 +293,7 @@ def launch_gradient(
     shard: VocabShard,
     temperature: float,
 ) -> Tensor:
-    """d loss / d logits [T, V/tp] into `out`, which may be `logits`."""
+    """See `reference.logits_gradient`."""
     assert logits.stride(1) == 1 and out.stride(1) == 1, (
         "the kernel walks rows of contiguous columns"
     )
