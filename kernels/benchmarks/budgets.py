@@ -198,13 +198,6 @@ def token_configs() -> Iterator[KernelConfig]:
             triton_token.NUM_WARPS,
             Budget(64, 1024),
         )
-    yield KernelConfig(
-        "scale bf16",
-        triton_rows.scale_kernel,
-        {"BLOCK": triton_rows.SCALE_BLOCK},
-        triton_rows.NUM_WARPS,
-        Budget(64),
-    )
     scan, warps = {"BLOCK": triton_returns.SCAN_BLOCK}, triton_returns.SCAN_WARPS
     yield KernelConfig(
         "gae",

@@ -40,7 +40,6 @@ def by_device(definition: Callable[P, R], triton_module: str) -> Callable[P, R]:
 
 row_statistics = by_device(reference.row_statistics, "triton_rows")
 logits_gradient = by_device(reference.logits_gradient, "triton_rows")
-scale_ = by_device(reference.scale_, "triton_rows")
 policy_rows_ = by_device(reference.policy_rows_, "triton_policy")
 gae = by_device(reference.gae, "triton_returns")
 group_normalize = by_device(reference.group_normalize, "triton_returns")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics, scale_
+from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics
 from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
 from ragen_kernels.reference import compute_dtype
@@ -185,18 +185,19 @@ class _LinearPolicyLoss(torch.autograd.Function):
             )
             torch.mm(rows, weight, out=d_hidden[part])
             accumulate_matmul(d_weight, rows.T, hidden[part])
-        ctx.gradients, ctx.dtype = (d_hidden, d_weight), weight.dtype
+        ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(outputs)
         return outputs[0].sum(), outputs
 
     @staticmethod
     def backward(ctx, d_loss, _):
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the gradient of linear_policy_loss was handed out already: evaluate the loss again"
-            )
-        (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
-        return scale_(d_hidden, d_loss), scale_(d_weight, d_loss).to(ctx.dtype), *[None] * 6
+        d_hidden, d_weight = ctx.saved_tensors
+        # One pass, without a float32 product of the size of the weight.
+        scaled = d_weight.new_empty(d_weight.shape, dtype=d_hidden.dtype)
+        torch.mul(d_weight, d_loss, out=scaled)
+        # In bfloat16 torch would round the factor before it multiplies.
+        d_hidden = (d_hidden.to(d_weight.dtype) * d_loss).to(d_hidden.dtype)
+        return d_hidden, scaled, *[None] * 6
 
 
 def linear_policy_loss(
@@ -220,8 +221,7 @@ def linear_policy_loss(
 
     Under tensor parallelism d_hidden is this rank's partial sum: the caller reduces it over
     `group`, as the backward of Megatron's copy-to / gather-from region mappings does. The gradients
-    are made with the loss and handed out once. The host waits for the device once, to learn how
-    many rows are active.
+    are made with the loss. The host waits for the device once, to learn how many rows are active.
 
     Args:
         hidden: [T, H].
@@ -244,7 +244,6 @@ def linear_policy_loss(
     Raises:
         ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, a term of the
             objective without its log-probabilities, or on a CPU an active label out of range.
-        RuntimeError: a second backward.
     """
     _check_linear(hidden, weight, chunk_tokens)
     check_rows(hidden, labels, temperature)

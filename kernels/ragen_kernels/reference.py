@@ -188,11 +188,6 @@ def policy_rows_(
     return outputs
 
 
-def scale_(rows: Tensor, factor: Tensor) -> Tensor:
-    """Multiply [T, N] in place with a scalar tensor."""
-    return rows.mul_(factor)
-
-
 def check_gae_arguments(
     rewards: Tensor,
     values: Tensor,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragen_kernels.launch import PER_TOKEN, num_persistent_programs
+from ragen_kernels.launch import PER_TOKEN
 from ragen_kernels.vocab import RowStatistics, VocabShard
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -23,8 +23,6 @@ LOWEST = tl.constexpr(-1e30)  # finite, so that no running peak turns into inf -
 
 BLOCK = 8192
 NUM_WARPS = 8
-SCALE_BLOCK = 2048
-SCALE_PROGRAMS_PER_UNIT = 8
 
 
 @triton.jit
@@ -113,10 +111,7 @@ def write_gradient(
     for start in tl.range(0, whole, BLOCK, num_stages=3):
         x = tl.load(X + start + columns, eviction_policy="evict_first").to(tl.float32)
         p = tl.exp2(x * scale - lse2)
-        if WITH_ENTROPY:
-            d = p * (constant + slope * x)
-        else:
-            d = p * constant
+        d = p * ((constant + slope * x) if WITH_ENTROPY else constant)
         tl.store(DX + start + columns, d.to(DX.dtype.element_ty), eviction_policy="evict_first")
     if whole < num_columns:
         # The padding starts in the tail's block and may go on behind it.
@@ -124,10 +119,7 @@ def write_gradient(
             mask = start + columns < num_valid
             x_tail = tl.load(X + start + columns, mask=mask, other=0.0).to(tl.float32)
             p_tail = tl.where(mask, tl.exp2(x_tail * scale - lse2), 0.0)
-            if WITH_ENTROPY:
-                d_tail = p_tail * (constant + slope * x_tail)
-            else:
-                d_tail = p_tail * constant
+            d_tail = p_tail * ((constant + slope * x_tail) if WITH_ENTROPY else constant)
             tl.store(
                 DX + start + columns,
                 d_tail.to(DX.dtype.element_ty),
@@ -135,10 +127,7 @@ def write_gradient(
             )
     tl.debug_barrier()
     p_target = tl.exp2(target * scale - lse2)
-    if WITH_ENTROPY:
-        d_label = p_target * (constant + slope * target) + d_target
-    else:
-        d_label = p_target * constant + d_target
+    d_label = p_target * ((constant + slope * target) if WITH_ENTROPY else constant) + d_target
     tl.store(DX + column, d_label.to(DX.dtype.element_ty), mask=is_local)
 
 
@@ -218,39 +207,6 @@ def gradient_kernel(
         BLOCK,
         WITH_ENTROPY,
     )
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def scale_kernel(X, FACTOR, num_rows, num_columns, stride, BLOCK: tl.constexpr):
-    """Rows times a factor on the device; with the usual factor 1 a program ends after one load."""
-    factor = tl.load(FACTOR).to(tl.float32)
-    if factor != 1.0:
-        first = tl.program_id(0).to(tl.int64)
-        for turn in range(0, tl.cdiv(num_rows - tl.program_id(0), tl.num_programs(0))):
-            row = X + (first + turn * tl.num_programs(0)) * stride
-            for start in range(0, num_columns, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                mask = columns < num_columns
-                x = tl.load(row + columns, mask=mask).to(tl.float32)
-                tl.store(row + columns, (x * factor).to(X.dtype.element_ty), mask=mask)
-
-
-def scale_(rows: Tensor, factor: Tensor) -> Tensor:
-    """See `reference.scale_`; nearly free where the factor is 1, without asking the device."""
-    if rows.numel():
-        num_programs = min(
-            len(rows), SCALE_PROGRAMS_PER_UNIT * num_persistent_programs(rows.device)
-        )
-        scale_kernel[(num_programs,)](
-            rows,
-            factor,
-            len(rows),
-            rows.shape[1],
-            rows.stride(0),
-            BLOCK=SCALE_BLOCK,
-            num_warps=NUM_WARPS,
-        )
-    return rows
 
 
 def group_size(dtype: torch.dtype) -> int:

@@ -40,7 +40,6 @@ def launch_all(num_tokens: int, start: int) -> None:
     logits = torch.randn(num_tokens, VOCAB)
     rows = triton_rows.row_statistics(logits, labels, shard, 1.0)
     triton_rows.logits_gradient(logits, logits, labels, rows, *numbers(2), shard, 1.0)
-    triton_rows.scale_(logits, torch.ones(()))
     triton_token.token_losses(*numbers(2), terms, objective)
     triton_policy.policy_rows_(logits, labels, terms, objective, shard, 1.0)
     offsets, mask = torch.tensor([0, num_tokens], dtype=torch.int32), terms[0] > 0.5

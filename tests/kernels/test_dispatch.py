@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 OPERATIONS = {
     "row_statistics": "triton_rows",
     "logits_gradient": "triton_rows",
-    "scale_": "triton_rows",
     "policy_rows_": "triton_policy",
     "gae": "triton_returns",
     "group_normalize": "triton_returns",
