@@ -1,8 +1,8 @@
 """Packaging: `ragen_mega`, and `ragen_kernels` from the folder `kernels/`.
 
 `kernels/` has no `__init__.py` and is never importable itself: a top-level package of that name
-would shadow the `kernels` distribution that transformers and SGLang import. Tested versions are in
-constraints.txt.
+would shadow the `kernels` distribution that transformers and SGLang import. `kernels/benchmarks` is
+not installed: tools and tests find it in the repository. Tested versions are in constraints.txt.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ setup(
         " trajectories"
     ),
     python_requires=">=3.11",
-    packages=find_packages(include=["ragen_mega", "ragen_mega.*"]) + find_packages("kernels"),
+    packages=[*find_packages(include=["ragen_mega", "ragen_mega.*"]), "ragen_kernels"],
     package_dir={"ragen_kernels": "kernels/ragen_kernels"},
     package_data={
         "ragen_mega.environments.worlds": ["*/boards/*.jsonl"],

@@ -3,7 +3,7 @@
 memory and error.
 
 python tools/bench_kernels.py --json docs/benchmarks/kernels.json --plot docs/benchmarks/kernels.svg
-python tools/bench_kernels.py --compile-only        # no GPU: registers and instructions of every kernel on sm_90
+python tools/bench_kernels.py --compile-only  # no GPU: what every kernel uses on sm_90
     --json docs/benchmarks/kernels_sm90_static.json --markdown
     docs/benchmarks/kernels_sm90_static.md
 """
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))  # for `benchmarks`, not installed
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def environment(device: str) -> dict[str, Any]:
     """Hardware and versions, without which no number means anything."""
-    from ragen_kernels.benchmark_peers import peer_versions
+    from benchmarks.peers import peer_versions
 
     facts: dict[str, Any] = {
         "python": platform.python_version(),
@@ -88,8 +90,8 @@ def compile_report(markdown: Path | None) -> dict[str, Any]:
             "--compile-only compiles kernels, TRITON_INTERPRET=1 interprets them: unset it"
         )
     try:
-        from ragen_kernels import static_report
-        from ragen_kernels.static_analysis import ptxas_version
+        from benchmarks import static_report
+        from benchmarks.static_analysis import ptxas_version
     except ModuleNotFoundError as error:
         raise SystemExit(
             f"--compile-only needs triton ({error}): pip install triton==3.6.0 'numpy<2.4'"
@@ -112,17 +114,18 @@ def compile_report(markdown: Path | None) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time every case on the device and print the table as it grows."""
-    from ragen_kernels import benchmark, benchmark_cases, benchmark_returns
-    from ragen_kernels.benchmark_peers import add_peers
+    from benchmarks import cases as jobs
+    from benchmarks import timing
+    from benchmarks.peers import add_peers
 
-    clock = benchmark.Clock(arguments.device)
-    copy_rate = benchmark.copy_bandwidth(clock, arguments.repetitions)
+    clock = timing.Clock(arguments.device)
+    copy_rate = timing.copy_bandwidth(clock, arguments.repetitions)
     print(f"device copy: {copy_rate / 1e9:.0f} GB/s")
     compiled = None if arguments.no_compile else torch.compile
     cases = [
-        *benchmark_cases.logits_cases(arguments.device, compiled),
-        *benchmark_cases.hidden_cases(arguments.device, compiled),
-        *benchmark_returns.returns_cases(arguments.device),
+        *jobs.logits_cases(arguments.device, compiled),
+        *jobs.hidden_cases(arguments.device, compiled),
+        *jobs.returns_cases(arguments.device),
     ]
     report: dict[str, Any] = {
         "ceilings": {"copy_bytes_per_second": copy_rate, "gemms_ms": {}},
@@ -135,7 +138,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             continue
         gemm_ms = None
         if case.gemms is not None:
-            gemm_ms = benchmark.gemm_milliseconds(clock, case.gemms, dtype, arguments.repetitions)
+            gemm_ms = timing.gemm_milliseconds(clock, case.gemms, dtype, arguments.repetitions)
             report["ceilings"]["gemms_ms"]["x".join(map(str, case.gemms))] = gemm_ms
         if not arguments.no_peers:
             inputs = case.make_inputs(0)
@@ -146,7 +149,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"{case.name} {case.shape}: {name}": reason for name, reason in refused.items()
             }
             del inputs
-        results = benchmark.run_case(
+        results = timing.run_case(
             case, clock, copy_rate, gemm_ms, arguments.repetitions, arguments.input_sets
         )
         print_case(case.name, case.shape, gemm_ms, results)

@@ -19,6 +19,7 @@ import json
 import math
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from typing import Any
 
 import torch
 from fp8_tables import BF16, drift, markdown, summarize
-from ragen_kernels.benchmark import Clock
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
@@ -41,6 +41,8 @@ from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, 
 from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, local_directory, random_weights
 from ragen_mega.report.console import fail
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))  # for `benchmarks`, not installed
 
 SIZES = {
     "qwen2.5-0.5b": dict(
@@ -176,6 +178,8 @@ def measure_ratios(
         name: build_policy_model(hf, transformer_config(hf, parallel), groups)
         for name, parallel in variants.items()
     }
+    from benchmarks.timing import Clock
+
     clock = Clock(device.type)
     for model in models.values():
         for parameter in model.parameters():

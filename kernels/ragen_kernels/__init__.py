@@ -1,26 +1,15 @@
 """Fused policy-loss, advantage and value-loss operations for StarPO: Triton for CUDA tensors, plain
 torch for others.
 
-The plain-torch modules `reference*.py` define every operation and hold its documentation.
+`reference.py` is the specification in plain torch; `policy.py` makes autograd functions of the row
+operations there and in Triton; `dispatch.py` chooses by device.
 """
 
-from ragen_kernels.dispatch import (
-    gae,
-    group_normalize,
-    linear_logprobs,
-    linear_policy_loss,
-    logprob_entropy,
-    policy_loss,
-    policy_loss_from_logprobs,
-    value_loss,
-    whiten,
-)
-from ragen_kernels.objective import MAX_LOG_RATIO, PolicyObjective, PolicyStats
-from ragen_kernels.reference_returns import AdvantageEstimate
+from ragen_kernels.dispatch import gae, group_normalize, value_loss, whiten
+from ragen_kernels.objective import PolicyObjective, PolicyStats
+from ragen_kernels.policy import linear_logprobs, linear_policy_loss, logprob_entropy
 
 __all__ = [
-    "MAX_LOG_RATIO",
-    "AdvantageEstimate",
     "PolicyObjective",
     "PolicyStats",
     "gae",
@@ -28,8 +17,6 @@ __all__ = [
     "linear_logprobs",
     "linear_policy_loss",
     "logprob_entropy",
-    "policy_loss",
-    "policy_loss_from_logprobs",
     "value_loss",
     "whiten",
 ]

@@ -13,35 +13,35 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from ragen_kernels import reference, reference_linear, reference_returns
+from ragen_kernels import reference
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+KERNEL_DEVICES = {"cuda"}
+"""Types of devices whose tensors go to the kernels. With Triton's interpreter also "cpu"."""
+
 
 def by_device(definition: Callable[P, R], triton_module: str) -> Callable[P, R]:
-    """`definition` for CPU tensors, and the function of the same name in `triton_module` for CUDA
-    tensors.
+    """`definition`, and for tensors on KERNEL_DEVICES the function of the same name in
+    `triton_module`.
     """
 
     @wraps(definition)
     def dispatched(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0] if args else next(iter(kwargs.values()))
-        if isinstance(first, Tensor) and first.is_cuda:
-            return getattr(import_module(f"ragen_kernels.{triton_module}"), definition.__name__)(
-                *args, **kwargs
-            )
+        if isinstance(first, Tensor) and first.device.type in KERNEL_DEVICES:
+            module = import_module(f"ragen_kernels.{triton_module}")
+            return getattr(module, definition.__name__)(*args, **kwargs)
         return definition(*args, **kwargs)
 
     return dispatched
 
 
-logprob_entropy = by_device(reference.logprob_entropy, "triton_policy")
-policy_loss = by_device(reference.policy_loss, "triton_policy")
-policy_loss_from_logprobs = by_device(reference.policy_loss_from_logprobs, "triton_token")
-linear_logprobs = by_device(reference_linear.linear_logprobs, "triton_linear")
-linear_policy_loss = by_device(reference_linear.linear_policy_loss, "triton_linear")
-gae = by_device(reference_returns.gae, "triton_returns")
-group_normalize = by_device(reference_returns.group_normalize, "triton_returns")
-whiten = by_device(reference_returns.whiten, "triton_returns")
-value_loss = by_device(reference_returns.value_loss, "triton_returns")
+row_statistics = by_device(reference.row_statistics, "triton_rows")
+logits_gradient = by_device(reference.logits_gradient, "triton_rows")
+policy_rows_ = by_device(reference.policy_rows_, "triton_policy")
+gae = by_device(reference.gae, "triton_returns")
+group_normalize = by_device(reference.group_normalize, "triton_returns")
+whiten = by_device(reference.whiten, "triton_returns")
+value_loss = by_device(reference.value_loss, "triton_returns")

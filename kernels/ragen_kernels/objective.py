@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 KLKind = Literal["k1", "k2", "k3"]
-LinearMode = Literal["save", "chunk", "recompute"]
 
 KL_KINDS: tuple[str, ...] = ("k1", "k2", "k3")
-LINEAR_MODES: tuple[str, ...] = ("save", "chunk", "recompute")
+NUM_OUTPUTS = 10
+"""What an evaluation of the objective writes per token: the weighted loss, then the fields of
+`PolicyStats` in their order.
+"""
 
 MAX_LOG_RATIO = 20.0
 """Every difference of log-probabilities is clamped to +-20 before `exp`; outside, its gradient is
@@ -35,14 +37,15 @@ class PolicyObjective:
     with r = exp(logprob - old_logprob). At a tie the unclipped branch is taken.
 
     Attributes:
-        clip_ratio_low: r is clipped from below at 1 - clip_ratio_low. clip_ratio_high: r is clipped
-        from above at 1 + clip_ratio_high. dual_clip: for A < 0 the surrogate is bounded by -A *
-        dual_clip; None leaves it unbounded. kl_kind: estimator of the KL divergence to the
-        reference policy; None means no KL term. kl_coef: factor of that KL term. With 0 the
-        divergence is only reported. entropy_coef: factor of the entropy bonus. importance_cap: the
-        surrogate is multiplied with min(exp(old_logprob - rollout_logprob), importance_cap), the
-            truncated correction for an engine that samples with other numerics; None means no
-            correction.
+        clip_ratio_low: r is clipped from below at 1 - clip_ratio_low.
+        clip_ratio_high: r is clipped from above at 1 + clip_ratio_high.
+        dual_clip: for A < 0 the surrogate is bounded by -A * dual_clip; None leaves it unbounded.
+        kl_kind: estimator of the KL divergence to the reference policy; None means no KL term.
+        kl_coef: factor of that KL term. With 0 the divergence is only reported.
+        entropy_coef: factor of the entropy bonus.
+        importance_cap: the surrogate is multiplied with min(exp(old_logprob - rollout_logprob),
+            importance_cap), the truncated correction for an engine that samples with other
+            numerics; None means no correction.
     """
 
     clip_ratio_low: float = 0.2
@@ -95,6 +98,26 @@ class PolicyObjective:
                 f"importance_cap={self.importance_cap} needs rollout_logprobs, got None; "
                 "pass them or set importance_cap=None"
             )
+
+
+class TokenTerms(NamedTuple):
+    """The constants of the objective, one number per token: [T] each.
+
+    Attributes:
+        weights: mask, aggregation and global normaliser in one factor.
+        ref_logprobs: needed with `kl_kind`.
+        rollout_logprobs: needed with `importance_cap`.
+    """
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+
+    def at(self, index: Tensor | slice) -> TokenTerms:
+        """The terms of some tokens."""
+        return TokenTerms(*(None if term is None else term[index] for term in self))
 
 
 @dataclass(frozen=True, slots=True)

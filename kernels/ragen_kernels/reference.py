@@ -1,17 +1,21 @@
-"""The policy loss in plain torch: the specification of every kernel, and what CPU tensors run.
+"""Every operation in plain torch: the specification of the kernels, and what CPU tensors run.
 
-Differentiable in any float dtype; arithmetic is float64 for float64 inputs and float32 for all
-others. Definitions of the terms: `objective.py`; of the split softmax: `vocab.py`.
+Arithmetic is float64 for float64 inputs and float32 for all others. Terms of the objective:
+`objective.py`; the split softmax: `vocab.py`. GAE: arXiv:1506.02438 eq. (16), over the sampled
+tokens of a trajectory: the successor of a sampled token is the next sampled token, whatever the
+environment wrote in between. Bi-level GAE (turns, then tokens): RAGEN, arXiv:2504.20073.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ragen_kernels.objective import MAX_LOG_RATIO, PolicyObjective, PolicyStats
-from ragen_kernels.vocab import RowStatistics, check_rows, reduce_over_group, vocab_shard
+from ragen_kernels.objective import MAX_LOG_RATIO, PolicyObjective, TokenTerms
+from ragen_kernels.vocab import RowStatistics, VocabShard, reduce_over_group
+
+CONSTANT_STD = 1e-6
+"""Scores of a group whose standard deviation is not above this count as equal."""
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -19,83 +23,140 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def policy_loss_from_logprobs(
-    logprobs: Tensor,
-    entropy: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    objective: PolicyObjective,
-    *,
-    ref_logprobs: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> tuple[Tensor, PolicyStats]:
-    """sum(weights * token_loss), differentiable in `logprobs` and `entropy`.
+def row_statistics(
+    logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float
+) -> RowStatistics:
+    """Softmax statistics of one vocabulary shard, without its padding.
 
     Args:
-        logprobs, entropy: [T], of the current weights. old_logprobs, advantages: [T], constants.
-        weights: [T]; mask, aggregation and global normaliser in one factor. 0 takes the token out:
-        nothing of it, not
-            even a NaN, reaches the loss, the gradients or the statistics.
-        objective: the token objective.
-        ref_logprobs: [T], needed with `objective.kl_kind`.
-        rollout_logprobs: [T], needed with `objective.importance_cap`.
-
-    Returns:
-        The scalar loss and the per-token statistics.
+        logits: [T, V/tp], not yet divided by the temperature.
+        labels: [T] int64 global ids; a label of another shard has target 0.
 
     Raises:
-        ValueError: a term of the objective lacks its log-probabilities.
+        ValueError: a label outside the vocabulary. On CUDA, where the host would have to wait for
+            the labels, the row's target is NaN instead.
     """
-    objective.check_inputs(ref_logprobs, rollout_logprobs)
-    dtype = compute_dtype(logprobs)
-    active = weights != 0
+    shard.check_labels(labels)
+    x = _scaled(logits, shard, temperature)
+    if shard.num_valid == 0:
+        zeros = x.new_zeros(len(x))
+        return RowStatistics(zeros - torch.inf, zeros, zeros)
+    peak = x.amax(dim=1)
+    exps = torch.exp_(x - peak[:, None])
+    total = exps.sum(dim=1)
+    column, is_local = _local_labels(labels, shard)
+    target = torch.where(is_local, x.gather(1, column[:, None]).squeeze(1), 0)
+    return RowStatistics(peak + total.log(), torch.linalg.vecdot(exps, x) / total, target)
 
-    def select(x: Tensor) -> Tensor:
-        return torch.where(active, x, 0).to(dtype)
 
-    logprobs, entropy, old_logprobs = select(logprobs), select(entropy), select(old_logprobs)
-    advantages, weights = select(advantages), select(weights)
+def _scaled(logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
+    """[T, V'] logits / temperature of the shard's entries, in the compute dtype; perhaps a view."""
+    x = logits[:, : shard.num_valid].to(compute_dtype(logits))
+    return x if temperature == 1.0 else x / temperature
 
-    log_ratio = torch.clamp(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = torch.exp(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * torch.clamp(
-        ratio, 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
+
+def _local_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Column of each label in this shard (0 where it has none) and whether it has one: [T] int64
+    and bool.
+    """
+    column = labels - shard.start
+    is_local = (column >= 0) & (column < shard.num_valid)
+    return torch.where(is_local, column, 0), is_local
+
+
+def logits_gradient(
+    logits: Tensor,
+    out: Tensor,
+    labels: Tensor,
+    rows: RowStatistics,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    shard: VocabShard,
+    temperature: float,
+) -> Tensor:
+    """d loss / d logits [T, V/tp] into `out`, which may be `logits`; 0 in the padding.
+
+    In x = logits / temperature: d_logprob * (onehot - p) - d_entropy * p * (x - mean), with
+    p = exp(x - lse) over the whole vocabulary. The one-hot is added in the compute dtype: rounding
+    to a narrower dtype comes after the subtraction.
+
+    Args:
+        logits, labels: as in `row_statistics`.
+        rows: statistics of the whole vocabulary.
+        d_logprobs, d_entropy: [T], gradients in the rows' log-probabilities and entropies.
+    """
+    x = _scaled(logits, shard, temperature)
+    d_logprobs = d_logprobs / temperature
+    gradient = torch.sub(x, rows.lse[:, None]).exp_()
+    if d_entropy is None:
+        gradient *= -d_logprobs[:, None]
+    else:
+        d_entropy = d_entropy / temperature
+        constant = d_entropy * rows.mean - d_logprobs
+        gradient *= torch.addcmul(constant[:, None], -d_entropy[:, None], x)
+    if shard.num_valid:
+        column, is_local = _local_labels(labels, shard)
+        gradient.scatter_add_(1, column[:, None], torch.where(is_local, d_logprobs, 0)[:, None])
+    out[:, : shard.num_valid] = gradient
+    out[:, shard.num_valid :] = 0
+    return out
+
+
+def token_losses(
+    logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The token objective with its statistics and derivatives.
+
+    Args:
+        logprobs, entropy: [T], of the current weights.
+
+    Returns:
+        outputs [10, T], the weighted loss and the fields of `PolicyStats`; and the loss's
+        derivatives in logprobs [T] and entropy [T], the latter None without entropy bonus.
+    """
+    dtype = logprobs.dtype
+    old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs = (
+        None if term is None else term.to(dtype) for term in terms
     )
-    surrogate = torch.where(unclipped >= clipped, unclipped, clipped)
+    with torch.enable_grad():
+        logprobs = logprobs.detach().requires_grad_()
+        log_ratio = torch.clamp(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = torch.exp(log_ratio)
+        low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
+        unclipped, clipped = -advantages * ratio, -advantages * torch.clamp(ratio, low, high)
+        surrogate = torch.where(unclipped >= clipped, unclipped, clipped)
 
-    is_dual_clipped = torch.zeros_like(active)
-    if objective.dual_clip is not None:
-        is_dual_clipped = (advantages < 0) & (ratio > objective.dual_clip)
-        surrogate = torch.where(is_dual_clipped, -advantages * objective.dual_clip, surrogate)
+        is_dual_clipped = torch.zeros_like(ratio, dtype=torch.bool)
+        if objective.dual_clip is not None:
+            is_dual_clipped = (advantages < 0) & (ratio > objective.dual_clip)
+            surrogate = torch.where(is_dual_clipped, -advantages * objective.dual_clip, surrogate)
 
-    importance = torch.ones_like(surrogate)
-    if objective.importance_cap is not None:
-        drift = torch.clamp(old_logprobs - select(rollout_logprobs), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        importance = torch.exp(drift).clamp(max=objective.importance_cap)
+        importance = torch.ones_like(surrogate)
+        if objective.importance_cap is not None:
+            drift = torch.clamp(old_logprobs - rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+            importance = torch.exp(drift).clamp(max=objective.importance_cap)
 
-    token_loss = importance * surrogate - objective.entropy_coef * entropy
-    ref_kl = None
-    if objective.kl_kind is not None:
-        ref_kl = kl_estimate(logprobs, select(ref_logprobs), objective.kl_kind)
-        token_loss = token_loss + objective.kl_coef * ref_kl
-
-    def report(x: Tensor) -> Tensor:
-        return torch.where(active, x.detach(), 0).float()
-
-    stats = PolicyStats(
-        logprobs=report(logprobs),
-        entropy=report(entropy),
-        ratio=report(ratio),
-        is_clipped_low=report((advantages < 0) & (ratio < 1 - objective.clip_ratio_low)),
-        is_clipped_high=report((advantages > 0) & (ratio > 1 + objective.clip_ratio_high)),
-        is_dual_clipped=report(is_dual_clipped),
-        kl=report(ratio - 1 - log_ratio),
-        importance=report(importance),
-        ref_kl=None if ref_kl is None else report(ref_kl),
+        ref_kl = torch.zeros_like(surrogate)
+        if objective.kl_kind is not None:
+            ref_kl = kl_estimate(logprobs, ref_logprobs, objective.kl_kind)
+        losses = weights * (
+            importance * surrogate - objective.entropy_coef * entropy + objective.kl_coef * ref_kl
+        )
+        (d_logprobs,) = torch.autograd.grad(losses.sum(), logprobs)
+    outputs = (
+        losses,
+        logprobs,
+        entropy,
+        ratio,
+        (advantages < 0) & (ratio < low),
+        (advantages > 0) & (ratio > high),
+        is_dual_clipped,
+        ratio - 1 - log_ratio,
+        importance,
+        ref_kl,
     )
-    return torch.sum(weights * token_loss), stats
+    d_entropy = -objective.entropy_coef * weights if objective.entropy_coef else None
+    return torch.stack([x.detach().to(dtype) for x in outputs]), d_logprobs, d_entropy
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
@@ -110,180 +171,234 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def row_statistics(
-    logits: Tensor, labels: Tensor, vocab_start: int
-) -> tuple[RowStatistics, Tensor, Tensor]:
-    """Reduce one vocabulary shard to its statistics.
-
-    Args:
-        logits: [T, V/tp], already divided by the temperature and cut to the valid columns.
-        labels: [T] global ids; a label of another shard has target 0.
-        vocab_start: global id of the first column.
-
-    Returns:
-        The shard's statistics, exp(logits - peak) [T, V/tp] and peak [T], the largest logit of each
-        row.
-    """
-    if logits.shape[1] == 0:
-        zeros = logits.new_zeros(logits.shape[0])
-        return (
-            RowStatistics(torch.full_like(zeros, -torch.inf), zeros, zeros),
-            logits.clone(),
-            zeros,
-        )
-    peak = logits.amax(dim=1)
-    exps = torch.exp_(logits - peak[:, None])
-    total = exps.sum(dim=1)
-    mean = torch.linalg.vecdot(exps, logits) / total
-    local, is_local = local_labels(labels, vocab_start, logits.shape[1])
-    target = torch.where(is_local, logits.gather(1, local[:, None]).squeeze(1), 0)
-    return RowStatistics(peak + total.log(), mean, target), exps, peak
-
-
-def local_labels(labels: Tensor, vocab_start: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each label in this shard (0 where it has none) and whether it has one: [T] int64
-    and bool.
-    """
-    local = labels - vocab_start
-    is_local = (local >= 0) & (local < num_columns)
-    return torch.where(is_local, local, 0), is_local
-
-
-def logits_gradient_(
-    exps: Tensor,
-    peak: Tensor,
+def policy_rows_(
     logits: Tensor,
     labels: Tensor,
-    vocab_start: int,
-    rows: RowStatistics,
-    d_logprobs: Tensor,
-    d_entropy: Tensor | None,
-) -> Tensor:
-    """d loss / d logits, written over `exps` = exp(logits - peak); shapes as in `row_statistics`.
-
-    d = d_logprob * (onehot - p) - d_entropy * p * (logits - mean), with p = exp(logits - lse) over
-    the whole vocabulary. The one-hot is added in the compute dtype: rounding to a narrower dtype
-    comes after the subtraction.
-    """
-    if exps.shape[1] == 0:
-        return exps
-    norm = torch.exp(peak - rows.lse)
-    if d_entropy is None:
-        exps *= (-d_logprobs * norm)[:, None]
-    else:
-        constant, slope = (d_entropy * rows.mean - d_logprobs) * norm, -d_entropy * norm
-        exps *= torch.addcmul(constant[:, None], slope[:, None], logits)
-    local, is_local = local_labels(labels, vocab_start, exps.shape[1])
-    return exps.scatter_add_(1, local[:, None], torch.where(is_local, d_logprobs, 0)[:, None])
-
-
-class _LogprobEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, labels, temperature, shard, inplace_backward):
-        scaled = logits[:, : shard.num_valid].to(compute_dtype(logits)) / temperature
-        local, exps, peak = row_statistics(scaled, labels, shard.start)
-        rows = reduce_over_group(local, shard.group)
-        ctx.save_for_backward(logits, scaled, exps, peak, labels, *rows)
-        ctx.temperature, ctx.vocab_start, ctx.inplace = temperature, shard.start, inplace_backward
-        return rows.logprobs, rows.entropy
-
-    @staticmethod
-    def backward(ctx, d_logprobs, d_entropy):
-        logits, scaled, exps, peak, labels, *rows = ctx.saved_tensors
-        d_scaled = logits_gradient_(
-            exps.clone(),
-            peak,
-            scaled,
-            labels,
-            ctx.vocab_start,
-            RowStatistics(*rows),
-            d_logprobs,
-            d_entropy,
-        )
-        d_logits = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        d_logits[:, : d_scaled.shape[1]] = d_scaled / ctx.temperature
-        d_logits[:, d_scaled.shape[1] :] = 0
-        return d_logits, None, None, None, None
-
-
-def logprob_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    vocab_valid: int | None = None,
-    group: ProcessGroup | None = None,
-    inplace_backward: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each row, differentiable in `logits`.
-
-    Args:
-        logits: [T, V/tp], this rank's vocabulary shard. labels: [T] int64 global ids. temperature:
-        divides the logits. vocab_start: global id of the shard's first column. vocab_valid: size of
-        the whole vocabulary without padding; padded columns get probability 0. group:
-        tensor-parallel group, for one all-gather of [3, T]. None: `logits` is the whole vocabulary.
-        inplace_backward: write the gradient over `logits`. Saves [T, V/tp]; for logits that nothing
-        else will read.
-
-    Returns:
-        logprobs [T] and entropy [T], float64 for float64 logits and float32 for all others.
-
-    Raises:
-        ValueError: bad shapes, temperature or vocabulary bounds, or a label outside the vocabulary.
-    """
-    check_rows(logits, labels, temperature)
-    shard = vocab_shard(logits.shape[1], vocab_start, vocab_valid, group)
-    shard.check_labels(labels)
-    return _LogprobEntropy.apply(logits, labels, temperature, shard, inplace_backward)
-
-
-def policy_loss(
-    logits: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
+    terms: TokenTerms,
     objective: PolicyObjective,
-    *,
-    ref_logprobs: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    vocab_valid: int | None = None,
-    group: ProcessGroup | None = None,
-) -> tuple[Tensor, PolicyStats]:
-    """`policy_loss_from_logprobs` of `logprob_entropy`, differentiable in `logits`, which it may
-    overwrite.
+    shard: VocabShard,
+    temperature: float,
+) -> Tensor:
+    """Outputs [10, T] of `token_losses` for rows of logits [T, V/tp], which the gradient of the
+    summed loss replaces.
+    """
+    rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
+    outputs, *derivatives = token_losses(rows.logprobs, rows.entropy, terms, objective)
+    logits_gradient(logits, logits, labels, rows, *derivatives, shard, temperature)
+    return outputs
 
-    On CUDA the gradient is written over `logits` while the loss is computed: use it on logits that
-    nothing else reads.
+
+def check_gae_arguments(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    turn_ends: Tensor | None,
+    discounts: dict[str, float],
+) -> None:
+    """Raise ValueError for shapes that differ or discounts outside [0, 1]."""
+    shapes = {"rewards": rewards.shape, "values": values.shape, "loss_mask": loss_mask.shape}
+    if turn_ends is not None:
+        shapes["turn_ends"] = turn_ends.shape
+    if rewards.dim() != 1 or len(set(shapes.values())) != 1:
+        described = {name: tuple(shape) for name, shape in shapes.items()}
+        raise ValueError(f"all inputs must be packed to one shape [T], got {described}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
+        raise ValueError(f"cu_seqlens must be [S + 1] offsets, got shape {tuple(cu_seqlens.shape)}")
+    for name, value in discounts.items():
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} must be in [0, 1], got {value}; use 1.0 for no discount")
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    turn_ends: Tensor | None = None,
+    turn_gamma: float = 1.0,
+    turn_lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over packed trajectories, token-level or bi-level.
+
+    Token level: A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1} over the sampled tokens i of a
+    trajectory, with V = A = 0 behind the last. Bi-level, with `turn_ends`: the last token e_k of
+    turn k gets the turn's advantage A_{e_k} = r_{e_k} + turn_gamma V_{e_{k+1}} - V_{e_k} +
+    turn_gamma turn_lam A_{e_{k+1}}, and the other tokens follow the token-level rule, which starts
+    anew from it in every turn. All in float64, by doubling instead of a loop.
 
     Args:
-        logits, labels, temperature, vocab_start, vocab_valid, group: see `logprob_entropy`. The
-        labels of rows with
-            weight 0 are ignored.
-        old_logprobs, advantages, weights, objective, ref_logprobs, rollout_logprobs: see
-        `policy_loss_from_logprobs`.
+        rewards, values: [T] float; entries that were not sampled are ignored.
+        loss_mask: [T] bool, True where the policy sampled the token.
+        cu_seqlens: [S + 1] offsets of the trajectories; positions behind cu_seqlens[S] are padding.
+        gamma, lam: discount and trace decay per token, in [0, 1].
+        turn_ends: [T] bool, True at the last sampled token of each turn. None: token level.
+        turn_gamma, turn_lam: discount and trace decay per turn, in [0, 1].
+
+    Returns:
+        advantages and returns (advantages + values): [T] float32, 0 where not sampled; float64 for
+        float64 rewards.
 
     Raises:
-        ValueError: see both functions.
+        ValueError: shapes differ, or a discount is outside [0, 1].
     """
-    logprobs, entropy = logprob_entropy(
-        logits,
-        torch.where(weights != 0, labels, 0),
-        temperature=temperature,
-        vocab_start=vocab_start,
-        vocab_valid=vocab_valid,
-        group=group,
+    discounts = {"gamma": gamma, "lam": lam, "turn_gamma": turn_gamma, "turn_lam": turn_lam}
+    check_gae_arguments(rewards, values, loss_mask, cu_seqlens, turn_ends, discounts)
+    positions = loss_mask[: int(cu_seqlens[-1])].nonzero().squeeze(1)  # [N] sampled tokens
+    owners = torch.searchsorted(cu_seqlens[1:].long(), positions, right=True)  # [N]
+    longest = int(torch.bincount(owners).max()) if len(owners) else 0
+    r, v = rewards[positions].double(), values[positions].double()  # [N]
+
+    in_chain = _continues(owners)  # [N] A_{i+1} is the next token's
+    deltas = r + gamma * _next(v, in_chain) - v
+    if turn_ends is not None:
+        is_end = turn_ends[positions]
+        ends = is_end.nonzero().squeeze(1)  # [K]
+        r_end, v_end, has_next_turn = r[ends], v[ends], _continues(owners[ends])
+        turn_deltas = r_end + turn_gamma * _next(v_end, has_next_turn) - v_end
+        turn_advantages = _accumulate_from_right(
+            turn_deltas, turn_gamma * turn_lam, has_next_turn, longest
+        )
+        deltas = deltas.index_copy(0, ends, turn_advantages)
+        in_chain = in_chain & ~is_end
+    advantages = _accumulate_from_right(deltas, gamma * lam, in_chain, longest)
+
+    both = torch.zeros((2, len(rewards)), dtype=torch.float64, device=rewards.device)
+    both[:, positions] = torch.stack([advantages, advantages + v])
+    return tuple(both.to(compute_dtype(rewards)).unbind())
+
+
+def _continues(owners: Tensor) -> Tensor:
+    """[N] bool, whether the next entry belongs to the same trajectory."""
+    continues = torch.zeros_like(owners, dtype=torch.bool)
+    continues[:-1] = owners[1:] == owners[:-1]
+    return continues
+
+
+def _next(x: Tensor, continues: Tensor) -> Tensor:
+    """x_{i+1}, 0 where the chain ends."""
+    return torch.where(continues, x.roll(-1), 0.0)
+
+
+def _accumulate_from_right(deltas: Tensor, decay: float, continues: Tensor, longest: int) -> Tensor:
+    """Solve x_i = deltas_i + decay x_{i+1} for all i at once, x_{i+1} = 0 where the chain ends.
+
+    Doubling: after n rounds `totals` sums up to 2^n terms of a chain and `decays` holds
+    decay^(2^n), 0 behind a chain's end, so log2(`longest`) rounds reach every end of chains of at
+    most that length.
+    """
+    totals, decays = deltas, decay * continues.to(deltas.dtype)
+    shift = 1
+    while shift < longest and shift < len(totals):
+        own, left = totals[:-shift], decays[:-shift]
+        # Without the condition a NaN would cross from one trajectory into another, as 0 * NaN.
+        reached = torch.where(left != 0, own + left * totals[shift:], own)
+        totals = torch.cat([reached, totals[-shift:]])
+        decays = torch.cat([left * decays[shift:], torch.zeros_like(decays[-shift:])])
+        shift *= 2
+    return totals
+
+
+@torch.no_grad()
+def whiten(
+    advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8
+) -> Tensor:
+    """(A - mean) / sqrt(var + epsilon) at the sampled tokens, 0 elsewhere; float64 inside.
+
+    Args:
+        advantages: [T].
+        loss_mask: [T] bool.
+        moments: [3] count, sum and sum of squares of the sampled tokens' advantages over all ranks.
+            With fewer than two tokens the (unbiased) variance counts as 1.
+
+    Returns:
+        [T] float32; float64 for float64 advantages.
+    """
+    count, total, squares = moments.double().unbind()
+    mean = total / count.clamp(min=1)
+    variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
+    variance = torch.where(count > 1, variance, 1.0)
+    whitened = (advantages.double() - mean) * torch.rsqrt(variance + epsilon)
+    return torch.where(loss_mask, whitened, 0.0).to(compute_dtype(advantages))
+
+
+@torch.no_grad()
+def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
+    """Group-relative advantage of whole trajectories: (score - group mean) / group std; float64
+    inside.
+
+    GRPO, arXiv:2402.03300 section 4.1.2; without the division Dr.GRPO, arXiv:2503.20783. The
+    standard deviation is the unbiased one. A group whose standard deviation is at most CONSTANT_STD
+    is constant, also the only trajectory of a group, and gets 0: the threshold takes the place of
+    an epsilon in the divisor, which would scale every other group.
+
+    Args:
+        scores: [S] float, one per trajectory.
+        group_ids: [S], any labels.
+        scale_by_std: divide by the group's standard deviation.
+
+    Returns:
+        [S] float32; float64 for float64 scores.
+    """
+    check_groups(scores, group_ids)
+    _, groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
+    mean = zeros.index_add(0, groups, scores.double()) / counts
+    centred = scores.double() - mean[groups]
+    if scale_by_std:
+        variance = zeros.index_add(0, groups, centred.square()) / (counts - 1).clamp(min=1)
+        std = variance.sqrt()[groups]
+        centred = torch.where(std > CONSTANT_STD, centred / std.clamp(min=CONSTANT_STD), 0.0)
+    return centred.to(compute_dtype(scores))
+
+
+def check_groups(scores: Tensor, group_ids: Tensor) -> None:
+    """Raise ValueError unless every trajectory has one score and one group."""
+    if scores.shape != group_ids.shape or scores.dim() != 1:
+        raise ValueError(
+            f"need scores [S] and group_ids [S], got {tuple(scores.shape)} and"
+            f" {tuple(group_ids.shape)}"
+        )
+
+
+def check_value_clip(clip: float | None) -> None:
+    """Raise ValueError for a bound that lets no value move."""
+    if clip is not None and not clip > 0.0:
+        raise ValueError(f"clip must be > 0, got {clip}; use 0.5, or None to switch it off")
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half squared error of the critic with the clipped branch of PPO, differentiable in `values`.
+
+    loss = sum(weights * 0.5 * max((v - R)^2, (v_clipped - R)^2)) with v_clipped = old + clip(v -
+    old, -clip, clip). At a tie the unclipped branch is taken.
+
+    Args:
+        values, old_values, returns: [T].
+        weights: [T]; 0 takes the token out entirely.
+        clip: largest change of a value that still is rewarded; None: plain squared error.
+
+    Returns:
+        The scalar loss and is_clipped [T] float32, 1 where the clipped branch was taken.
+    """
+    check_value_clip(clip)
+    dtype = compute_dtype(values)
+    active = weights != 0
+    values, old_values, returns, weights = (
+        torch.where(active, x, 0).to(dtype) for x in (values, old_values, returns, weights)
     )
-    return policy_loss_from_logprobs(
-        logprobs,
-        entropy,
-        old_logprobs,
-        advantages,
-        weights,
-        objective,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=rollout_logprobs,
-    )
+    losses = (values - returns).square()
+    is_clipped = torch.zeros_like(active)
+    if clip is not None:
+        change = values - old_values
+        bounded = old_values + torch.clamp(change, -clip, clip)
+        clipped = torch.where(change.abs() > clip, (bounded - returns).square(), losses)
+        is_clipped = clipped > losses
+        losses = torch.where(is_clipped, clipped, losses)
+    return 0.5 * torch.sum(weights * losses), is_clipped.float()

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragen_kernels import reference_returns
-from ragen_kernels.arguments import PER_TOKEN
-from ragen_kernels.reference_returns import (
-    AdvantageEstimate,
+from ragen_kernels.launch import PER_TOKEN
+from ragen_kernels.reference import (
+    CONSTANT_STD,
     check_gae_arguments,
     check_groups,
     check_value_clip,
@@ -48,7 +47,6 @@ def gae_kernel(
     OFFSETS,
     ADVANTAGES,
     RETURNS,
-    MOMENTS,
     gamma,
     lam,
     turn_gamma,
@@ -64,7 +62,6 @@ def gae_kernel(
     length = (tl.load(OFFSETS + trajectory + 1) - begin).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     advantage_carry, value_carry, turn_carry, turn_value_carry = 0.0, 0.0, 0.0, 0.0
-    count, total, squares = 0.0, 0.0, 0.0
     num_blocks = tl.cdiv(length, BLOCK)
     for step in range(0, num_blocks):
         local = (num_blocks - 1 - step) * BLOCK + lane
@@ -113,12 +110,6 @@ def gae_kernel(
         advantage = tl.where(sampled, advantage, 0.0)
         tl.store(ADVANTAGES + t, advantage, mask=inside)
         tl.store(RETURNS + t, advantage + v, mask=inside)
-        count += tl.sum(sampled.to(tl.float32), 0)
-        total += tl.sum(advantage, 0)
-        squares += tl.sum(advantage * advantage, 0)
-    tl.store(MOMENTS + trajectory * 3, count)
-    tl.store(MOMENTS + trajectory * 3 + 1, total)
-    tl.store(MOMENTS + trajectory * 3 + 2, squares)
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
@@ -218,13 +209,12 @@ def gae(
     turn_ends: Tensor | None = None,
     turn_gamma: float = 1.0,
     turn_lam: float = 1.0,
-) -> AdvantageEstimate:
-    """See `reference_returns.gae`; arithmetic and results are float32."""
+) -> tuple[Tensor, Tensor]:
+    """See `reference.gae`; arithmetic and results are float32."""
     discounts = {"gamma": gamma, "lam": lam, "turn_gamma": turn_gamma, "turn_lam": turn_lam}
     check_gae_arguments(rewards, values, loss_mask, cu_seqlens, turn_ends, discounts)
     num_trajectories = len(cu_seqlens) - 1
     advantages, returns = rewards.new_zeros((2, len(rewards)), dtype=torch.float32)
-    moments = rewards.new_empty((num_trajectories, 3), dtype=torch.float32)
     if num_trajectories:
         gae_kernel[(num_trajectories,)](
             rewards.contiguous(),
@@ -234,7 +224,6 @@ def gae(
             cu_seqlens,
             advantages,
             returns,
-            moments,
             float(gamma),
             float(lam),
             float(turn_gamma),
@@ -243,7 +232,7 @@ def gae(
             BLOCK=SCAN_BLOCK,
             num_warps=SCAN_WARPS,
         )
-    return AdvantageEstimate(advantages, returns, moments)
+    return advantages, returns
 
 
 def as_bytes(mask: Tensor) -> Tensor:
@@ -255,7 +244,7 @@ def as_bytes(mask: Tensor) -> Tensor:
 def whiten(
     advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8
 ) -> Tensor:
-    """See `reference_returns.whiten`; the result is float32."""
+    """See `reference.whiten`; the result is float32."""
     out = torch.empty_like(advantages, dtype=torch.float32)
     if len(out):
         whiten_kernel[(triton.cdiv(len(out), TOKEN_BLOCK),)](
@@ -273,7 +262,7 @@ def whiten(
 
 @torch.no_grad()
 def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
-    """See `reference_returns.group_normalize`; the result is float32."""
+    """See `reference.group_normalize`; the result is float32."""
     check_groups(scores, group_ids)
     out = torch.empty_like(scores, dtype=torch.float32)
     if len(out):
@@ -282,7 +271,7 @@ def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = T
             group_ids.contiguous(),
             out,
             len(out),
-            reference_returns.CONSTANT_STD,
+            CONSTANT_STD,
             SCALE=scale_by_std,
             BLOCK=TOKEN_BLOCK,
             num_warps=TOKEN_WARPS,
@@ -323,7 +312,7 @@ class _ValueLoss(torch.autograd.Function):
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference_returns.value_loss`; loss and gradient in one launch."""
+    """See `reference.value_loss`; loss and gradient in one launch."""
     check_value_clip(clip)
     constants = (x.detach().contiguous() for x in (old_values, returns, weights))
     return _ValueLoss.apply(values.contiguous(), *constants, clip)

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragen_kernels.arguments import PER_TOKEN
-from ragen_kernels.device import num_persistent_programs
+from ragen_kernels.launch import PER_TOKEN
 from ragen_kernels.vocab import RowStatistics, VocabShard
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -24,8 +23,6 @@ LOWEST = tl.constexpr(-1e30)  # finite, so that no running peak turns into inf -
 
 BLOCK = 8192
 NUM_WARPS = 8
-SCALE_BLOCK = 2048
-SCALE_PROGRAMS_PER_UNIT = 8
 
 
 @triton.jit
@@ -42,7 +39,7 @@ def accumulate(x, peak, total, moment, scale, IS_TAIL: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(
+def reduce_row(
     X, num_valid, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, EVICTION: tl.constexpr
 ):
     """Base-2 log-sum-exp and mean of x * scale over one row of logits."""
@@ -114,10 +111,7 @@ def write_gradient(
     for start in tl.range(0, whole, BLOCK, num_stages=3):
         x = tl.load(X + start + columns, eviction_policy="evict_first").to(tl.float32)
         p = tl.exp2(x * scale - lse2)
-        if WITH_ENTROPY:
-            d = p * (constant + slope * x)
-        else:
-            d = p * constant
+        d = p * ((constant + slope * x) if WITH_ENTROPY else constant)
         tl.store(DX + start + columns, d.to(DX.dtype.element_ty), eviction_policy="evict_first")
     if whole < num_columns:
         # The padding starts in the tail's block and may go on behind it.
@@ -125,10 +119,7 @@ def write_gradient(
             mask = start + columns < num_valid
             x_tail = tl.load(X + start + columns, mask=mask, other=0.0).to(tl.float32)
             p_tail = tl.where(mask, tl.exp2(x_tail * scale - lse2), 0.0)
-            if WITH_ENTROPY:
-                d_tail = p_tail * (constant + slope * x_tail)
-            else:
-                d_tail = p_tail * constant
+            d_tail = p_tail * ((constant + slope * x_tail) if WITH_ENTROPY else constant)
             tl.store(
                 DX + start + columns,
                 d_tail.to(DX.dtype.element_ty),
@@ -136,10 +127,7 @@ def write_gradient(
             )
     tl.debug_barrier()
     p_target = tl.exp2(target * scale - lse2)
-    if WITH_ENTROPY:
-        d_label = p_target * (constant + slope * target) + d_target
-    else:
-        d_label = p_target * constant + d_target
+    d_label = p_target * ((constant + slope * target) if WITH_ENTROPY else constant) + d_target
     tl.store(DX + column, d_label.to(DX.dtype.element_ty), mask=is_local)
 
 
@@ -161,7 +149,7 @@ def statistics_kernel(
     """One program per row: log-sum-exp, mean and label of logits / temperature, natural units."""
     row = tl.program_id(0).to(tl.int64)
     X += row * stride
-    lse2, mean2 = row_statistics(X, num_valid, scale, BLOCK, GROUP, "evict_first")
+    lse2, mean2 = reduce_row(X, num_valid, scale, BLOCK, GROUP, "evict_first")
     _, _, target = load_target(X, tl.load(LABELS + row), vocab_start, num_valid, num_entries)
     tl.store(LSE + row, lse2 * LN2)
     tl.store(MEAN + row, mean2 * LN2)
@@ -221,50 +209,17 @@ def gradient_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def scale_kernel(X, FACTOR, num_rows, num_columns, stride, BLOCK: tl.constexpr):
-    """Rows times a factor on the device; with the usual factor 1 a program ends after one load."""
-    factor = tl.load(FACTOR).to(tl.float32)
-    if factor != 1.0:
-        first = tl.program_id(0).to(tl.int64)
-        for turn in range(0, tl.cdiv(num_rows - tl.program_id(0), tl.num_programs(0))):
-            row = X + (first + turn * tl.num_programs(0)) * stride
-            for start in range(0, num_columns, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                mask = columns < num_columns
-                x = tl.load(row + columns, mask=mask).to(tl.float32)
-                tl.store(row + columns, (x * factor).to(X.dtype.element_ty), mask=mask)
-
-
-def scale_(rows: Tensor, factor: Tensor) -> Tensor:
-    """Multiply [T, N] in place with a scalar tensor; nearly free where that is 1, without asking
-    the device.
-    """
-    if rows.numel():
-        num_programs = min(
-            len(rows), SCALE_PROGRAMS_PER_UNIT * num_persistent_programs(rows.device)
-        )
-        scale_kernel[(num_programs,)](
-            rows,
-            factor,
-            len(rows),
-            rows.shape[1],
-            rows.stride(0),
-            BLOCK=SCALE_BLOCK,
-            num_warps=NUM_WARPS,
-        )
-    return rows
-
-
 def group_size(dtype: torch.dtype) -> int:
     """Elements of a 16-byte load."""
     return 16 // dtype.itemsize
 
 
-def launch_statistics(
+def row_statistics(
     logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float
 ) -> RowStatistics:
-    """Shard statistics of logits [T, V/tp] with unit column stride; [T] float32 each."""
+    """See `reference.row_statistics`; float32, of logits with unit column stride. A label outside
+    the vocabulary gives NaN.
+    """
     assert logits.stride(1) == 1, "the kernel walks rows of contiguous columns"
     statistics = RowStatistics(*logits.new_empty((3, logits.shape[0]), dtype=torch.float32))
     if len(labels):
@@ -284,7 +239,7 @@ def launch_statistics(
     return statistics
 
 
-def launch_gradient(
+def logits_gradient(
     logits: Tensor,
     out: Tensor,
     labels: Tensor,
@@ -294,7 +249,7 @@ def launch_gradient(
     shard: VocabShard,
     temperature: float,
 ) -> Tensor:
-    """d loss / d logits [T, V/tp] into `out`, which may be `logits`."""
+    """See `reference.logits_gradient`."""
     assert logits.stride(1) == 1 and out.stride(1) == 1, (
         "the kernel walks rows of contiguous columns"
     )

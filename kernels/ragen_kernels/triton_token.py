@@ -9,18 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragen_kernels.arguments import PER_TOKEN
-from ragen_kernels.objective import KL_KINDS, MAX_LOG_RATIO, PolicyObjective, PolicyStats
+from ragen_kernels.launch import PER_TOKEN
+from ragen_kernels.objective import (
+    KL_KINDS,
+    MAX_LOG_RATIO,
+    NUM_OUTPUTS,
+    PolicyObjective,
+    TokenTerms,
+)
+from ragen_kernels.triton_rows import LOG2E
 
 BOUND = tl.constexpr(MAX_LOG_RATIO)
-LOG2E = tl.constexpr(1.4426950408889634)
 
 BLOCK = 256
 NUM_WARPS = 4
-
-# Rows of the [10, T] float32 output buffer: the weighted loss, then the fields of PolicyStats in
-# their order.
-NUM_OUTPUTS = 10
 
 
 @triton.jit
@@ -94,7 +96,9 @@ def token_objective(
 def store_outputs(
     OUT, size, token, mask, loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl
 ):
-    """Write the [10, size] outputs of the tokens where `mask`."""
+    """Write the [10, size] outputs of the tokens where `mask`: the weighted loss, then the fields
+    of PolicyStats in their order.
+    """
     tl.store(OUT + token, loss, mask=mask)
     tl.store(OUT + size + token, logprob, mask=mask)
     tl.store(OUT + 2 * size + token, entropy, mask=mask)
@@ -107,81 +111,50 @@ def store_outputs(
     tl.store(OUT + 9 * size + token, ref_kl, mask=mask)
 
 
+# fmt: off
+@triton.jit
+def lose_tokens(
+    OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
+    lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef,
+    DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
+):
+    """Store the outputs of one token or many; their weights and the unweighted derivatives of the
+    loss in logprob.
+    """
+    weight = tl.load(WEIGHTS + token, mask=mask).to(tl.float32)
+    old_logprob = tl.load(OLD + token, mask=mask).to(tl.float32)
+    advantage = tl.load(ADVANTAGES + token, mask=mask).to(tl.float32)
+    ref_logprob = tl.load(REF + token, mask=mask).to(tl.float32) if KL else logprob
+    rollout_logprob = tl.load(ROLLOUT + token, mask=mask).to(tl.float32) if IMPORTANCE else logprob
+    loss, d_logprob, ratio, low, high, dual, kl, importance, ref_kl = token_objective(
+        logprob, entropy, old_logprob, advantage, ref_logprob, rollout_logprob,
+        lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef, DUAL_CLIP, KL, IMPORTANCE,
+    )
+    store_outputs(
+        OUT, size, token, mask,
+        weight * loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl,
+    )
+    return weight, d_logprob
+
+
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def token_kernel(
-    LOGPROBS,
-    ENTROPY,
-    OLD,
-    ADVANTAGES,
-    WEIGHTS,
-    REF,
-    ROLLOUT,
-    OUT,
-    D_LOGPROBS,
-    D_ENTROPY,
-    size,
-    lower,
-    upper,
-    dual_clip,
-    importance_cap,
-    kl_coef,
-    entropy_coef,
-    DUAL_CLIP: tl.constexpr,
-    KL: tl.constexpr,
-    IMPORTANCE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOGPROBS, ENTROPY, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT, OUT, D_LOGPROBS, D_ENTROPY, size,
+    lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef,
+    DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens; all 0 where
-    the weight is 0.
-    """
+    """Weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = token < size
-    weight = tl.load(WEIGHTS + token, mask=mask, other=0.0).to(tl.float32)
-    active = mask & (weight != 0)
-    logprob = tl.load(LOGPROBS + token, mask=active, other=0.0).to(tl.float32)
-    entropy = tl.load(ENTROPY + token, mask=active, other=0.0).to(tl.float32)
-    old_logprob = tl.load(OLD + token, mask=active, other=0.0).to(tl.float32)
-    advantage = tl.load(ADVANTAGES + token, mask=active, other=0.0).to(tl.float32)
-    ref_logprob = tl.load(REF + token, mask=active, other=0.0).to(tl.float32) if KL else logprob
-    rollout_logprob = (
-        tl.load(ROLLOUT + token, mask=active, other=0.0).to(tl.float32) if IMPORTANCE else logprob
-    )
-    loss, d_logprob, ratio, low, high, dual, kl, importance, ref_kl = token_objective(
-        logprob,
-        entropy,
-        old_logprob,
-        advantage,
-        ref_logprob,
-        rollout_logprob,
-        lower,
-        upper,
-        dual_clip,
-        importance_cap,
-        kl_coef,
-        entropy_coef,
-        DUAL_CLIP,
-        KL,
-        IMPORTANCE,
-    )
-    present = active.to(tl.float32)
-    store_outputs(
-        OUT,
-        size,
-        token,
-        mask,
-        weight * loss,
-        logprob,
-        entropy,
-        ratio * present,
-        low,
-        high,
-        dual,
-        kl,
-        importance * present,
-        ref_kl,
+    logprob = tl.load(LOGPROBS + token, mask=mask)
+    entropy = tl.load(ENTROPY + token, mask=mask)
+    weight, d_logprob = lose_tokens(
+        OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
+        lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef, DUAL_CLIP, KL, IMPORTANCE,
     )
     tl.store(D_LOGPROBS + token, weight * d_logprob, mask=mask)
     tl.store(D_ENTROPY + token, -entropy_coef * weight, mask=mask)
+# fmt: on
 
 
 def objective_arguments(objective: PolicyObjective) -> dict[str, float | bool | int]:
@@ -201,16 +174,10 @@ def objective_arguments(objective: PolicyObjective) -> dict[str, float | bool | 
     }
 
 
-def unpack_outputs(outputs: Tensor, objective: PolicyObjective) -> PolicyStats:
-    """[10, T] kernel outputs -> statistics (views)."""
-    *stats, ref_kl = outputs[1:].unbind()
-    return PolicyStats(*stats, ref_kl=None if objective.kl_kind is None else ref_kl)
-
-
-def launch_tokens(
-    logprobs: Tensor, entropy: Tensor, terms: dict[str, Tensor | None], objective: PolicyObjective
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(outputs [10, T], d_logprobs [T], d_entropy [T]) of the weighted loss."""
+def token_losses(
+    logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See `reference.token_losses`; one launch for loss, statistics and gradients, float32."""
     size = len(logprobs)
     outputs = logprobs.new_empty((NUM_OUTPUTS, size), dtype=torch.float32)
     d_logprobs, d_entropy = logprobs.new_empty((2, size), dtype=torch.float32)
@@ -218,11 +185,7 @@ def launch_tokens(
         token_kernel[(triton.cdiv(size, BLOCK),)](
             logprobs,
             entropy,
-            terms["old_logprobs"],
-            terms["advantages"],
-            terms["weights"],
-            terms["ref_logprobs"],
-            terms["rollout_logprobs"],
+            *terms,
             outputs,
             d_logprobs,
             d_entropy,
@@ -231,61 +194,4 @@ def launch_tokens(
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
-    return outputs, d_logprobs, d_entropy
-
-
-class _PolicyLossFromLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logprobs, entropy, terms, objective):
-        outputs, d_logprobs, d_entropy = launch_tokens(logprobs, entropy, terms, objective)
-        ctx.save_for_backward(d_logprobs, d_entropy)
-        ctx.dtypes = logprobs.dtype, entropy.dtype
-        ctx.mark_non_differentiable(outputs)
-        return outputs[0].sum(), outputs
-
-    @staticmethod
-    def backward(ctx, d_loss, _):
-        grads = (grad * d_loss for grad in ctx.saved_tensors)
-        return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
-
-
-def policy_loss_from_logprobs(
-    logprobs: Tensor,
-    entropy: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    objective: PolicyObjective,
-    *,
-    ref_logprobs: Tensor | None = None,
-    rollout_logprobs: Tensor | None = None,
-) -> tuple[Tensor, PolicyStats]:
-    """See `reference.policy_loss_from_logprobs`; arithmetic is float32, one launch for loss and
-    gradients.
-    """
-    objective.check_inputs(ref_logprobs, rollout_logprobs)
-    terms = contiguous_terms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs)
-    loss, outputs = _PolicyLossFromLogprobs.apply(
-        logprobs.contiguous(), entropy.contiguous(), terms, objective
-    )
-    return loss, unpack_outputs(outputs, objective)
-
-
-def contiguous_terms(
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None,
-) -> dict[str, Tensor | None]:
-    """The per-token constants by name, each laid out as the kernels read them."""
-    terms = {
-        "old_logprobs": old_logprobs,
-        "advantages": advantages,
-        "weights": weights,
-        "ref_logprobs": ref_logprobs,
-        "rollout_logprobs": rollout_logprobs,
-    }
-    return {
-        name: None if term is None else term.detach().contiguous() for name, term in terms.items()
-    }
+    return outputs, d_logprobs, d_entropy if objective.entropy_coef else None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class RowStatistics(NamedTuple):
-    """Softmax statistics of rows of logits x = logits / temperature: each [T] in the compute dtype."""
+    """Softmax statistics of rows x = logits / temperature: each [T] in the compute dtype."""
 
     lse: Tensor  # log(sum(exp(x)))
     mean: Tensor  # sum(softmax(x) * x)
@@ -41,11 +41,16 @@ def combine_shards(lse: Tensor, mean: Tensor, target: Tensor) -> RowStatistics:
     return RowStatistics(total, torch.sum(torch.exp(lse - total) * mean, dim=0), target.sum(dim=0))
 
 
+def is_split(group: dist.ProcessGroup | None) -> bool:
+    """Whether the statistics of a row have to cross ranks."""
+    return group is not None and dist.get_world_size(group) > 1
+
+
 def reduce_over_group(local: RowStatistics, group: dist.ProcessGroup | None) -> RowStatistics:
     """Make shard statistics global with one all-gather; the identity without rows, without a group,
     or alone in it.
     """
-    if group is None or dist.get_world_size(group) == 1 or local.lse.numel() == 0:
+    if not is_split(group) or local.lse.numel() == 0:
         return local
     packed = torch.stack(tuple(local))  # [3, T]
     shards = packed.new_empty((dist.get_world_size(group), *packed.shape))  # [R, 3, T]
@@ -58,9 +63,11 @@ class VocabShard:
     """The columns of the vocabulary that this rank holds.
 
     Attributes:
-        start: global id of the first column. num_valid: leading columns that are real entries;
-        those behind are padding with probability 0. num_entries: real entries of the whole
-        vocabulary. group: tensor-parallel group, None for an unsplit vocabulary.
+        start: global id of the first column.
+        num_valid: leading columns that are real entries; those behind are padding with
+            probability 0.
+        num_entries: real entries of the whole vocabulary.
+        group: tensor-parallel group, None for an unsplit vocabulary.
     """
 
     start: int
@@ -81,7 +88,7 @@ class VocabShard:
 def vocab_shard(
     num_columns: int, vocab_start: int, vocab_valid: int | None, group: dist.ProcessGroup | None
 ) -> VocabShard:
-    """Validate the position of a shard of `num_columns` columns (arguments: see `logprob_entropy`)."""
+    """Validate where a shard of `num_columns` columns lies; arguments: see `logprob_entropy`."""
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if vocab_start != rank * num_columns:
         raise ValueError(

@@ -61,8 +61,7 @@ def gae(
         `ragen_kernels.gae` types them.
     """
     _check_rewards(rewards, loss_mask, cu_seqlens)
-    estimate = ragen_kernels.gae(rewards, values, loss_mask, cu_seqlens, gamma=gamma, lam=lam)
-    return estimate.advantages, estimate.returns
+    return ragen_kernels.gae(rewards, values, loss_mask, cu_seqlens, gamma=gamma, lam=lam)
 
 
 def bilevel_gae(
@@ -100,7 +99,7 @@ def bilevel_gae(
         `ragen_kernels.gae` types them.
     """
     _check_rewards(rewards, loss_mask, cu_seqlens)
-    estimate = ragen_kernels.gae(
+    return ragen_kernels.gae(
         rewards,
         values,
         loss_mask,
@@ -111,7 +110,6 @@ def bilevel_gae(
         turn_gamma=turn_gamma,
         turn_lam=turn_lam,
     )
-    return estimate.advantages, estimate.returns
 
 
 def group_relative(

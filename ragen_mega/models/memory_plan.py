@@ -33,7 +33,7 @@ FRAGMENTATION = 0.05
 """Assumed share of activations that the allocator loses."""
 LOGITS_CHUNK = (
     600 * 2**20
-)  # of the whole vocabulary, in the fused loss: ragen_kernels.triton_linear.CHUNK_BYTES
+)  # of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
 SYNC_BUCKET = (
     512 * 2**20
 )  # weights on their way to the engine: ragen_mega.engines.sglang.weights.BUCKET_BYTES

@@ -35,7 +35,7 @@ Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # bfloat16
 
 
@@ -134,7 +134,7 @@ class Sanitizer:
         addresses = pointers[mask].astype(np.int64)
         if addresses.size == 0:
             return
-        for start, stop, owners in self.shadows:
+        for start, stop, owners in self.shadows:  # noqa: B007 read behind the loop
             if ((addresses >= start) & (addresses + num_bytes <= stop)).all():
                 break
         else:

@@ -4,12 +4,11 @@ nothing fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from ragen_kernels import PolicyObjective
+from ragen_kernels.objective import TokenTerms
 from torch import Tensor
 
 OBJECTIVES = {
@@ -40,6 +39,10 @@ class Case:
     @property
     def logits(self) -> Tensor:
         return self.hidden @ self.weight.T
+
+    @property
+    def token_terms(self) -> TokenTerms:
+        return TokenTerms(*self.constants, self.ref_logprobs, self.rollout_logprobs)
 
     @property
     def terms(self) -> dict[str, Tensor]:
@@ -210,35 +213,3 @@ def assert_stats(stats: object, truth: dict[str, Tensor], tolerance: float) -> N
         assert error <= tolerance * max(
             1.0, float(expected.abs().max()) if expected.numel() else 1.0
         ), (name, error)
-
-
-def check_poisoned_tokens(policy_loss_from_logprobs: Callable[..., Any], device: str) -> None:
-    """With NaN in every input of the tokens of weight 0, loss, gradients and statistics are those
-    without.
-    """
-    case, objective = make_case(31, seed=11), OBJECTIVES["everything"]
-    truth, inputs = unfused_truth(case, objective), case.to(device, torch.float32)
-    masked = inputs.weights == 0
-    assert masked.any() and not masked.all()
-
-    def poison(x: Tensor) -> Tensor:
-        return torch.where(masked, torch.nan, x.to(device, torch.float32))
-
-    logprobs, entropy = (
-        poison(truth.logprobs).requires_grad_(),
-        poison(truth.entropy).requires_grad_(),
-    )
-    loss, stats = policy_loss_from_logprobs(
-        logprobs,
-        entropy,
-        poison(inputs.old_logprobs),
-        poison(inputs.advantages),
-        inputs.weights,
-        objective,
-        **{name: poison(term) for name, term in inputs.terms.items()},
-    )
-    loss.backward()
-    assert relative_error(loss, truth.loss) < 1e-5
-    assert_stats(stats, truth.stats, 1e-5)
-    for grad in (logprobs.grad, entropy.grad):
-        assert torch.isfinite(grad).all() and not grad[masked].any()

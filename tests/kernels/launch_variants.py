@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 LENGTHS = (1, 2, 3, 4, 7, 16, 33, 128, 1000)
-VOCAB, WIDTH = 64, 16
+VOCAB = 64
 variants: dict[str, set[str]] = defaultdict(set)
 
 
@@ -27,40 +27,26 @@ def note_launch(self, *args, grid, warmup, **kwargs):
 
 def launch_all(num_tokens: int, start: int) -> None:
     """All operations on the tokens from `start` of a longer batch."""
-    from ragen_kernels import (
-        PolicyObjective,
-        triton_linear,
-        triton_policy,
-        triton_returns,
-        triton_token,
-    )
+    from ragen_kernels import triton_policy, triton_returns, triton_rows, triton_token
+    from ragen_kernels.objective import PolicyObjective, TokenTerms
+    from ragen_kernels.vocab import vocab_shard
 
     def numbers(count: int) -> torch.Tensor:
         return torch.rand(count, start + num_tokens)[:, start:]
 
     objective = PolicyObjective(0.1, 0.3, 1.5, "k3", 0.2, 0.03, 1.05)
     labels = torch.randint(0, VOCAB, (start + num_tokens,))[start:]
-    terms = tuple(numbers(3))
-    others = dict(zip(("ref_logprobs", "rollout_logprobs"), numbers(2), strict=True))
-    logits = torch.randn(num_tokens, VOCAB, requires_grad=True)
-    triton_policy.policy_loss(logits * 1, labels, *terms, objective, **others)[0].backward()
-    torch.autograd.grad(triton_policy.logprob_entropy(logits, labels), logits, tuple(numbers(2)))
-    triton_token.policy_loss_from_logprobs(*numbers(2), *terms, objective, **others)
-    hidden, weight = (
-        torch.randn(count, WIDTH, requires_grad=True) for count in (num_tokens, VOCAB)
-    )
-    for mode in ("save", "chunk", "recompute"):
-        triton_linear.linear_policy_loss(
-            hidden, weight, labels, *terms, objective, **others, mode=mode
-        )[0].backward()
-    triton_linear.linear_logprobs(hidden, weight, labels)
+    terms, shard = TokenTerms(*numbers(5)), vocab_shard(VOCAB, 0, None, None)
+    logits = torch.randn(num_tokens, VOCAB)
+    rows = triton_rows.row_statistics(logits, labels, shard, 1.0)
+    triton_rows.logits_gradient(logits, logits, labels, rows, *numbers(2), shard, 1.0)
+    triton_token.token_losses(*numbers(2), terms, objective)
+    triton_policy.policy_rows_(logits, labels, terms, objective, shard, 1.0)
     offsets, mask = torch.tensor([0, num_tokens], dtype=torch.int32), terms[0] > 0.5
     triton_returns.gae(*numbers(2), mask, offsets, gamma=1.0, lam=0.9, turn_ends=mask)
     triton_returns.whiten(terms[0], mask, numbers(1)[0])
     triton_returns.group_normalize(terms[0], labels)
-    triton_returns.value_loss(terms[0].clone().requires_grad_(), *numbers(3), clip=0.2)[
-        0
-    ].backward()
+    triton_returns.value_loss(terms[0].clone().requires_grad_(), *numbers(3), clip=0.2)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def value_loss_truth(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
     """Loss and gradient as PPO code usually writes them."""
-    values = values.double().requires_grad_()
+    values = values.detach().double().clone().requires_grad_()
     old_values, returns = old_values.double(), returns.double()
     losses = (values - returns) ** 2
     if clip is not None:

@@ -1,7 +1,8 @@
 """What only a GPU can show: full sizes, bit-equality, memory, no recompilation, and NVIDIA's
 sanitizer.
 
-The cases of `test_triton_*.py` run on the GPU too when there is one; these come on top of them.
+The cases of `test_rows.py`, `test_policy.py` and `test_returns.py` run on the GPU too when there is
+one; these come on top of them.
 """
 
 import os
@@ -13,7 +14,11 @@ from pathlib import Path
 import pytest
 import ragen_kernels
 import torch
-from ragen_kernels import PolicyObjective
+from ragen_kernels import PolicyObjective, reference
+from ragen_kernels.dispatch import policy_rows_
+from ragen_kernels.objective import TokenTerms
+from ragen_kernels.policy import empty_rows
+from ragen_kernels.vocab import vocab_shard
 
 from tests.kernels.kernel_cases import logprob_entropy_truth, relative_error
 
@@ -35,28 +40,35 @@ def token_terms(num_tokens: int, vocab: int, active: float = 1.0) -> tuple[torch
     return labels, old, torch.randn(num_tokens, device="cuda"), mask / num_tokens
 
 
+def policy_rows(logits: torch.Tensor, labels: torch.Tensor, terms: tuple) -> torch.Tensor:
+    """Outputs of the row kernel, whose gradient replaces `logits`."""
+    shard = vocab_shard(logits.shape[1], 0, None, None)
+    return policy_rows_(logits, labels, TokenTerms(*terms, None, None), OBJECTIVE, shard, 1.0)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "vocab"), [(8192, VOCAB), (1024, VOCAB + 1), (70_000, 1024)]
 )
 def test_full_size_against_float64(num_tokens, vocab):
-    """70 000 rows are more than a grid axis of 65 535; an odd vocabulary misaligns every other row."""
-    logits = torch.randn(num_tokens, vocab, device="cuda", dtype=torch.bfloat16)
+    """70 000 rows are more than a grid axis of 65 535; an odd vocabulary has an odd rest."""
+    logits = empty_rows(torch.empty(0, device="cuda", dtype=torch.bfloat16), num_tokens, vocab)
+    logits.normal_()
     labels, *terms = token_terms(num_tokens, vocab)
     rows = torch.arange(0, num_tokens, num_tokens // 64, device="cuda")
-    exact = logits[rows].double().requires_grad_()
+    exact = logits[rows].double()
     truth = logprob_entropy_truth(exact, labels[rows], 1.0, None)
-    logprobs, entropy = ragen_kernels.logprob_entropy(logits, labels)
-    torch.testing.assert_close(logprobs[rows].double(), truth[0].detach(), rtol=0, atol=2e-5)
-    torch.testing.assert_close(entropy[rows].double(), truth[1].detach(), rtol=0, atol=2e-5)
-    sampled = [x[rows].double() for x in terms]
-    from ragen_kernels.reference import policy_loss_from_logprobs
-
-    loss, _ = policy_loss_from_logprobs(*truth, *sampled, OBJECTIVE)
-    (expected,) = torch.autograd.grad(loss, exact)
-    logits.requires_grad_()
-    loss, _ = ragen_kernels.policy_loss(logits, labels, *terms, OBJECTIVE)
-    (actual,) = torch.autograd.grad(loss, logits)
-    assert relative_error(actual[rows], expected.cpu()) < 4e-3
+    for actual, expected in zip(ragen_kernels.logprob_entropy(logits, labels), truth, strict=True):
+        torch.testing.assert_close(actual[rows].double(), expected, rtol=0, atol=2e-5)
+    reference.policy_rows_(
+        exact,
+        labels[rows],
+        TokenTerms(*(x[rows].double() for x in terms), None, None),
+        OBJECTIVE,
+        vocab_shard(vocab, 0, None, None),
+        1.0,
+    )
+    policy_rows(logits, labels, terms)
+    assert relative_error(logits[rows], exact.cpu()) < 4e-3
 
 
 def test_twenty_runs_are_bit_equal():
@@ -66,25 +78,18 @@ def test_twenty_runs_are_bit_equal():
     weight = torch.randn(VOCAB, 256, device="cuda", dtype=torch.bfloat16) / 16
 
     def run() -> list[torch.Tensor]:
-        leaf = logits.clone().requires_grad_()
-        loss, stats = ragen_kernels.policy_loss(leaf, labels, *terms, OBJECTIVE)
+        rows = logits.clone()
+        outputs = policy_rows(rows, labels, terms)
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        linear_loss, _ = ragen_kernels.linear_policy_loss(*leaves, labels, *terms, OBJECTIVE)
-        return [
-            loss,
-            stats.kl,
-            linear_loss,
-            *torch.autograd.grad(loss, leaf),
-            *torch.autograd.grad(linear_loss, leaves),
-        ]
+        loss, _ = ragen_kernels.linear_policy_loss(*leaves, labels, *terms, OBJECTIVE)
+        return [outputs, rows, loss, *torch.autograd.grad(loss, leaves)]
 
     first = run()
     for _ in range(19):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
-@pytest.mark.parametrize("mode", ["chunk", "recompute"])
-def test_peak_memory_of_the_lm_head(mode):
+def test_peak_memory_of_the_lm_head():
     """Beside operands and gradients: one chunk of logits, and what keeps d_weight in float32 until
     it is cast.
     """
@@ -95,7 +100,7 @@ def test_peak_memory_of_the_lm_head(mode):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss, _ = ragen_kernels.linear_policy_loss(hidden, weight, labels, *terms, OBJECTIVE, mode=mode)
+    loss, _ = ragen_kernels.linear_policy_loss(hidden, weight, labels, *terms, OBJECTIVE)
     loss.backward()
     extra = torch.cuda.max_memory_allocated() - before - gradient_bytes
     # index_select of the active rows and its gradient are two more copies of hidden.
@@ -110,8 +115,7 @@ def test_no_compilation_per_sequence_length():
 
     def run(num_tokens: int) -> None:
         labels, *terms = token_terms(num_tokens, 1024)
-        logits = torch.randn(num_tokens, 1024, device="cuda", requires_grad=True)
-        ragen_kernels.policy_loss(logits, labels, *terms, OBJECTIVE)
+        policy_rows(torch.randn(num_tokens, 1024, device="cuda"), labels, terms)
 
     run(100)
     before = variants()
@@ -152,8 +156,8 @@ def test_compute_sanitizer(tool):
             *command,
             "-k",
             "not as_launched",
-            "tests/kernels/test_triton_rows.py",
-            "tests/kernels/test_triton_returns.py",
+            "tests/kernels/test_rows.py",
+            "tests/kernels/test_returns.py",
         ],
         cwd=ROOT,
         capture_output=True,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ragen_kernels import PolicyObjective, policy_loss_from_logprobs
+from ragen_kernels import PolicyObjective, linear_policy_loss
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,6 @@ def test_bad_settings_are_refused(settings, message):
     "objective", [PolicyObjective(kl_kind="k1"), PolicyObjective(importance_cap=2.0)]
 )
 def test_missing_logprobs_are_named(objective):
-    zeros = torch.zeros(3)
+    zeros, matrix = torch.zeros(3), torch.zeros(3, 3)
     with pytest.raises(ValueError, match="needs r.*_logprobs"):
-        policy_loss_from_logprobs(zeros, zeros, zeros, zeros, zeros, objective)
+        linear_policy_loss(matrix, matrix, zeros.long(), zeros, zeros, zeros, objective)

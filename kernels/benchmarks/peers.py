@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragen_kernels.benchmark import Case, Provider
-from ragen_kernels.benchmark_cases import OBJECTIVE, LossInputs, gradients
+from .cases import OBJECTIVE, LossInputs, gradients, linear_gradients, surrogate_loss
+from .timing import Case, Provider
 
 LIGER_LENGTH = (
     1024  # rows per sequence, of which the last is a padding row by its calling convention
@@ -77,15 +77,8 @@ def linear_cross_entropy(
     """A fused LM head with cross entropy; rows of weight 0 are ignored labels."""
 
     def run(inputs: LossInputs) -> tuple[Tensor, ...]:
-        hidden, weight = (
-            inputs.hidden.detach().requires_grad_(),
-            inputs.weight.detach().requires_grad_(),
-        )
-        return gradients(
-            function(hidden, weight, torch.where(inputs.weights != 0, inputs.labels, -100)),
-            hidden,
-            weight,
-        )
+        labels = torch.where(inputs.weights != 0, inputs.labels, -100)
+        return linear_gradients(lambda h, w: function(h, w, labels), inputs)
 
     return Provider(name, run, remark=remark)
 
@@ -120,17 +113,12 @@ def verl_linear() -> Provider:
     """
     function = import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
-    def run(inputs: LossInputs) -> tuple[Tensor, ...]:
-        hidden, weight = (
-            inputs.hidden.detach().requires_grad_(),
-            inputs.weight.detach().requires_grad_(),
-        )
+    def loss(hidden: Tensor, weight: Tensor, inputs: LossInputs) -> Tensor:
         logprobs, entropy = function(hidden, weight, inputs.labels, 1.0, "none")
-        ratio = torch.exp(logprobs - inputs.old_logprobs)
-        clipped = ratio.clamp(1 - OBJECTIVE.clip_ratio_low, 1 + OBJECTIVE.clip_ratio_high)
-        surrogate = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * clipped)
-        loss = torch.sum(inputs.weights * (surrogate - OBJECTIVE.entropy_coef * entropy))
-        return gradients(loss, hidden, weight)
+        return surrogate_loss(logprobs, entropy, *inputs.constants)
+
+    def run(inputs: LossInputs) -> tuple[Tensor, ...]:
+        return linear_gradients(lambda h, w: loss(h, w, inputs), inputs)
 
     return Provider("verl", run, remark="the loss itself in torch")
 
@@ -154,7 +142,7 @@ def peer_failures() -> tuple[type[Exception], ...]:
 
 
 def add_peers(case: Case, check: Callable[[Provider], None]) -> tuple[Case, dict[str, str]]:
-    """The case with every peer that passes `check` (one run), and the reasons of those that do not."""
+    """The case with every peer that passes `check` (one run), and why the others do not."""
     providers, refused = list(case.providers), {}
     for build in PEERS.get(case.name, ()):
         try:

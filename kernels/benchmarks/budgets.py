@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ragen_kernels import triton_policy, triton_returns, triton_rows, triton_token
-from ragen_kernels.static_analysis import KernelReport, analyse, compile_kernel
+
+from .static_analysis import KernelReport, analyse, compile_kernel
 
 MAX_SHARED_BYTES = 232448  # of one program on sm_90
 ALIGNED = frozenset(
@@ -102,144 +103,87 @@ class KernelConfig:
             self.kernel, signature, self.constants, self.num_warps, self.aligned, max_registers
         )
 
-    def report(self, max_registers: int | None = None) -> KernelReport:
-        """Compile for sm_90 and count."""
-        return analyse(self.compile(max_registers), self.constants["BLOCK"] / (32 * self.num_warps))
+    def analyse(self, compiled: Any) -> KernelReport:
+        """Disassemble what `compile` returned and count."""
+        return analyse(compiled, self.constants["BLOCK"] / (32 * self.num_warps))
 
 
 PLAIN = {"DUAL_CLIP": False, "KL": 0, "IMPORTANCE": False, "REF": None, "ROLLOUT": None}
 EVERYTHING = {"DUAL_CLIP": True, "KL": 3, "IMPORTANCE": True}
+FP32 = {"X": "*fp32", "DX": "*fp32"}
 
 
 def row_configs() -> Iterator[KernelConfig]:
-    """The kernels that stream rows of logits."""
+    """The kernels that stream rows of logits; rows and vocabularies of odd sizes too."""
     block, warps = triton_rows.BLOCK, triton_rows.NUM_WARPS
-    statistics, gradient, policy = (
-        triton_rows.statistics_kernel,
-        triton_rows.gradient_kernel,
-        triton_policy.policy_row_kernel,
-    )
-    yield KernelConfig(
+    statistics = KernelConfig(
         "statistics bf16",
-        statistics,
+        triton_rows.statistics_kernel,
         {"BLOCK": block, "GROUP": 8},
         warps,
         Budget(64, 32768, 1, 10.0, 1.25),
     )
-    yield KernelConfig(
-        "statistics fp32",
+    yield statistics
+    yield replace(
         statistics,
-        {"BLOCK": block, "GROUP": 4},
-        warps,
-        Budget(96, 65536, 1, 11.0, 1.35),
-        types={"X": "*fp32"},
+        name="statistics fp32",
+        constants={"BLOCK": block, "GROUP": 4},
+        types=FP32,
+        budget=Budget(96, 65536, 1, 11.0, 1.35),
     )
-    yield KernelConfig(
-        "statistics bf16, odd rows",
-        statistics,
-        {"BLOCK": block, "GROUP": 8},
-        warps,
-        Budget(224, 64),
-        aligned=frozenset(),
+    yield replace(
+        statistics, name="statistics bf16, odd rows", aligned=frozenset(), budget=Budget(224, 64)
     )
-    yield KernelConfig(
-        "gradient bf16",
-        gradient,
-        {"BLOCK": block, "WITH_ENTROPY": False, "MEAN": None, "D_ENTROPY": None},
-        warps,
-        Budget(64, 32768, 1, 9.0, 1.1),
-    )
-    yield KernelConfig(
+    gradient = KernelConfig(
         "gradient bf16, entropy",
-        gradient,
+        triton_rows.gradient_kernel,
         {"BLOCK": block, "WITH_ENTROPY": True},
         warps,
         Budget(64, 32768, 1, 10.0, 1.1),
     )
-    yield KernelConfig(
-        "gradient fp32 to bf16, entropy",
+    yield replace(
         gradient,
-        {"BLOCK": block, "WITH_ENTROPY": True},
-        warps,
-        Budget(96, 65536, 1, 11.0, 1.1),
-        types={"X": "*fp32"},
+        name="gradient bf16",
+        constants={"BLOCK": block, "WITH_ENTROPY": False, "MEAN": None, "D_ENTROPY": None},
+        budget=Budget(64, 32768, 1, 9.0, 1.1),
     )
-    block, warps = triton_policy.BLOCK, triton_policy.NUM_WARPS
-    shape = {"BLOCK": block, "GROUP": 8, "WRITE_GRADIENT": True}
-    yield KernelConfig(
-        "policy_row bf16",
-        policy,
-        {**shape, **PLAIN, "ENTROPY_GRADIENT": False},
-        warps,
-        Budget(128, 65536, 2, 18.0, 2.3),
-    )
-    yield KernelConfig(
-        "policy_row bf16, everything",
-        policy,
-        {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True},
-        warps,
-        Budget(128, 65536, 2, 20.0, 2.3),
-    )
-    yield KernelConfig(
-        "policy_row fp32 to bf16, everything",
-        policy,
-        {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True, "GROUP": 4},
-        warps,
-        Budget(128, 131072, 2, 21.0, 2.4),
-        types={"X": "*fp32"},
-    )
-
-
-def other_row_configs() -> Iterator[KernelConfig]:
-    """The same kernels in float32, without a gradient, and on rows and vocabularies of odd sizes."""
-    named = {config.name: config for config in row_configs()}
-    gradient, policy = named["gradient bf16, entropy"], named["policy_row bf16, everything"]
-    fp32, four = {"X": "*fp32", "DX": "*fp32"}, {**policy.constants, "GROUP": 4}
+    yield gradient
     yield replace(
-        gradient, name="gradient fp32, entropy", types=fp32, budget=Budget(96, 65536, 1, 11.0, 1.1)
-    )
-    yield replace(
-        policy,
-        name="policy_row fp32, everything",
-        constants=four,
-        types=fp32,
-        budget=Budget(128, 131072, 2, 21.0, 2.4),
-    )
-    yield replace(
-        policy,
-        name="policy_row bf16, without gradient",
-        constants={**policy.constants, "WRITE_GRADIENT": False},
-        budget=Budget(128, 65536, 1, 10.0, 1.25),
-    )
-    padded = frozenset({"stride", "dx_stride"})  # as the LM head lays out an odd vocabulary
-    yield replace(
-        policy,
-        name="policy_row bf16, everything, odd vocabulary",
-        constants=policy.constants | {"BLOCK": triton_policy.ODD_VOCABULARY_BLOCK},
-        num_warps=triton_policy.ODD_WARPS,
-        aligned=padded,
-        budget=Budget(255, 32768, 2, 21.0, 2.4),
+        gradient, name="gradient fp32, entropy", types=FP32, budget=Budget(96, 65536, 1, 11.0, 1.1)
     )
     yield replace(
         gradient, name="gradient bf16, odd rows", aligned=frozenset(), budget=Budget(128, 64)
     )
-    odd = {"BLOCK": triton_policy.ODD_ROWS_BLOCK}
+    shape = {"BLOCK": triton_policy.BLOCK, "GROUP": 8}
+    policy = KernelConfig(
+        "policy_row bf16",
+        triton_policy.policy_row_kernel,
+        {**shape, **PLAIN, "ENTROPY_GRADIENT": False},
+        triton_policy.NUM_WARPS,
+        Budget(128, 65536, 2, 18.0, 2.3),
+    )
+    yield policy
+    full = {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True}
     yield replace(
         policy,
-        name="policy_row bf16, everything, odd rows",
-        constants=policy.constants | odd,
-        num_warps=triton_policy.ODD_WARPS,
-        aligned=frozenset(),
-        budget=Budget(255, 64),
+        name="policy_row bf16, everything",
+        constants=full,
+        budget=Budget(128, 65536, 2, 20.0, 2.3),
     )
     yield replace(
         policy,
-        name="policy_row fp32, everything, odd rows",
-        constants=four | odd,
-        types=fp32,
+        name="policy_row fp32, everything",
+        constants=full | {"GROUP": 4},
+        types=FP32,
+        budget=Budget(128, 131072, 2, 21.0, 2.4),
+    )
+    yield replace(
+        policy,
+        name="policy_row bf16, everything, odd vocabulary",
+        constants=full | {"BLOCK": triton_policy.ODD_VOCABULARY_BLOCK},
         num_warps=triton_policy.ODD_WARPS,
-        aligned=frozenset(),
-        budget=Budget(255, 32768, 2, 45.0, 3.1, is_wide=False),
+        aligned=frozenset({"stride", "dx_stride"}),  # as the LM head lays out an odd vocabulary
+        budget=Budget(255, 32768, 2, 21.0, 2.4),
     )
 
 
@@ -254,13 +198,6 @@ def token_configs() -> Iterator[KernelConfig]:
             triton_token.NUM_WARPS,
             Budget(64, 1024),
         )
-    yield KernelConfig(
-        "scale bf16",
-        triton_rows.scale_kernel,
-        {"BLOCK": triton_rows.SCALE_BLOCK},
-        triton_rows.NUM_WARPS,
-        Budget(64),
-    )
     scan, warps = {"BLOCK": triton_returns.SCAN_BLOCK}, triton_returns.SCAN_WARPS
     yield KernelConfig(
         "gae",
@@ -293,5 +230,4 @@ def token_configs() -> Iterator[KernelConfig]:
 def all_configs() -> Iterator[KernelConfig]:
     """Every kernel in every configuration."""
     yield from row_configs()
-    yield from other_row_configs()
     yield from token_configs()

@@ -1,0 +1,42 @@
+"""The few facts that differ between a GPU and the CPU, on which Triton's interpreter runs the same
+kernels; and which arguments of a launch may start anywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PER_TOKEN = (
+    "LABELS", "OLD", "ADVANTAGES", "WEIGHTS", "REF", "ROLLOUT", "OUT", "LSE", "MEAN", "TARGET",
+    "LOGPROBS", "ENTROPY", "D_LOGPROBS", "D_ENTROPY", "REWARDS", "VALUES", "MASK", "TURN_ENDS",
+    "OFFSETS", "RETURNS", "MOMENTS", "SCORES", "GROUPS", "LOSSES", "CLIPPED", "D_VALUES",
+)  # fmt: skip
+"""Pointers to one or a few numbers per token or trajectory. They are slices of a batch or rows of a
+buffer, so whether they are multiples of 16 bytes depends on lengths; a kernel compiled for each
+combination would stop training for seconds.
+"""
+CHUNK_BYTES = {"cuda": 600 << 20, "cpu": 4 << 20}
+"""Logits of one chunk, of the whole vocabulary. On a GPU 2048 bf16 rows of 151936: with fewer,
+re-reading the LM head starts to show. On a CPU what stays in a core's cache over the passes of the
+softmax.
+"""
+INTERPRETER_PROGRAMS = 3
+
+
+def num_persistent_programs(device: torch.device) -> int:
+    """One program per multiprocessor: the rows in flight then fit into L2, where the second pass
+    finds them.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return INTERPRETER_PROGRAMS
+
+
+def accumulate_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out += a @ b in the dtype of `out`, inside the GEMM."""
+    if out.dtype == a.dtype:
+        return out.addmm_(a, b)
+    if a.device.type == "cuda":
+        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    return out.addmm_(a.to(out.dtype), b.to(out.dtype))

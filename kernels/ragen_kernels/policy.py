@@ -1,0 +1,261 @@
+"""Log-probabilities and the policy loss as autograd functions: from logits, and from hidden states
+without ever holding the full logits.
+
+The gradient of a token's loss needs only its own row of logits. So per chunk of rows one GEMM makes
+logits, the row operations turn them into loss, statistics and, in place, d_logits, and two GEMMs
+make d_hidden and accumulate d_weight in float32; `backward` merely scales them. Rows of weight 0
+are dropped before the first GEMM. Chunks run over tokens, never over the vocabulary, so that
+d_hidden of a row is one GEMM and is rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics
+from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
+from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
+from ragen_kernels.reference import compute_dtype
+from ragen_kernels.vocab import RowStatistics, check_rows, reduce_over_group, vocab_shard
+
+TILE_ROWS = 128
+ROW_ALIGNMENT = 16
+"""Rows of logits are a multiple of 16 elements apart, also for an odd vocabulary: what triton can
+know of a stride.
+"""
+
+
+class _LogprobEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, shard, temperature):
+        rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
+        ctx.save_for_backward(logits, labels, *rows)
+        ctx.shard, ctx.temperature = shard, temperature
+        ctx.set_materialize_grads(False)
+        return rows.logprobs, rows.entropy
+
+    @staticmethod
+    def backward(ctx, d_logprobs, d_entropy):
+        logits, labels, *statistics = ctx.saved_tensors
+        rows = RowStatistics(*statistics)
+        d_logprobs = torch.zeros_like(rows.lse) if d_logprobs is None else d_logprobs.contiguous()
+        d_entropy = None if d_entropy is None else d_entropy.contiguous()
+        out = torch.empty_like(logits)
+        logits_gradient(
+            logits, out, labels, rows, d_logprobs, d_entropy, ctx.shard, ctx.temperature
+        )
+        return out, None, None, None
+
+
+def logprob_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    vocab_valid: int | None = None,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of each row, differentiable in `logits`.
+
+    Args:
+        logits: [T, V/tp], this rank's vocabulary shard.
+        labels: [T] int64 global ids.
+        temperature: divides the logits.
+        vocab_start: global id of the shard's first column.
+        vocab_valid: size of the whole vocabulary without padding; padded columns get probability 0.
+        group: tensor-parallel group, for one all-gather of [3, T]. None: `logits` is the whole
+            vocabulary.
+
+    Returns:
+        logprobs [T] and entropy [T], float64 for float64 logits and float32 for all others. On CUDA
+        a label outside the vocabulary gives NaN: checking it would make the host wait.
+
+    Raises:
+        ValueError: bad shapes, temperature or vocabulary bounds, or on a CPU a label outside the
+            vocabulary.
+    """
+    check_rows(logits, labels, temperature)
+    shard = vocab_shard(logits.shape[1], vocab_start, vocab_valid, group)
+    return _LogprobEntropy.apply(logits, labels.contiguous(), shard, temperature)
+
+
+def empty_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """[num_rows, num_columns] with every row aligned."""
+    padded = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return like.new_empty((num_rows, padded))[:, :num_columns]
+
+
+def chunk_rows(num_rows: int, row_bytes: int, budget: int, chunk_tokens: int | None) -> list[slice]:
+    """Slices of `chunk_tokens` rows, or equal chunks of whole GEMM tiles within `budget` bytes; one
+    empty slice for no rows, so that every rank takes part in the collectives.
+    """
+    if chunk_tokens is None:
+        most = max(TILE_ROWS, budget // row_bytes // TILE_ROWS * TILE_ROWS)
+        num_chunks = max(1, -(-num_rows // most))
+        chunk_tokens = max(1, -(-num_rows // (num_chunks * TILE_ROWS))) * TILE_ROWS
+    starts = range(0, max(1, num_rows), chunk_tokens)
+    return [slice(start, min(start + chunk_tokens, num_rows)) for start in starts]
+
+
+def _check_linear(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> None:
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype};"
+            " cast one"
+        )
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"need hidden [T, H] and weight [V/tp, H], got {tuple(hidden.shape)} and"
+            f" {tuple(weight.shape)}; flatten batch and sequence first"
+        )
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(
+            f"chunk_tokens must be >= 1, got {chunk_tokens}; pass None for the default byte budget"
+        )
+
+
+@torch.no_grad()
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    active: Tensor,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    vocab_valid: int | None = None,
+    group: ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of labels straight from hidden states, without gradient.
+
+    Args:
+        hidden: [T, H].
+        weight: [V/tp, H], this rank's rows of the LM head.
+        labels: [T] int64 global ids.
+        active: [T] bool, equal on all ranks of `group`; other rows are skipped and come back as 0.
+        temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
+        chunk_tokens: rows per chunk of logits; None takes a byte budget.
+
+    Returns:
+        logprobs [T] and entropy [T]; see `logprob_entropy`. Logits are rounded to the dtype of
+        `hidden`.
+
+    Raises:
+        ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, or on a CPU an
+            active label out of range.
+    """
+    _check_linear(hidden, weight, chunk_tokens)
+    check_rows(hidden, labels, temperature)
+    shard = vocab_shard(len(weight), vocab_start, vocab_valid, group)
+    ids = active.nonzero().squeeze(1)
+    result = hidden.new_zeros((2, len(labels)), dtype=compute_dtype(hidden))
+    hidden, labels = hidden.index_select(0, ids), labels[ids]
+    chunks = _chunks(hidden, shard.num_entries, chunk_tokens)
+    buffer = empty_rows(hidden, chunks[0].stop, len(weight))
+    for part in chunks:
+        logits = buffer[: part.stop - part.start]
+        torch.mm(hidden[part], weight.T, out=logits)
+        local = row_statistics(logits, labels[part], shard, temperature)
+        rows = reduce_over_group(local, group)
+        result[:, ids[part]] = torch.stack([rows.logprobs, rows.entropy])
+    return tuple(result.unbind())
+
+
+def _chunks(hidden: Tensor, num_entries: int, chunk_tokens: int | None) -> list[slice]:
+    row_bytes = num_entries * hidden.itemsize
+    return chunk_rows(len(hidden), row_bytes, CHUNK_BYTES[hidden.device.type], chunk_tokens)
+
+
+class _LinearPolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, terms, objective, shard, temperature, chunks):
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=compute_dtype(weight))
+        outputs = hidden.new_empty((NUM_OUTPUTS, len(labels)), dtype=d_weight.dtype)
+        buffer = empty_rows(hidden, chunks[0].stop, len(weight))
+        for part in chunks:
+            rows = buffer[: part.stop - part.start]  # [C, V/tp] logits, then their gradient
+            torch.mm(hidden[part], weight.T, out=rows)
+            outputs[:, part] = policy_rows_(
+                rows, labels[part], terms.at(part), objective, shard, temperature
+            )
+            torch.mm(rows, weight, out=d_hidden[part])
+            accumulate_matmul(d_weight, rows.T, hidden[part])
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.mark_non_differentiable(outputs)
+        return outputs[0].sum(), outputs
+
+    @staticmethod
+    def backward(ctx, d_loss, _):
+        d_hidden, d_weight = ctx.saved_tensors
+        # One pass, without a float32 product of the size of the weight.
+        scaled = d_weight.new_empty(d_weight.shape, dtype=d_hidden.dtype)
+        torch.mul(d_weight, d_loss, out=scaled)
+        # In bfloat16 torch would round the factor before it multiplies.
+        d_hidden = (d_hidden.to(d_weight.dtype) * d_loss).to(d_hidden.dtype)
+        return d_hidden, scaled, *[None] * 6
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    objective: PolicyObjective,
+    *,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    vocab_valid: int | None = None,
+    group: ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, PolicyStats]:
+    """sum(weights * token_loss) straight from hidden states, differentiable in both operands.
+
+    Under tensor parallelism d_hidden is this rank's partial sum: the caller reduces it over
+    `group`, as the backward of Megatron's copy-to / gather-from region mappings does. The gradients
+    are made with the loss. The host waits for the device once, to learn how many rows are active.
+
+    Args:
+        hidden: [T, H].
+        weight: [V/tp, H], this rank's rows of the LM head.
+        labels: [T] int64 global ids.
+        old_logprobs, advantages: [T], constants.
+        weights: [T]; mask, aggregation and global normaliser in one factor, equal on all ranks of
+            `group`. 0 takes the token out: it costs nothing, and nothing of it, not even a NaN,
+            reaches the loss, the gradients or the statistics.
+        objective: the token objective.
+        ref_logprobs: [T], needed with `objective.kl_kind`.
+        rollout_logprobs: [T], needed with `objective.importance_cap`.
+        temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
+        chunk_tokens: rows per chunk of logits; None takes a byte budget.
+
+    Returns:
+        The scalar loss and the per-token statistics. Logits and their gradient are rounded to the
+        dtype of `hidden`.
+
+    Raises:
+        ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, a term of the
+            objective without its log-probabilities, or on a CPU an active label out of range.
+    """
+    _check_linear(hidden, weight, chunk_tokens)
+    check_rows(hidden, labels, temperature)
+    objective.check_inputs(ref_logprobs, rollout_logprobs)
+    shard = vocab_shard(len(weight), vocab_start, vocab_valid, group)
+    num_tokens, ids = len(labels), weights.nonzero().squeeze(1)
+    hidden, labels = hidden.index_select(0, ids), labels[ids]
+    terms = TokenTerms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs).at(ids)
+    chunks = _chunks(hidden, shard.num_entries, chunk_tokens)
+    loss, outputs = _LinearPolicyLoss.apply(
+        hidden, weight, labels, terms, objective, shard, temperature, chunks
+    )
+    stats = outputs.new_zeros((NUM_OUTPUTS, num_tokens), dtype=torch.float32)
+    *stats, ref_kl = stats.index_copy_(1, ids, outputs.float())[1:].unbind()
+    return loss, PolicyStats(*stats, ref_kl=None if objective.kl_kind is None else ref_kl)

@@ -1,0 +1,204 @@
+"""The fused LM head, in plain torch and on Triton, against unfused float64 autograd."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ragen_kernels import PolicyObjective, linear_logprobs, linear_policy_loss, logprob_entropy
+from ragen_kernels.launch import CHUNK_BYTES
+from ragen_kernels.policy import chunk_rows, empty_rows
+
+from tests.kernels.kernel_cases import (
+    OBJECTIVES,
+    assert_stats,
+    make_case,
+    relative_error,
+    unfused_truth,
+)
+
+
+def fused(case, objective, device, dtype, upstream=2.0, **options):
+    """Loss, statistics and (d_hidden, d_weight), gradients divided by `upstream` again."""
+    inputs = case.to(device, dtype)
+    hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    loss, stats = linear_policy_loss(
+        hidden,
+        weight,
+        torch.where(inputs.weights != 0, inputs.labels, -100),
+        *inputs.constants,
+        objective,
+        **inputs.terms,
+        temperature=case.temperature,
+        vocab_valid=case.vocab_valid,
+        **options,
+    )
+    (loss * upstream).backward()
+    return loss, stats, hidden.grad.double() / upstream, weight.grad.double() / upstream
+
+
+def assert_gradients(actual, truth, tolerance):
+    assert relative_error(actual[0], truth.d_hidden) < tolerance
+    assert relative_error(actual[1], truth.d_weight) < tolerance
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_fused_gradient_is_the_unfused_gradient(backend, name):
+    case, objective = make_case(21, 301, seed=len(name), vocab_valid=290), OBJECTIVES[name]
+    truth = unfused_truth(case, objective)
+    loss, stats, *gradients = fused(
+        case, objective, backend.device, backend.dtype, upstream=-3.0, chunk_tokens=5
+    )
+    assert relative_error(loss, truth.loss) < backend.tolerance
+    assert_gradients(gradients, truth, backend.tolerance)
+    assert not gradients[1][290:].any() and not gradients[0][case.weights == 0].any()
+    assert_stats(stats, truth.stats, max(1e-6, backend.tolerance))
+
+
+def test_every_branch_of_the_objective_is_taken():
+    case = make_case(num_tokens=400, seed=1)
+    stats = unfused_truth(case, OBJECTIVES["everything"]).stats
+    for name in ("is_clipped_low", "is_clipped_high", "is_dual_clipped"):
+        assert 0 < stats[name].mean() < 0.5, name
+    assert (stats["importance"] < 1.05).any()
+
+
+def test_nothing_of_an_inactive_token_leaks(backend):
+    """In a GEMM a NaN of theirs times a gradient of 0 would be NaN in d_weight."""
+    case, objective = make_case(31, seed=3), OBJECTIVES["everything"]
+    truth, masked = unfused_truth(case, objective), case.weights == 0
+    assert masked.any() and not masked.all()
+    poison = {
+        name: torch.where(masked, torch.nan, getattr(case, name))
+        for name in ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
+    }
+    poisoned = replace(case, hidden=torch.where(masked[:, None], torch.nan, case.hidden), **poison)
+    loss, stats, *gradients = fused(poisoned, objective, backend.device, backend.dtype)
+    assert relative_error(loss, truth.loss) < backend.tolerance
+    assert_gradients(gradients, truth, backend.tolerance)
+    assert_stats(stats, truth.stats, max(1e-6, backend.tolerance))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 9])
+def test_without_an_active_row_loss_and_gradients_are_zero(backend, num_tokens):
+    case = make_case(num_tokens, active=0.0)
+    loss, stats, d_hidden, d_weight = fused(
+        case, OBJECTIVES["everything"], backend.device, backend.dtype
+    )
+    assert loss == 0 and not d_hidden.any() and not d_weight.any()
+    assert stats.logprobs.shape == (num_tokens,) and not stats.entropy.any()
+
+
+@pytest.mark.parametrize(("scale", "shift", "tolerance"), [(30.0, 0.0, 4e-5), (1.0, -200.0, 2e-3)])
+def test_extreme_logits_in_float32(backend, scale, shift, tolerance):
+    """exp(x) is off by |x| units of rounding, here 150 of 6e-8. The shift multiplies the rounding
+    of sum(d_logits) = 0 by 200 in one column of d_hidden.
+    """
+    case = make_case(scale=scale, shift=shift, dtype=torch.float32, seed=5)
+    truth = unfused_truth(case, OBJECTIVES["k3"])
+    _, stats, *gradients = fused(case, OBJECTIVES["k3"], backend.device, torch.float32)
+    assert_gradients(gradients, truth, tolerance)
+    assert_stats(stats, truth.stats, 1e-4)
+
+
+def test_bf16_operands(backend):
+    """Logits are rounded once; from there to the gradient of the logits all is float32."""
+    case = make_case(60, 300, 16, dtype=torch.bfloat16, seed=6, active=1.0)
+    objective = OBJECTIVES["everything"]
+    _, stats, *gradients = fused(case, objective, backend.device, torch.bfloat16, chunk_tokens=16)
+    # Rounded logits of about 3 are off by up to 2^-8.
+    assert_gradients(gradients, unfused_truth(case, objective), 1e-2)
+    rounded = replace(
+        case,
+        hidden=torch.eye(60, dtype=torch.float64),
+        weight=case.logits.bfloat16().double().T.contiguous(),
+    )
+    assert_stats(stats, unfused_truth(rounded, objective).stats, 1e-5)
+
+
+def test_the_factor_of_the_loss_is_not_rounded(backend):
+    """As bfloat16, 1/3 is off by 0.2 %; the roundings of single elements average out."""
+    case = make_case(60, 300, 16, dtype=torch.bfloat16, seed=6, active=1.0)
+    arguments = (case, OBJECTIVES["clip"], backend.device, torch.bfloat16)
+    for once, third in zip(fused(*arguments)[2:], fused(*arguments, upstream=1 / 3)[2:]):
+        assert abs(third.double().norm() / once.double().norm() - 1) < 5e-4
+
+
+def test_a_retained_graph_gives_its_gradients_again(backend):
+    inputs = make_case(5, 60, 8, active=1.0).to(backend.device, backend.dtype)
+    leaves = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    loss, _ = linear_policy_loss(*leaves, inputs.labels, *inputs.constants, PolicyObjective())
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
+
+
+def test_linear_logprobs_skips_inactive_rows(backend):
+    case = make_case(21, 301, 16, seed=8, vocab_valid=290)
+    truth, active = unfused_truth(case, PolicyObjective()), case.weights != 0
+    inputs = case.to(backend.device, backend.dtype)
+    actual = linear_logprobs(
+        inputs.hidden,
+        inputs.weight,
+        torch.where(inputs.weights != 0, inputs.labels, -100),
+        active=inputs.weights != 0,
+        temperature=case.temperature,
+        vocab_valid=290,
+        chunk_tokens=4,
+    )
+    close = {"rtol": backend.tolerance, "atol": backend.tolerance}
+    for ours, expected in zip(actual, (truth.logprobs, truth.entropy), strict=True):
+        torch.testing.assert_close(ours.cpu().double(), torch.where(active, expected, 0), **close)
+
+
+@pytest.mark.parametrize("vocab", [97, 151936, 151937, 151944])
+def test_rows_of_any_vocabulary_are_aligned(vocab):
+    """Triton learns of a stride only whether 16 divides it, elements not bytes; else it loads
+    element by element.
+    """
+    rows = empty_rows(torch.empty(0, dtype=torch.bfloat16), 3, vocab)
+    assert rows.shape == (3, vocab) and rows.dtype == torch.bfloat16
+    assert rows.stride(0) % 16 == 0 and rows.data_ptr() % 16 == 0
+
+
+def test_default_chunks_are_whole_tiles_of_equal_size():
+    def sizes(num_rows: int) -> list[int]:
+        chunks = chunk_rows(num_rows, 2 * 151936, CHUNK_BYTES["cuda"], None)
+        return [part.stop - part.start for part in chunks]
+
+    assert sizes(8192) == [2048] * 4
+    assert sizes(2457) == [1280, 1177]
+    assert sizes(0) == [0]
+    assert 2048 * 151936 * 2 < 0.7 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"vocab_start": 53}, "vocab_start"),
+        ({"vocab_valid": 54}, "vocab_valid"),
+        ({"vocab_valid": 1}, "labels"),
+    ],
+)
+def test_bad_vocabulary_arguments_are_refused(change, message):
+    case = make_case()
+    with pytest.raises(ValueError, match=message):
+        logprob_entropy(case.logits, case.labels, **change)
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(case.hidden, case.weight, case.labels, active=case.labels >= 0, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"weight": torch.zeros(8, 53).double()}, "weight"),
+        ({"weight": torch.zeros(53, 8)}, "one dtype"),
+        ({"labels": torch.zeros(22, dtype=torch.int64)}, "one label per row"),
+    ],
+)
+def test_bad_linear_arguments_are_refused(change, message):
+    case = make_case()
+    arguments = {"hidden": case.hidden, "weight": case.weight, "labels": case.labels}
+    arguments |= dict(zip(("old_logprobs", "advantages", "weights"), case.constants, strict=True))
+    with pytest.raises(ValueError, match=message):
+        linear_policy_loss(**arguments | change, objective=PolicyObjective())
