@@ -10,11 +10,19 @@ from collections.abc import Sequence
 from types import FrameType
 
 from ragen_mega.algorithm.credit import estimate_advantages
+from ragen_mega.algorithm.diagnostics import diagnose
+from ragen_mega.algorithm.rewards import shape_rewards
+from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import parse
 from ragen_mega.data.packing import pack
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
-from ragen_mega.report.step_metrics import engine_vs_policy, filter_metrics, group_weights
+from ragen_mega.report.step_metrics import (
+    custom_metrics,
+    engine_vs_policy,
+    filter_metrics,
+    group_weights,
+)
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
@@ -36,6 +44,9 @@ def train(run: Run) -> None:
             metrics.add("time", policy.sync_metrics())
             groups = run.collect(step)
         metrics.add("rollout", run.summarize(groups))
+        metrics.add("custom", custom_metrics(groups, config.logging.metric_names))
+        groups, rewards = shape_rewards(groups, config.advantage.reward_terms)
+        metrics.add("reward", rewards)
 
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
         kept = run.filter(groups)
@@ -61,6 +72,13 @@ def train(run: Run) -> None:
             )
         metrics.add("mismatch", engine_vs_policy(batch))
 
+        # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
+        interval = config.logging.diagnose_interval
+        if interval and step % interval == 0:
+            with run.phase("diagnose"):
+                length = run.renderer.thought_length
+                metrics.add("collapse", diagnose(groups, policy.logprobs, reasoning_length=length))
+
         # Update: clipped surrogate, E trajectories per optimizer step, reused `updates_per_rollout`
         # times (Online-k).
         with run.phase("update"):
@@ -76,7 +94,7 @@ def train(run: Run) -> None:
                         run.faults.check(step, "actor", minibatch, policy.update(minibatch)),
                     )
 
-        # Diagnose and report: warnings of the Echo Trap, evaluation when due, one row of metrics.
+        # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)
 
     run.finish()
@@ -113,7 +131,7 @@ def train_and_close(run: Run) -> None:
         train(run)
     except Interrupted:
         run.leave()
-    except FloatingPointError as error:
+    except (FloatingPointError, PlugInError) as error:
         fail(f"{error}; {run.checkpoints.last()}")
     finally:
         run.close()

@@ -20,9 +20,10 @@ class Registry:
     directory.
     """
 
-    def __init__(self, kind: str, flag: str, builtin: Mapping[str, str]) -> None:
-        """`kind` is what errors call it, `builtin` maps names to import paths; entry points are
-        those of the group `ragen_mega.<kind, with underscores, in the plural>`."""
+    def __init__(self, kind: str, flag: str, builtin: Mapping[str, Any]) -> None:
+        """`kind` is what errors call it, `builtin` maps names to things or their import paths;
+        entry points are those of the group `ragen_mega.<kind, with underscores, in the plural>`.
+        """
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
@@ -44,7 +45,15 @@ class Registry:
 
     def names(self) -> list[str]:
         """Every name that is known, import paths aside."""
-        return sorted({*self._known, *(entry.name for entry in entry_points(group=self.group))})
+        entries = entry_points(group=self.group)
+        return sorted({*(name for name in self._known if ":" not in name), *entries.names})
+
+    def check(self, name: str) -> None:
+        """Raise ValueError, in one line, unless `name` stands for something. Imports nothing of the
+        package itself.
+        """
+        if name not in self._known:
+            self.get(name)
 
     def get(self, name: str) -> Any:
         """What `name` stands for. Raises ValueError, in one line, if there is no such thing or it
@@ -59,10 +68,10 @@ class Registry:
                 close = difflib.get_close_matches(name, self.names(), n=1)
                 hint = f"did you mean {close[0]}? " if close else ""
                 raise ValueError(
-                    f"{self.flag} names no {self.kind}: {name!r}; {hint}choose one of {', '.join(self.names())}, or "
-                    "give an import path such as my_module:my_thing"
+                    f"{self.flag} names no {self.kind}: {name!r}; {hint}choose one of"
+                    f" {', '.join(self.names())}, or give an import path such as my_module:my_thing"
                 )
-            self._known[name] = path
+            self._known[name] = self._import(name, path)
         thing = self._known[name]
         if isinstance(thing, str):
             thing = self._known[name] = self._import(name, thing)
@@ -71,16 +80,23 @@ class Registry:
     def _import(self, name: str, path: str) -> Any:
         module, _, attributes = path.partition(":")
         if os.getcwd() not in sys.path:
-            sys.path.append(
-                os.getcwd()
-            )  # torchrun's ranks have the script's folder there, not the user's
+            # torchrun's ranks have the script's folder there, not the user's
+            sys.path.append(os.getcwd())
         try:
             thing: Any = importlib.import_module(module)
             for attribute in attributes.split("."):
                 thing = getattr(thing, attribute)
-        except (ImportError, AttributeError) as error:
+        except (
+            ImportError,
+            AttributeError,
+            NameError,
+            SyntaxError,
+            TypeError,
+            ValueError,
+        ) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
-                f"{self.flag} {name}: cannot import {path} ({error}); check the name, and that the module lies in the "
-                "working directory or is installed"
+                f"{self.flag} {name}: cannot import {path} ({reason}); check the name, and that the"
+                " module lies in the working directory or is installed"
             ) from error
         return thing
