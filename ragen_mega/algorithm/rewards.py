@@ -41,8 +41,8 @@ def well_formed(trajectory: Trajectory) -> list[float]:
 
 
 def response_length(trajectory: Trajectory) -> list[float]:
-    """Minus the tokens that were sampled in each turn."""
-    return [float(turn.start - turn.end) for turn in trajectory.turns]
+    """The tokens that were sampled in each turn; a penalty under a negative weight."""
+    return [float(turn.end - turn.start) for turn in trajectory.turns]
 
 
 def shape_trajectory(trajectory: Trajectory, terms: Mapping[str, float]) -> Trajectory:

@@ -196,7 +196,7 @@ def test_shipped_rewards():
         "environment": ([1.0, -0.1], [0.0]),
         "success": ([0.0, 1.0], [0.0]),
         "format": ([0.5, 0.0], [1.0]),
-        "response_length": ([-2.0, -4.0], [-3.0]),
+        "response_length": ([2.0, 4.0], [3.0]),
     }
     for name, rewards in expected.items():
         for trajectory, own in zip((first, second), rewards):
@@ -210,7 +210,7 @@ def test_shaping_adds_weighted_terms_and_leaves_what_was_played():
     shaped, logged = shape_rewards(before, terms)
     assert before == groups(), "the rollout on the disk is this"
     totals = [
-        sum(turn.reward + 0.1 * (turn.end - turn.start) for turn in one.turns)
+        sum(turn.reward - 0.1 * (turn.end - turn.start) for turn in one.turns)
         + 0.5 * statistics.mean(turn.info["is_format_valid"] for turn in one.turns)
         for group in before
         for one in group.trajectories
@@ -220,7 +220,7 @@ def test_shaping_adds_weighted_terms_and_leaves_what_was_played():
         {
             "environment": (0.9 + 0.0 + 0.5 + 2.5) / 4,
             "format": 0.5 * (0.5 + 1 + 0 + 1) / 4,
-            "response_length": 0.1 * (6 + 3 + 1 + 6) / 4,
+            "response_length": -0.1 * (6 + 3 + 1 + 6) / 4,
             "success": 0.0,
             "total": statistics.mean(totals),
         }
