@@ -4,6 +4,7 @@ script, with nothing of the package touched.
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,17 @@ def test_a_bad_plug_in_ends_the_run_with_one_line(
     assert left.value.code == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and message in errors[0]
+
+
+def test_the_page_of_the_algorithm_says_what_works(folder: Path, capfd) -> None:
+    """Module and flags of docs/algorithm.md, as they stand there."""
+    page = (ROOT / "docs/algorithm.md").read_text()
+    module = page.partition("<<'PYTHON'\n")[2].partition("\nPYTHON\n")
+    (folder / "mine.py").write_text(module[0])
+    command = module[2].partition("```")[0].replace("\\\n", " ")
+    script, *flags = shlex.split(command.removeprefix("bash "))
+    assert (ROOT / script).exists()
+    main([*FLAGS, *flags, "--name", "page"])
+    rows = (folder / "runs/page/metrics.jsonl").read_text().splitlines()
+    first = json.loads(rows[0])
+    assert first["custom/most_turns"] in (1, 2) and first["reward/few_turns"] < 0
