@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,36 +22,25 @@ from ragen_mega.data.types import TokenBatch, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditInputs:
-    """What an advantage estimator sees: S trajectories in T positions (see `TokenBatch`)."""
+    """What an advantage estimator sees: S trajectories in T positions (see `TokenBatch`).
+
+    Attributes:
+        batch: mask, turns, offsets, group ids, log-probabilities; values for an estimator with a
+            critic.
+        trajectories: those of the batch, in its order.
+        rewards: float32 on sampled tokens: placed and normalised as configured, less a KL penalty.
+        scores: float32 total rewards, normalised as configured.
+    """
 
     batch: TokenBatch
-    """Mask, turns, offsets, group ids, log-probabilities; values for an estimator with a critic."""
     trajectories: Sequence[Trajectory]
-    """Those of the batch, in its order."""
-    rewards: Tensor
-    """[T] float32, on sampled tokens: placed and normalised as configured, less a KL penalty."""
-    scores: Tensor
-    """[S] float32 total rewards, normalised as configured."""
+    rewards: Tensor  # [T]
+    scores: Tensor  # [S]
 
     def per_token(self, per_trajectory: Tensor) -> Tensor:
         """[S] -> [T], 0 where the label was not sampled."""
-        return _per_token(per_trajectory, self.batch)
-
-
-class CreditSettings(Protocol):
-    """What credit assignment reads of a configuration (`config.AdvantageConfig`)."""
-
-    advantage_estimator: str
-    gamma: float
-    lam: float
-    turn_gamma: float | None
-    turn_lam: float | None
-    reward_placement: str
-    reward_normalization: starpo.NormalizationMethod
-    reward_normalization_scope: str
-    kl_in_reward: str
-    kl_reward_coef: float
-    whitens: bool
+        spread = torch.repeat_interleave(per_trajectory, self.batch.lengths.long())
+        return spread * self.batch.loss_mask
 
 
 def gae(inputs: CreditInputs, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -84,24 +74,15 @@ def bilevel_gae(
     )
 
 
-def grpo(inputs: CreditInputs) -> tuple[Tensor, None]:
-    """(R - mean) / std of the group: `advantages.group_relative`."""
-    relative = starpo.group_relative(inputs.scores, inputs.batch.group_ids, normalize_std=True)
+def _relative(inputs: CreditInputs, **how: bool) -> tuple[Tensor, None]:
+    relative = starpo.group_relative(inputs.scores, inputs.batch.group_ids, **how)
     return inputs.per_token(relative), None
 
 
-def dr_grpo(inputs: CreditInputs) -> tuple[Tensor, None]:
-    """R - mean of the group: `advantages.group_relative`."""
-    relative = starpo.group_relative(inputs.scores, inputs.batch.group_ids, normalize_std=False)
-    return inputs.per_token(relative), None
-
-
-def rloo(inputs: CreditInputs) -> tuple[Tensor, None]:
-    """R - mean of the others of the group: `advantages.group_relative`."""
-    relative = starpo.group_relative(
-        inputs.scores, inputs.batch.group_ids, normalize_std=False, leave_one_out=True
-    )
-    return inputs.per_token(relative), None
+# (R - mean) / std of the group, R - mean of the group, R - mean of its others.
+grpo = partial(_relative, normalize_std=True)
+dr_grpo = partial(_relative, normalize_std=False)
+rloo = partial(_relative, normalize_std=False, leave_one_out=True)
 
 
 def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, None]:
@@ -115,13 +96,14 @@ def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, 
 def estimate_advantages(
     batch: TokenBatch,
     trajectories: Sequence[Trajectory],
-    settings: CreditSettings,
+    settings: Any,
     *,
     group_weights: Tensor | None = None,
 ) -> TokenBatch:
     """`batch` with `advantages` and, for a critic, `returns`.
 
-    `trajectories` are those of the batch, in its order. `group_weights` [S] scales each
+    `trajectories` are those of the batch, in its order; `settings` has the fields of
+    `config.AdvantageConfig`. `group_weights` [S] scales each
     trajectory's advantages (soft reweighting). The batch must hold values for an estimator with a
     critic and reference log-probabilities for a KL in the reward. Raises PlugInError, in one line,
     if an estimator of the user's fails or answers with something else.
@@ -145,39 +127,36 @@ def estimate_advantages(
     if settings.whitens:
         advantages = starpo.whiten(advantages, batch.loss_mask)
     if group_weights is not None:
-        advantages = advantages * _per_token(group_weights, batch)
+        advantages = advantages * inputs.per_token(group_weights)
     return batch.with_fields(advantages=advantages)
 
 
 def _checked(
     name: str, answer: object, batch: TokenBatch, *, uses_critic: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages and, with a critic, returns: finite and 0 where nothing was sampled."""
-    rule = f"advantage estimator {name} must return (advantages [T], returns [T] or None)"
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise PlugInError(f"{rule}, not {type(answer).__name__}; return both")
-    if (answer[1] is not None) != uses_critic:
+    """Advantages and, with a critic, returns: as promised, and 0 where nothing was sampled."""
+    mask = batch.loss_mask
+    pair = answer if isinstance(answer, tuple) else (answer,)
+    is_right = [
+        isinstance(part, Tensor) and part.shape == mask.shape and bool(part[mask].isfinite().all())
+        for part in pair
+    ]
+    if len(pair) != 2 or is_right != [True, uses_critic] or (pair[1] is None) == uses_critic:
+        got = [list(p.shape) if isinstance(p, Tensor) else type(p).__name__ for p in pair]
         raise PlugInError(
-            f"{rule}, with returns if and only if it has a critic; return"
-            f" {'returns' if uses_critic else 'None for them, or declare uses_critic'}"
+            f"advantage estimator {name} must return (advantages [T],"
+            f" {'returns [T]' if uses_critic else 'None, for it declares no critic'}) with T ="
+            f" {len(mask)} and finite on sampled tokens, not {got}"
+            f"{' with nan or inf' if is_right[0] is False and got[0] == [len(mask)] else ''};"
+            " inputs.per_token spreads a number per trajectory"
         )
-    for value in answer[: 1 + uses_critic]:
-        if not isinstance(value, Tensor) or value.shape != batch.loss_mask.shape:
-            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise PlugInError(
-                f"{rule} with T = {batch.num_positions}, not {what}; spread a number per trajectory"
-                " by inputs.per_token"
-            )
-        if not torch.isfinite(value[batch.loss_mask]).all():
-            raise PlugInError(f"{rule}, finite on sampled tokens; it answered with nan or inf")
     advantages, returns = (
-        None if value is None else torch.where(batch.loss_mask, value.detach(), 0.0)
-        for value in answer
+        None if part is None else torch.where(mask, part.detach(), 0.0) for part in pair
     )
     return advantages, returns
 
 
-def _token_rewards(batch: TokenBatch, scores: Tensor, settings: CreditSettings) -> Tensor:
+def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:
     """[T] rewards on sampled tokens: per turn as they fell, or the (normalised) return on the last
     sampled token.
     """
@@ -190,23 +169,13 @@ def _token_rewards(batch: TokenBatch, scores: Tensor, settings: CreditSettings) 
     return rewards
 
 
-def _scores(trajectories: Sequence[Trajectory], settings: CreditSettings) -> Tensor:
+def _scores(trajectories: Sequence[Trajectory], settings: Any) -> Tensor:
     """[S] total rewards, normalised as configured."""
     scores = torch.tensor([trajectory.total_reward for trajectory in trajectories])
-    if settings.reward_normalization == "identity":
-        return scores
-    if settings.reward_normalization_scope == "group":
-        keys = [trajectory.group_id for trajectory in trajectories]
-    elif settings.reward_normalization_scope == "environment":
-        names = sorted({trajectory.environment for trajectory in trajectories})
-        keys = [names.index(trajectory.environment) for trajectory in trajectories]
-    else:
-        keys = [0] * len(trajectories)
-    return starpo.normalize_rewards(
-        scores, torch.tensor(keys), method=settings.reward_normalization
-    )
-
-
-def _per_token(per_trajectory: Tensor, batch: TokenBatch) -> Tensor:
-    """[S] -> [T], zero where the label was not sampled."""
-    return torch.repeat_interleave(per_trajectory, batch.lengths.long()) * batch.loss_mask
+    keys = {
+        "group": [one.group_id for one in trajectories],
+        "environment": [one.environment for one in trajectories],
+        "batch": [0 for _ in trajectories],
+    }[settings.reward_normalization_scope]
+    ids = torch.tensor([sorted(set(keys)).index(key) for key in keys])
+    return starpo.normalize_rewards(scores, ids, method=settings.reward_normalization)

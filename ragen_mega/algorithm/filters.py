@@ -103,7 +103,6 @@ def soft_reweighting(group_scores: Sequence[float] | Tensor) -> Tensor:
     All-constant groups weigh 0.
     """
     scores = torch.as_tensor(group_scores, dtype=torch.float64)
-    _check_scores(scores)
     if len(scores) == 0 or scores.max() <= CONSTANT_SCORE:
         return torch.zeros_like(scores)
     return scores / scores.max()
@@ -139,7 +138,6 @@ def filter_groups(
 def _rank(returns: Returns, keep_zero: bool) -> tuple[list[int], Tensor]:
     """Groups that compete, of largest uncertainty first and ties by index, and what theirs are."""
     scores = group_uncertainty(returns)
-    _check_scores(scores)
     ranked = scores.argsort(descending=True, stable=True)
     if not keep_zero:
         ranked = ranked[scores[ranked] > CONSTANT_SCORE]
@@ -150,15 +148,3 @@ def _nucleus_size(shares: Tensor, p: float) -> int:
     """Length of the shortest prefix of descending shares that sums to `p`."""
     masses = enumerate(accumulate(shares.tolist()), start=1)
     return next((size for size, mass in masses if mass >= p - ROUNDING), len(shares))
-
-
-def _check_scores(scores: Tensor) -> None:
-    bad = {
-        index: score
-        for index, score in enumerate(scores.tolist())
-        if not (math.isfinite(score) and score >= 0.0)
-    }
-    if bad:
-        raise ValueError(
-            f"group scores must be finite and >= 0, got {bad} (index: score); check the rewards"
-        )

@@ -17,7 +17,7 @@ from statistics import fmean
 
 import torch
 
-from ragen_mega.algorithm.tables import REWARDS, PlugInError, call, short_name
+from ragen_mega.algorithm.tables import REWARDS, PlugInError, call
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 
 IDENTITY = {"environment": 1.0}
@@ -76,17 +76,10 @@ def shape_rewards(
     ]
     trajectories = [one for group in shaped for one in group.trajectories]
     metrics = {
-        short_name(name): fmean(
-            sum(turn.info["rewards"][name] for turn in one.turns) for one in trajectories
-        )
+        name: fmean(sum(turn.info["rewards"][name] for turn in one.turns) for one in trajectories)
         for name in terms
     }
-    if len(metrics) < len(terms) or "total" in metrics:
-        raise PlugInError(
-            f"rewards are logged by their short names, which must be distinct and not 'total', in"
-            f" {', '.join(terms)}; rename a function"
-        )
-    return shaped, metrics | {"total": fmean(one.total_reward for one in trajectories)}
+    return shaped, {"total": fmean(one.total_reward for one in trajectories)} | metrics
 
 
 def _turn_rewards(name: str, trajectory: Trajectory) -> list[float]:

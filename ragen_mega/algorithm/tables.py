@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ragen_mega.data.registry import Registry
 
 OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
-"""Flags that reach an advantage estimator which has a keyword-only parameter of that name."""
+"""Flags that reach an advantage estimator which has a parameter of that name."""
 
 _TERM = re.compile(
     r"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*\*\s*)?"
@@ -44,36 +44,43 @@ class PlugInError(ValueError):
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator, and what the configuration must know of it."""
+    """An advantage estimator, and what the configuration must know of it.
+
+    Attributes:
+        function: `function(inputs: CreditInputs, *, option, ...) -> (advantages [T], returns [T] or
+            None)`, or its import path.
+        options: which of `OPTIONS` it takes.
+        uses_critic: a critic is trained: `inputs.batch.values` are there, returns its targets.
+        level: rewards that it credits: `turn` needs each turn's own, `trajectory` looks at whole
+            returns alone, so that rewards of turns and tokens have no part.
+        min_group_size: trajectories of a group that it compares at least.
+    """
 
     function: Callable[..., Any] | str
-    """`function(inputs: CreditInputs, *, option, ...) -> (advantages [T], returns [T] or None)`, or
-    its import path."""
     options: tuple[str, ...] = ()
-    """Which of `OPTIONS` it takes."""
     uses_critic: bool = False
-    """Whether a critic is trained: `inputs.batch.values` are there and returns are its targets."""
     level: Literal["any", "turn", "trajectory"] = "any"
-    """Rewards that it credits: `turn` needs each turn's own, `trajectory` looks at whole returns
-    alone, so that rewards of turns and tokens have no part."""
     min_group_size: int = 1
-    """Trajectories of a group that it compares at least."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A group filter, and what the configuration must know of it."""
+    """A group filter, and what the configuration must know of it.
+
+    Attributes:
+        function: `function(returns, *, value, keep_zero) -> indices of the groups to keep`, or its
+            import path; `returns` are P sequences of raw returns.
+        value: what --filter-value means: nothing, a share in (0, 1], a number of groups, or
+            whatever the filter makes of it, None included.
+        default: the value without --filter-value; a share or count without default must be given.
+        drops_constant: groups whose trajectories all earned the same go, unless
+            --filter-keep-zero.
+    """
 
     function: Callable[..., Any] | str
-    """`function(returns, *, value, keep_zero) -> indices of the groups to keep`, or its import
-    path; `returns` are P sequences of raw returns."""
     value: Literal["none", "share", "count", "any"] = "any"
-    """What --filter-value means: nothing, a share in (0, 1], a number of groups, or whatever the
-    filter makes of it, None included."""
     default: float | None = None
-    """The value without --filter-value; a share or count without default must be given."""
     drops_constant: bool = True
-    """Whether groups whose trajectories all earned the same go, unless --filter-keep-zero."""
 
     def check(self, name: str, value: float | None, num_groups: int) -> None:
         """Raise ValueError unless `value` can be that of a filter of `num_groups` groups."""
@@ -141,35 +148,21 @@ METRICS = Registry(
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of that name; of a bare function, its keyword-only parameters are its options.
+    """The estimator of that name; a bare function takes the options that it has parameters for.
 
-    Raises ValueError if there is none, or if it asks for what no flag sets.
+    Raises ValueError if there is none.
     """
     found = ESTIMATORS.get(name)
     if isinstance(found, Estimator):
         return found
-    _require_callable(ESTIMATORS, name, found)
-    options = [
-        parameter
-        for parameter in inspect.signature(found).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    for parameter in options:
-        if parameter.name not in OPTIONS and parameter.default is parameter.empty:
-            raise PlugInError(
-                f"advantage estimator {name} asks for {parameter.name!r}, which no flag sets; take"
-                f" of {', '.join(OPTIONS)}, or give it a default"
-            )
-    return Estimator(found, tuple(option.name for option in options if option.name in OPTIONS))
+    parameters = call(ESTIMATORS, name, inspect.signature, found).parameters
+    return Estimator(found, tuple(option for option in OPTIONS if option in parameters))
 
 
 def find_filter(name: str) -> Filter:
     """The group filter of that name. Raises ValueError if there is none."""
     found = FILTERS.get(name)
-    if isinstance(found, Filter):
-        return found
-    _require_callable(FILTERS, name, found)
-    return Filter(found)
+    return found if isinstance(found, Filter) else Filter(found)
 
 
 def parse_reward(text: str) -> dict[str, float]:
@@ -201,7 +194,6 @@ def call(
     """The answer of a function of a table. Raises PlugInError, which says where it failed."""
     if isinstance(function, str):
         function = table.get(function)
-    _require_callable(table, name, function)
     try:
         return function(*args, **options)
     except _FAILURES as error:
@@ -211,16 +203,3 @@ def call(
             f"{table.kind} {name} failed: {type(error).__name__}: {reason} ({place.filename}:"
             f"{place.lineno}); mend it or drop it from {table.flag}"
         ) from error
-
-
-def short_name(name: str) -> str:
-    """What metrics call it: `my_reward` for `my_module:my_reward`."""
-    return name.rpartition(":")[2]
-
-
-def _require_callable(table: Registry, name: str, thing: Any) -> None:
-    if not callable(thing):
-        raise PlugInError(
-            f"{table.flag} {name} must be a function, not {thing!r:.60}; name a function of the"
-            " module"
-        )

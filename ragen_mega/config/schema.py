@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,6 @@ from ragen_mega.algorithm.tables import (
     find_estimator,
     find_filter,
     parse_reward,
-    short_name,
 )
 from ragen_mega.environments.protocol import make
 
@@ -46,14 +46,15 @@ Count = Annotated[int, Bounds("at least 1", 1)]
 Natural = Annotated[int, Bounds("at least 0", 0)]
 Positive = Annotated[float, Bounds("positive", 0, is_open=True)]
 NonNegative = Annotated[float, Bounds("at least 0", 0)]
+Share = Annotated[float, Bounds("from 0 to 1", 0, 1)]
 Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
 
 
 class Section:
-    """A part of the configuration; its numbers are finite and within the bounds of their fields."""
+    """A part of the configuration; what is built of it keeps its bounds and rules."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a field that is not."""
+        """Raise ValueError for a number that is not finite or out of bounds, or a broken rule."""
         bounds = _bounds(type(self))
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -62,6 +63,13 @@ class Section:
                 raise ValueError(
                     f"{name} must be {bounds[name].words}, not {value}; set {flag_of(name)}"
                 )
+        for is_broken, message in self.rules():
+            if is_broken:
+                raise ValueError(message)
+
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        """What must not be, each with what the error says. May raise ValueError itself."""
+        return ()
 
 
 @cache
@@ -135,35 +143,34 @@ class ParallelConfig(Section):
     """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer
     state; or furthermore actor and critic in turns, each while the other one computes."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError(
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        return (
+            (
+                self.sequence_parallel and self.tensor_model_parallel_size == 1,
                 "sequence_parallel shards over tensor-parallel ranks and does nothing at"
                 " tensor_model_parallel_size 1; drop --sequence-parallel or raise"
-                " --tensor-model-parallel-size"
-            )
-        if self.transformer_impl == "transformer_engine" and not self.bf16:
-            raise ValueError(
+                " --tensor-model-parallel-size",
+            ),
+            (
+                self.transformer_impl == "transformer_engine" and not self.bf16,
                 "transformer_impl transformer_engine has no fused attention in float32; add --bf16"
-                " or drop --transformer-impl"
-            )
-        if self.fp8 == "none":
-            if self.fp8_recipe is not None:
-                raise ValueError(
-                    f"fp8_recipe {self.fp8_recipe} does nothing with fp8 none; drop it or add --fp8"
-                    " hybrid"
-                )
-            return
-        if self.transformer_impl == "local":
-            raise ValueError(
+                " or drop --transformer-impl",
+            ),
+            (
+                self.fp8 == "none" and self.fp8_recipe is not None,
+                f"fp8_recipe {self.fp8_recipe} does nothing with fp8 none; drop it or add --fp8"
+                " hybrid",
+            ),
+            (
+                self.fp8 != "none" and self.transformer_impl == "local",
                 f"fp8 {self.fp8} needs Transformer Engine's layers; drop --transformer-impl local"
-                " or --fp8"
-            )
-        if not self.bf16:
-            raise ValueError(
-                f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8"
-            )
+                " or --fp8",
+            ),
+            (
+                self.fp8 != "none" and not self.bf16,
+                f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8",
+            ),
+        )
 
     @property
     def recipe(self) -> str:
@@ -217,8 +224,7 @@ class EnvironmentConfig(Section):
     any time).
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def rules(self) -> Sequence[tuple[bool, str]]:
         self._check_options(
             "environment_options", _json_object("environment_options", self.environment_options), {}
         )
@@ -229,6 +235,7 @@ class EnvironmentConfig(Section):
                     '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
                 )
             self._check_options("curriculum", options, json.loads(self.environment_options))
+        return ()
 
     def _check_options(self, flag: str, options: Any, base: dict[str, Any]) -> None:
         if not isinstance(options, dict) or not all(
@@ -340,9 +347,8 @@ class RolloutConfig(Section):
         """
         return self.kv_cache_tokens or (sessions + 1) * self.max_context_length
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        defaults = {
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        of_the_server = {
             "sglang_python": None,
             "kv_cache_tokens": None,
             "weight_transfer": "auto",
@@ -350,12 +356,14 @@ class RolloutConfig(Section):
             "rollout_deterministic": False,
             "rollout_tensor_parallel_size": 1,
         }
-        for name, default in defaults.items():
-            if self.rollout_engine == "embedded" and getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} does nothing with rollout_engine embedded; drop it or set"
-                    " --rollout-engine sglang"
-                )
+        return [
+            (
+                self.rollout_engine == "embedded" and getattr(self, name) != default,
+                f"{name} does nothing with rollout_engine embedded; drop it or set"
+                " --rollout-engine sglang",
+            )
+            for name, default in of_the_server.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -373,28 +381,26 @@ class FilterConfig(Section):
     soft_reweighting: bool = False
     """Scale each kept group's advantages by its share of the largest standard deviation."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        declared = find_filter(self.filter_strategy)
-        if declared.value == "none" and self.filter_value is not None:
-            raise ValueError(
-                f"filter_value {self.filter_value} does nothing with filter_strategy"
-                f" {self.filter_strategy}; drop --filter-value or name another strategy"
-            )
-        if self.filter_keep_zero and not declared.drops_constant:
-            raise ValueError(
-                f"filter_keep_zero does nothing with filter_strategy {self.filter_strategy}, which"
-                " keeps such groups; drop the flag"
-            )
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        name, declared = self.filter_strategy, find_filter(self.filter_strategy)
+        return (
+            (
+                declared.value == "none" and self.filter_value is not None,
+                f"filter_value {self.filter_value} does nothing with filter_strategy {name}; drop"
+                " --filter-value or name another strategy",
+            ),
+            (
+                self.filter_keep_zero and not declared.drops_constant,
+                f"filter_keep_zero does nothing with filter_strategy {name}, which keeps such"
+                " groups; drop the flag",
+            ),
+        )
 
     @property
     def value(self) -> float | None:
         """The value of the filter: as set, else the default that the filter declares."""
-        return (
-            find_filter(self.filter_strategy).default
-            if self.filter_value is None
-            else (self.filter_value)
-        )
+        default = find_filter(self.filter_strategy).default
+        return default if self.filter_value is None else self.filter_value
 
 
 @dataclass(frozen=True)
@@ -409,13 +415,13 @@ class AdvantageConfig(Section):
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
     trajectories of a group or batch; or an estimator of your own, my_module:my_estimator.
     """
-    gamma: Probability = 1.0
+    gamma: Share = 1.0
     """Discount per token."""
-    lam: Probability = 1.0
+    lam: Share = 1.0
     """GAE lambda per token."""
-    turn_gamma: Probability | None = None
+    turn_gamma: Share | None = None
     """Discount per turn (bilevel_gae only; default 0.95)."""
-    turn_lam: Probability | None = None
+    turn_lam: Share | None = None
     """GAE lambda per turn (bilevel_gae only; default 1)."""
     reward_placement: Literal["trajectory", "turn"] = "trajectory"
     """Where reward enters: the whole return at the last token, or each turn's reward at the turn's
@@ -432,42 +438,48 @@ class AdvantageConfig(Section):
     kl_reward_coef: float = 0.0
     """Its coefficient."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def rules(self) -> Sequence[tuple[bool, str]]:
         parse_reward(self.reward)
         name, declared = self.advantage_estimator, self.estimator
-        for option in ("turn_gamma", "turn_lam"):
-            if getattr(self, option) is not None and option not in declared.options:
-                raise ValueError(
+        return (
+            *(
+                (
+                    getattr(self, option) is not None and option not in declared.options,
                     f"{option} does nothing with advantage_estimator {name}; drop it or set"
-                    " --advantage-estimator bilevel_gae"
+                    " --advantage-estimator bilevel_gae",
                 )
-        if declared.level == "turn" and self.reward_placement != "turn":
-            raise ValueError(f"{name} discounts turn rewards; add --reward-placement turn")
-        if declared.level == "trajectory" and self.reward_placement == "turn":
-            raise ValueError(
+                for option in ("turn_gamma", "turn_lam")
+            ),
+            (
+                declared.level == "turn" and self.reward_placement != "turn",
+                f"{name} discounts turn rewards; add --reward-placement turn",
+            ),
+            (
+                declared.level == "trajectory" and self.reward_placement == "turn",
                 f"{name} compares whole returns, so reward_placement turn does nothing; drop"
-                " --reward-placement"
-            )
-        if self.reward_normalization != "identity" and self.reward_placement == "turn":
-            raise ValueError(
-                "reward_normalization acts on whole returns; drop it or --reward-placement turn"
-            )
-        if self.reward_normalization == "identity" and self.reward_normalization_scope != "group":
-            raise ValueError(
-                "reward_normalization_scope does nothing with identity; add --reward-normalization"
-                " mean"
-            )
-        if (self.kl_in_reward == "none") != (self.kl_reward_coef == 0.0):
-            raise ValueError(
+                " --reward-placement",
+            ),
+            (
+                self.reward_normalization != "identity" and self.reward_placement == "turn",
+                "reward_normalization acts on whole returns; drop it or --reward-placement turn",
+            ),
+            (
+                self.reward_normalization == "identity"
+                and self.reward_normalization_scope != "group",
+                "reward_normalization_scope does nothing with identity; add"
+                " --reward-normalization mean",
+            ),
+            (
+                (self.kl_in_reward == "none") != (self.kl_reward_coef == 0.0),
                 f"kl_in_reward ({self.kl_in_reward}) and kl_reward_coef ({self.kl_reward_coef})"
-                " need each other; set both or none"
-            )
-        if self.kl_in_reward != "none" and declared.level == "trajectory":
-            raise ValueError(
+                " need each other; set both or none",
+            ),
+            (
+                self.kl_in_reward != "none" and declared.level == "trajectory",
                 f"{name} uses whole returns, so a per-token KL reward does nothing; use --kl-kind"
-                " instead"
-            )
+                " instead",
+            ),
+        )
 
     @property
     def estimator(self) -> Estimator:
@@ -492,7 +504,7 @@ class AdvantageConfig(Section):
 class LossConfig(Section):
     """The policy loss and the critic's."""
 
-    clip_ratio_low: Probability = 0.2
+    clip_ratio_low: Share = 0.2
     """Lower clip bound of the ratio, 1 - this."""
     clip_ratio_high: NonNegative = 0.28
     """Upper clip bound of the ratio, 1 + this (StarPO-S: clip-higher)."""
@@ -513,13 +525,14 @@ class LossConfig(Section):
     value_clip: Positive | None = 0.5
     """Clip range of the critic's change of value."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.kl_kind == "none") != (self.kl_coef == 0.0):
-            raise ValueError(
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        return (
+            (
+                (self.kl_kind == "none") != (self.kl_coef == 0.0),
                 f"kl_kind ({self.kl_kind}) and kl_coef ({self.kl_coef}) need each other; set both"
-                " or none"
-            )
+                " or none",
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -543,8 +556,8 @@ class TrainConfig(Section):
     lr_warmup: Natural = 0
     """Steps of linear warm-up of both learning rates."""
     weight_decay: NonNegative = 0.01
-    adam_beta1: Probability = 0.9
-    adam_beta2: Probability = 0.999
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.999
     adam_eps: Positive = 1e-8
     """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
     gradient descent with momentum, which leaves weights with little gradient where they are: noisy
@@ -649,10 +662,10 @@ class LoggingConfig(Section):
     One costs the log-probabilities of up to 256 first turns.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def rules(self) -> Sequence[tuple[bool, str]]:
         for name in self.metric_names:
             METRICS.check(name)
+        return ()
 
     @property
     def metric_names(self) -> list[str]:
@@ -661,7 +674,7 @@ class LoggingConfig(Section):
 
 
 @dataclass(frozen=True)
-class StarPOConfig:
+class StarPOConfig(Section):
     """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core.
 
     --recipe NAME puts the flags of ragen_mega/config/recipes/NAME.flags before those of the command
@@ -681,58 +694,58 @@ class StarPOConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
-    def __post_init__(self) -> None:
-        if self.checkpoint.resume and self.logging.overwrite:
-            raise ValueError(
-                "resume continues a run and overwrite deletes it; drop --resume or --overwrite"
-            )
-        if self.checkpoint.keep_best and self.evaluation.eval_interval == 0:
-            raise ValueError(
-                "keep_best compares evaluations during training; drop it or set --eval-interval"
-            )
-        total = sum(self.environment.shares.values())
-        if self.rollout.num_groups % total:
-            raise ValueError(
-                f"num_groups ({self.rollout.num_groups}) must be a multiple of the sum of"
-                f" environment shares ({total}); set --num-groups"
-                f" {total * max(1, self.rollout.num_groups // total)}"
-            )
-        if self.rollout.group_size < self.advantage.estimator.min_group_size:
-            raise ValueError(
-                f"{self.advantage.advantage_estimator} compares trajectories of a group, but"
-                f" group_size is {self.rollout.group_size}; raise --group-size"
-            )
-        declared = find_filter(self.filter.filter_strategy)
-        declared.check(self.filter.filter_strategy, self.filter.value, self.rollout.num_groups)
-        if self.rollout.group_size == 1 and declared.drops_constant:
-            raise ValueError(
-                "the filter ranks groups by the spread of their returns, but group_size is 1; "
-                "raise --group-size or set --filter-strategy none"
-            )
-        if not self.advantage.uses_critic and self.parallel.offload == "turns":
-            raise ValueError(
-                "offload turns is for actor and critic, and advantage_estimator"
-                f" {self.advantage.advantage_estimator} has no critic; set --offload rollout"
-            )
-        if not self.advantage.uses_critic and self.train.critic_warmup:
-            raise ValueError(
-                "critic_warmup does nothing: advantage_estimator"
-                f" {self.advantage.advantage_estimator} has no critic; drop it"
-            )
-        if not self.advantage.uses_critic and self.model.critic_load:
-            raise ValueError(
-                "critic_load does nothing: advantage_estimator"
-                f" {self.advantage.advantage_estimator} has no critic; drop it"
-            )
-        if (
-            self.warm_start.warm_start_critic_steps
-            and self.advantage.reward_normalization != "identity"
-        ):
-            raise ValueError(
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        advantage, rollout = self.advantage, self.rollout
+        name = advantage.advantage_estimator
+        kept = find_filter(self.filter.filter_strategy)
+        kept.check(self.filter.filter_strategy, self.filter.value, rollout.num_groups)
+        shares = sum(self.environment.shares.values())
+        return (
+            (
+                self.checkpoint.resume and self.logging.overwrite,
+                "resume continues a run and overwrite deletes it; drop --resume or --overwrite",
+            ),
+            (
+                self.checkpoint.keep_best and self.evaluation.eval_interval == 0,
+                "keep_best compares evaluations during training; drop it or set --eval-interval",
+            ),
+            (
+                rollout.num_groups % shares != 0,
+                f"num_groups ({rollout.num_groups}) must be a multiple of the sum of environment"
+                f" shares ({shares}); set --num-groups"
+                f" {shares * max(1, rollout.num_groups // shares)}",
+            ),
+            (
+                rollout.group_size < advantage.estimator.min_group_size,
+                f"{name} compares trajectories of a group, but group_size is"
+                f" {rollout.group_size}; raise --group-size",
+            ),
+            (
+                rollout.group_size == 1 and kept.drops_constant,
+                "the filter ranks groups by the spread of their returns, but group_size is 1;"
+                " raise --group-size or set --filter-strategy none",
+            ),
+            (
+                not advantage.uses_critic and self.parallel.offload == "turns",
+                f"offload turns is for actor and critic, and advantage_estimator {name} has no"
+                " critic; set --offload rollout",
+            ),
+            (
+                not advantage.uses_critic and self.train.critic_warmup > 0,
+                f"critic_warmup does nothing: advantage_estimator {name} has no critic; drop it",
+            ),
+            (
+                not advantage.uses_critic and self.model.critic_load is not None,
+                f"critic_load does nothing: advantage_estimator {name} has no critic; drop it",
+            ),
+            (
+                self.warm_start.warm_start_critic_steps > 0
+                and advantage.reward_normalization != "identity",
                 "warm_start_critic_steps teaches the critic whole returns, but"
-                f" reward_normalization {self.advantage.reward_normalization} subtracts the group's"
-                " mean; drop one of them"
-            )
+                f" reward_normalization {advantage.reward_normalization} subtracts the group's"
+                " mean; drop one of them",
+            ),
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -746,7 +759,7 @@ class StarPOConfig:
             or "-".join(
                 (
                     self.environment.environments.replace(":", "").replace(",", "+"),
-                    short_name(self.advantage.advantage_estimator),
+                    self.advantage.advantage_estimator.replace(":", "."),
                 )
             )
             + f"-seed{self.train.seed}"

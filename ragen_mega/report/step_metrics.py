@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, EchoTrapWarning
 from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty, soft_reweighting
-from ragen_mega.algorithm.tables import METRICS, PlugInError, call, short_name
+from ragen_mega.algorithm.tables import METRICS, PlugInError, call
 from ragen_mega.config import FilterConfig
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.report.metrics import Metrics
@@ -36,25 +37,20 @@ def filter_metrics(
 def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> dict[str, float]:
     """The numbers of the metrics of these names, over trajectories as they were played.
 
-    A metric that returns one number is logged under its short name. Raises PlugInError, in one
-    line, if a metric fails, or answers with something else or under a key that is taken.
+    A metric that returns one number is logged under its name. Raises PlugInError, in one line, if a
+    metric fails, or answers with something else or under a key that is taken.
     """
     result: dict[str, float] = {}
     for name in names:
         answer = call(METRICS, name, METRICS.get(name), groups)
-        numbers = answer if isinstance(answer, Mapping) else {short_name(name): answer}
-        if taken := result.keys() & numbers.keys():
-            raise PlugInError(f"metric {name}: key {min(taken)!r} is taken; rename it")
-        for key, value in numbers.items():
-            try:
-                result[key] = float(value)
-            except (TypeError, ValueError):
-                result[key] = math.nan
-            if not isinstance(key, str) or not math.isfinite(result[key]):
+        for key, value in (answer if isinstance(answer, Mapping) else {name: answer}).items():
+            is_number = isinstance(value, SupportsFloat) and math.isfinite(value)
+            if not isinstance(key, str) or not is_number or key in result:
                 raise PlugInError(
-                    f"metric {name} must return a finite number, or name -> number, not"
-                    f" {key!r}: {value!r:.200}; leave out what is unknown"
+                    f"metric {name} must return a finite number, or name -> number with names of"
+                    f" its own, not {key!r}: {value!r:.200}; mend it"
                 )
+            result[key] = float(value)
     return result
 
 

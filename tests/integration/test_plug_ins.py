@@ -82,7 +82,7 @@ def test_a_module_in_the_working_directory_fills_every_table(folder: Path) -> No
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    run = folder / "runs" / "bandit-centred-seed0"
+    run = folder / "runs" / "bandit-of_mine.centred-seed0"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
     for row in rows:
@@ -90,7 +90,7 @@ def test_a_module_in_the_working_directory_fills_every_table(folder: Path) -> No
         assert row["custom/turns_mean"] == row["rollout/num_turns"] <= row["custom/turns_max"] <= 2
         assert 0 < row["custom/distinct_responses"] <= 1
         parts = [row[f"reward/{name}"] for name in
-                 ("environment", "format", "token_sum", "response_length")]  # fmt: skip
+                 ("environment", "format", "of_mine:token_sum", "response_length")]  # fmt: skip
         assert row["reward/total"] == pytest.approx(sum(parts))
         assert parts[0] == row["rollout/reward"] and 0 < parts[2] <= 2 * 2 * 4
         assert parts[3] == pytest.approx(-0.01 * row["rollout/sampled_tokens"] / 16)
@@ -129,4 +129,4 @@ def test_the_page_of_the_algorithm_says_what_works(folder: Path, capfd) -> None:
     main([*FLAGS, *flags, "--name", "page"])
     rows = (folder / "runs/page/metrics.jsonl").read_text().splitlines()
     first = json.loads(rows[0])
-    assert first["custom/most_turns"] in (1, 2) and first["reward/few_turns"] < 0
+    assert first["custom/most_turns"] in (1, 2) and first["reward/mine:few_turns"] < 0

@@ -17,6 +17,7 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.report.step_metrics import group_weights
 
+SHIPPED = {"gae", "bilevel_gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus"}
 TOLERANCE = 1e-4
 """Sums of at most 12 float32 terms below 100, divided by deviations above 0.1."""
 
@@ -234,11 +235,7 @@ def test_every_case_has_an_outcome_of_its_own(played):
     flags = {item.name for item in dataclasses.fields(AdvantageConfig)} - {"reward"}
     assert flags == {name for options in CASES for name in options}
     estimators = {options.get("advantage_estimator", "gae") for options in CASES}
-    assert estimators == set(ESTIMATORS.names()) - PLUGGED
-
-
-PLUGGED: set[str] = set()
-"""Names that tests of this file have registered."""
+    assert estimators == SHIPPED
 
 
 def test_soft_reweighting_scales_by_the_share_of_the_largest_deviation(played):
@@ -272,7 +269,6 @@ def test_an_estimator_of_the_users_sees_everything_and_takes_its_options(played)
         return inputs.per_token(inputs.scores), None
 
     ESTIMATORS.register("mine_for_credit", mine)
-    PLUGGED.add("mine_for_credit")
     assert find_estimator("mine_for_credit").options == ("gamma", "turn_gamma")
     config = AdvantageConfig(advantage_estimator="mine_for_credit", gamma=0.9)
     estimate = estimate_advantages(batch, trajectories, config)
@@ -319,23 +315,22 @@ def greedy(inputs, *, temperature):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (nothing, "must return .*, not NoneType"),
-        (no_pair, "must return .*, not Tensor; return both"),
-        (per_trajectory, r"T = \d+, not \[22\]; spread .* inputs.per_token"),
+        (nothing, "must return .*, not .*NoneType"),
+        (no_pair, r"must return .*, not \[\[\d+\]\]"),
+        (per_trajectory, r"T = \d+ .* not \[\[22\], .NoneType.\]; inputs.per_token"),
         (a_list, "must return"),
-        (not_a_number, "finite on sampled tokens"),
-        (returns_without_critic, "if and only if it has a critic"),
+        (not_a_number, "finite on sampled tokens, .* with nan or inf"),
+        (returns_without_critic, "None, for it declares no critic"),
         (raises, r"failed: KeyError: 'gone' \(.*test_credit.py:\d+\)"),
-        (greedy, "asks for 'temperature', which no flag sets"),
+        (greedy, "TypeError: greedy.. missing .* 'temperature'"),
         ("no function", "cannot import no function"),
-        (3, "must be a function, not 3"),
+        (3, "TypeError: 3 is not a callable"),
     ],
 )
 def test_bad_estimators_are_one_line(played, function, message):
     trajectories, batch = played
     name = f"bad_{getattr(function, '__name__', type(function).__name__)}"
     ESTIMATORS.register(name, function)
-    PLUGGED.add(name)
     with pytest.raises(ValueError, match=message) as caught:
         estimate_advantages(batch, trajectories, AdvantageConfig(advantage_estimator=name))
     assert "\n" not in str(caught.value) and name in str(caught.value)

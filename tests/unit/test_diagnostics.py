@@ -381,9 +381,6 @@ def test_monitor_errors():
         monitor.observe({"kl": 1.0})
     with pytest.raises(ValueError, match="thresholds differ"):
         monitor.load_state_dict(EchoTrapMonitor(EchoTrapThresholds(window=5)).state_dict())
-    for wrong in ({"window": 1}, {"window": 60}, {"reward_std_lost": 0.6}, {"entropy_rise": 0.0}):
-        with pytest.raises(ValueError, match="need "):
-            EchoTrapThresholds(**wrong)
 
 
 def test_in_group_reward_std():
@@ -476,18 +473,6 @@ def test_mutual_information_against_a_loop():
         hits.append(row[own] == max(row))
     assert estimate["mutual_information"] == pytest.approx(statistics.mean(gaps), abs=1e-9)
     assert estimate["retrieval_accuracy"] == pytest.approx(statistics.mean(hits))
-
-
-def test_mutual_information_errors():
-    cross, ids = torch.zeros(2, 3), torch.tensor([0, 2])
-    with pytest.raises(ValueError, match="names each of the 3"):
-        mutual_information(cross, ids, input_keys=[0])
-    with pytest.raises(ValueError, match="columns in 0..2"):
-        mutual_information(cross, torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match="input_ids"):
-        mutual_information(cross, torch.tensor([0]))
-    with pytest.raises(ValueError, match="finite"):
-        mutual_information(cross.log(), ids)
 
 
 VOCABULARY = 11

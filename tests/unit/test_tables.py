@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from ragen_mega.algorithm import tables
 from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.rewards import shape_rewards, shape_trajectory
 from ragen_mega.algorithm.tables import (
@@ -98,7 +97,7 @@ def test_help_lists_the_table(table, capsys):
     ("flags", "message"),
     [
         (("--advantage-estimator", "gea"), "did you mean gae"),
-        (("--filter-strategy", "best"), "names no group filter: 'best'.* top_fraction"),
+        (("--filter-strategy", "best"), "group filter:? 'best'.* top_fraction"),
         (("--reward", "environment + fromat"), "did you mean format"),
         (("--metrics", "distinct_response"), "did you mean distinct_responses"),
         (("--advantage-estimator", "no.such.module:thing"), "cannot import no.such.module:thing"),
@@ -186,7 +185,7 @@ def test_run_directories_have_no_colon(tmp_path, monkeypatch):
     (tmp_path / "credit_of_mine.py").write_text("def flat(inputs):\n    return None\n")
     monkeypatch.chdir(tmp_path)
     config = parse(["--advantage-estimator", "credit_of_mine:flat"])
-    assert config.run_directory == Path("runs/frozen_lake-flat-seed0")
+    assert config.run_directory == Path("runs/frozen_lake-credit_of_mine.flat-seed0")
     assert StarPOConfig.from_dict(config.to_dict()) == config
 
 
@@ -267,14 +266,6 @@ def test_bad_rewards_are_one_line(answer):
     assert "\n" not in str(caught.value)
 
 
-def test_rewards_of_one_short_name_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "other_format.py").write_text("def format(trajectory):\n    return 0\n")
-    monkeypatch.chdir(tmp_path)
-    terms = parse_reward("format + other_format:format")
-    with pytest.raises(PlugInError, match="short names"):
-        shape_rewards(groups(), terms)
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -325,7 +316,7 @@ def test_metrics_of_the_users():
         (None, "must return a finite number"),
         ({"a": "b"}, "'a': 'b'"),
         ({1: 2.0}, "must return a finite number"),
-        ({"test_taken": 1.0}, "key 'test_taken' is taken"),
+        ({"test_taken": 1.0}, "names of its own, not 'test_taken': 1.0"),
         (fails, r"failed: LookupError: no such key \(.*test_tables.py"),
     ],
 )
@@ -344,4 +335,3 @@ def test_a_taken_name_is_refused():
         ESTIMATORS.register("gae", lambda inputs: None)
     with pytest.raises(ValueError, match="colon"):
         METRICS.register("a:b", lambda groups: 0.0)
-    assert tables.short_name("a.b:c.d") == "c.d" and tables.short_name("gae") == "gae"
