@@ -149,7 +149,7 @@ LOSSES = [
 
 
 def test_loss_and_gradient_of_the_policy(start: Path, batch) -> None:
-    """Each flag gives the loss and the gradient norm of its formula, and another than the others'."""
+    """Each flag gives the loss and the gradient norm of its formula, unlike any other's."""
     trajectories, packed = batch
     seen = []
     for options in LOSSES:
@@ -220,8 +220,10 @@ def test_the_optimizer_is_adamw_with_these_settings(start: Path, batch) -> None:
         model = exact_model(start)
         parameters = list(model.parameters())
         # Neither norms nor biases decay.
-        decays = [{"params": [p for p in parameters if p.dim() > 1]},
-                  {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]  # fmt: skip
+        decays = [
+            {"params": [p for p in parameters if p.dim() > 1]},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ]
         adam = torch.optim.AdamW(
             decays,
             betas=(config.adam_beta1, config.adam_beta2),
