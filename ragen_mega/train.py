@@ -11,11 +11,18 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ragen_mega.algorithm.credit import estimate_advantages
+from ragen_mega.algorithm.diagnostics import diagnose
+from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.packing import pack
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
-from ragen_mega.report.step_metrics import engine_vs_policy, filter_metrics, group_weights
+from ragen_mega.report.step_metrics import (
+    custom_metrics,
+    engine_vs_policy,
+    filter_metrics,
+    group_weights,
+)
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.placement import Phase
@@ -45,6 +52,9 @@ def starpo(run: Run) -> None:
             run.keep(step, origin, groups)
             metrics.add("time", policy.sync_metrics())
         metrics.add("rollout", run.summarize(groups))
+        metrics.add("custom", custom_metrics(groups, config.logging.metric_names))
+        groups, rewards = shape_rewards(groups, config.advantage.reward_terms)
+        metrics.add("reward", rewards)
 
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
         kept = run.filter(groups)
@@ -69,6 +79,13 @@ def starpo(run: Run) -> None:
                 group_weights=group_weights(kept, config.filter),
             )
         metrics.add("mismatch", engine_vs_policy(batch))
+
+        # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
+        interval = config.logging.diagnose_interval
+        if interval and step % interval == 0:
+            with run.timed("diagnose"):
+                length = run.renderer.thought_length
+                metrics.add("collapse", diagnose(groups, policy.logprobs, reasoning_length=length))
 
         # Update: first the critic, then the actor, which do not depend on each other. Clipped
         # surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times.

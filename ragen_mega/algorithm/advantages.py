@@ -81,8 +81,10 @@ def bilevel_gae(
 
     With e_k the last sampled token of turn k and V the critic's value of the state before a token:
 
-        turn level    A_{e_k} = r_{e_k} + turn_gamma V_{e_{k+1}} - V_{e_k} + turn_gamma turn_lam A_{e_{k+1}}
-        token level   A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1}   for the other tokens i of turn k,
+        turn level    A_{e_k} = r_{e_k} + turn_gamma V_{e_{k+1}} - V_{e_k}
+                                + turn_gamma turn_lam A_{e_{k+1}}
+        token level   A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1}
+                      for the other tokens i of turn k,
 
     V = A = 0 behind the last turn. So the token level of turn k ends in the turn's return A_{e_k} +
     V_{e_k} and never looks across turns. A reward inside a turn (a per-token KL penalty) is

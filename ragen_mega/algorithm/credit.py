@@ -1,115 +1,181 @@
-"""Credit assignment: which functions of `starpo.advantages` a configuration asks for, applied to
-one packed batch.
+"""Credit assignment: the rewards of one packed batch become its advantages, by the estimator that a
+configuration names.
+
+The estimators of the package stand first; `ragen_mega.algorithm.tables` lists them. Their
+arithmetic is in `advantages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragen_mega.algorithm import advantages as starpo
-from ragen_mega.config import AdvantageConfig
+from ragen_mega.algorithm.tables import ESTIMATORS, PlugInError, call, find_estimator
 from ragen_mega.data.types import TokenBatch, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditInputs:
+    """What an advantage estimator sees: S trajectories in T positions (see `TokenBatch`).
+
+    Attributes:
+        batch: mask, turns, offsets, group ids, log-probabilities; values for an estimator with a
+            critic.
+        trajectories: those of the batch, in its order.
+        rewards: float32 on sampled tokens: placed and normalised as configured, less a KL penalty.
+        scores: float32 total rewards, normalised as configured.
+    """
+
+    batch: TokenBatch
+    trajectories: Sequence[Trajectory]
+    rewards: Tensor  # [T]
+    scores: Tensor  # [S]
+
+    def per_token(self, per_trajectory: Tensor) -> Tensor:
+        """[S] -> [T], 0 where the label was not sampled."""
+        spread = torch.repeat_interleave(per_trajectory, self.batch.lengths.long())
+        return spread * self.batch.loss_mask
+
+
+def gae(inputs: CreditInputs, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over sampled tokens: `advantages.gae`."""
+    batch = inputs.batch
+    return starpo.gae(
+        inputs.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, gamma=gamma, lam=lam
+    )
+
+
+def bilevel_gae(
+    inputs: CreditInputs,
+    *,
+    gamma: float,
+    lam: float,
+    turn_gamma: float = 0.95,
+    turn_lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Turn-level, then token-level estimation: `advantages.bilevel_gae`."""
+    batch = inputs.batch
+    return starpo.bilevel_gae(
+        inputs.rewards,
+        batch.values,
+        batch.loss_mask,
+        batch.turn_ids,
+        batch.cu_seqlens,
+        gamma=gamma,
+        lam=lam,
+        turn_gamma=turn_gamma,
+        turn_lam=turn_lam,
+    )
+
+
+def _relative(inputs: CreditInputs, **how: bool) -> tuple[Tensor, None]:
+    relative = starpo.group_relative(inputs.scores, inputs.batch.group_ids, **how)
+    return inputs.per_token(relative), None
+
+
+# (R - mean) / std of the group, R - mean of the group, R - mean of its others.
+grpo = partial(_relative, normalize_std=True)
+dr_grpo = partial(_relative, normalize_std=False)
+rloo = partial(_relative, normalize_std=False, leave_one_out=True)
+
+
+def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, None]:
+    """Returns-to-go, whitened over the batch: `advantages.reinforce_plus_plus`."""
+    batch = inputs.batch
+    return starpo.reinforce_plus_plus(
+        inputs.rewards, batch.loss_mask, batch.cu_seqlens, gamma=gamma
+    ), None
 
 
 def estimate_advantages(
     batch: TokenBatch,
     trajectories: Sequence[Trajectory],
-    config: AdvantageConfig,
+    settings: Any,
     *,
     group_weights: Tensor | None = None,
 ) -> TokenBatch:
     """`batch` with `advantages` and, for a critic, `returns`.
 
-    `trajectories` are those of the batch, in its order. `group_weights` [S] scales each
-    trajectory's advantages (soft reweighting). The batch must hold values for the GAE estimators
-    and reference log-probabilities for a KL in the reward.
+    `trajectories` are those of the batch, in its order; `settings` has the fields of
+    `config.AdvantageConfig`. `group_weights` [S] scales each
+    trajectory's advantages (soft reweighting). The batch must hold values for an estimator with a
+    critic and reference log-probabilities for a KL in the reward. Raises PlugInError, in one line,
+    if an estimator of the user's fails or answers with something else.
     """
-    rewards = _token_rewards(batch, trajectories, config)
-    if config.advantage_estimator in ("gae", "bilevel_gae"):
-        batch = _generalized(batch, rewards, config)
-    elif config.advantage_estimator == "reinforce_plus_plus":
-        batch = batch.with_fields(
-            advantages=starpo.reinforce_plus_plus(
-                rewards, batch.loss_mask, batch.cu_seqlens, gamma=config.gamma
-            )
-        )
-    else:
-        scores = _scores(trajectories, config)
-        relative = starpo.group_relative(
-            scores,
-            batch.group_ids,
-            normalize_std=config.advantage_estimator == "grpo",
-            leave_one_out=config.advantage_estimator == "rloo",
-        )
-        batch = batch.with_fields(advantages=_per_token(relative, batch))
-    advantages = batch.advantages
-    if config.whitens:
+    name = settings.advantage_estimator
+    estimator = find_estimator(name)
+    scores = _scores(trajectories, settings)
+    inputs = CreditInputs(
+        batch=batch,
+        trajectories=trajectories,
+        rewards=_token_rewards(batch, scores, settings),
+        scores=scores,
+    )
+    # Without a value (None) the estimator's own default holds.
+    options = {key: getattr(settings, key) for key in estimator.options}
+    options = {key: value for key, value in options.items() if value is not None}
+    answer = call(ESTIMATORS, name, estimator.function, inputs, **options)
+    advantages, returns = _checked(name, answer, batch, uses_critic=estimator.uses_critic)
+    if returns is not None:
+        batch = batch.with_fields(returns=returns)
+    if settings.whitens:
         advantages = starpo.whiten(advantages, batch.loss_mask)
     if group_weights is not None:
-        advantages = advantages * _per_token(group_weights, batch)
+        advantages = advantages * inputs.per_token(group_weights)
     return batch.with_fields(advantages=advantages)
 
 
-def _generalized(batch: TokenBatch, rewards: Tensor, config: AdvantageConfig) -> TokenBatch:
-    if config.advantage_estimator == "gae":
-        estimate, returns = starpo.gae(
-            rewards,
-            batch.values,
-            batch.loss_mask,
-            batch.cu_seqlens,
-            gamma=config.gamma,
-            lam=config.lam,
+def _checked(
+    name: str, answer: object, batch: TokenBatch, *, uses_critic: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Advantages and, with a critic, returns: as promised, and 0 where nothing was sampled."""
+    mask = batch.loss_mask
+    pair = answer if isinstance(answer, tuple) else (answer,)
+    is_right = [
+        isinstance(part, Tensor) and part.shape == mask.shape and bool(part[mask].isfinite().all())
+        for part in pair
+    ]
+    if len(pair) != 2 or is_right != [True, uses_critic] or (pair[1] is None) == uses_critic:
+        got = [list(p.shape) if isinstance(p, Tensor) else type(p).__name__ for p in pair]
+        raise PlugInError(
+            f"advantage estimator {name} must return (advantages [T],"
+            f" {'returns [T]' if uses_critic else 'None, for it declares no critic'}) with T ="
+            f" {len(mask)} and finite on sampled tokens, not {got}"
+            f"{' with nan or inf' if is_right[0] is False and got[0] == [len(mask)] else ''};"
+            " inputs.per_token spreads a number per trajectory"
         )
-    else:
-        estimate, returns = starpo.bilevel_gae(
-            rewards,
-            batch.values,
-            batch.loss_mask,
-            batch.turn_ids,
-            batch.cu_seqlens,
-            gamma=config.gamma,
-            lam=config.lam,
-            turn_gamma=0.95 if config.turn_gamma is None else config.turn_gamma,
-            turn_lam=1.0 if config.turn_lam is None else config.turn_lam,
-        )
-    return batch.with_fields(advantages=estimate, returns=returns)
+    advantages, returns = (
+        None if part is None else torch.where(mask, part.detach(), 0.0) for part in pair
+    )
+    return advantages, returns
 
 
-def _token_rewards(
-    batch: TokenBatch, trajectories: Sequence[Trajectory], config: AdvantageConfig
-) -> Tensor:
+def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:
     """[T] rewards on sampled tokens: per turn as they fell, or the (normalised) return on the last
     sampled token.
     """
     rewards = batch.rewards
-    if config.reward_placement == "trajectory":
-        rewards = starpo.place_at_end(
-            _scores(trajectories, config), batch.loss_mask, batch.cu_seqlens
-        )
-    if config.kl_in_reward != "none":
-        penalty = starpo.kl_penalty(batch.old_logprobs, batch.ref_logprobs, config.kl_in_reward)
-        rewards = rewards - config.kl_reward_coef * penalty * batch.loss_mask
+    if settings.reward_placement == "trajectory":
+        rewards = starpo.place_at_end(scores, batch.loss_mask, batch.cu_seqlens)
+    if settings.kl_in_reward != "none":
+        penalty = starpo.kl_penalty(batch.old_logprobs, batch.ref_logprobs, settings.kl_in_reward)
+        rewards = rewards - settings.kl_reward_coef * penalty * batch.loss_mask
     return rewards
 
 
-def _scores(trajectories: Sequence[Trajectory], config: AdvantageConfig) -> Tensor:
+def _scores(trajectories: Sequence[Trajectory], settings: Any) -> Tensor:
     """[S] total rewards, normalised as configured."""
     scores = torch.tensor([trajectory.total_reward for trajectory in trajectories])
-    if config.reward_normalization == "identity":
-        return scores
-    if config.reward_normalization_scope == "group":
-        keys = [trajectory.group_id for trajectory in trajectories]
-    elif config.reward_normalization_scope == "environment":
-        names = sorted({trajectory.environment for trajectory in trajectories})
-        keys = [names.index(trajectory.environment) for trajectory in trajectories]
-    else:
-        keys = [0] * len(trajectories)
-    return starpo.normalize_rewards(scores, torch.tensor(keys), method=config.reward_normalization)
-
-
-def _per_token(per_trajectory: Tensor, batch: TokenBatch) -> Tensor:
-    """[S] -> [T], zero where the label was not sampled."""
-    return torch.repeat_interleave(per_trajectory, batch.lengths.long()) * batch.loss_mask
+    keys = {
+        "group": [one.group_id for one in trajectories],
+        "environment": [one.environment for one in trajectories],
+        "batch": [0 for _ in trajectories],
+    }[settings.reward_normalization_scope]
+    ids = torch.tensor([sorted(set(keys)).index(key) for key in keys])
+    return starpo.normalize_rewards(scores, ids, method=settings.reward_normalization)

@@ -8,7 +8,7 @@ arXiv:2604.06268.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ragen_mega.algorithm.filters import group_uncertainty
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory, TrajectoryGroup
 
 SIGNALS = ("reward_std", "entropy", "grad_norm", "success_rate")
 """What `EchoTrapMonitor.observe` understands: in-group reward std, token-mean policy entropy in
@@ -45,13 +47,15 @@ def in_group_reward_std(rewards: Sequence[Sequence[float]]) -> float:
     return float(group_uncertainty(rewards).mean())
 
 
-def distinct_response_rate(responses: Sequence[Hashable]) -> float:
-    """Share of distinct responses among all, in (0, 1]; 1 / len when every response is the same."""
-    if not responses:
-        raise ValueError(
-            "the distinct-response rate of no responses is undefined; pass at least one"
-        )
-    return len(set(responses)) / len(responses)
+def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
+    """Share of distinct first responses among all groups', in (0, 1]; a metric of the table."""
+    responses = [
+        tuple(trajectory.tokens[trajectory.turns[0].start : trajectory.turns[0].end])
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.turns
+    ]
+    return len(set(responses)) / max(1, len(responses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +86,6 @@ class EchoTrapThresholds:
     """Warn when the gradient norm exceeds this multiple of its median over past steps."""
     grad_norm_window: int = 50
     """Past steps of that median."""
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.window <= self.grad_norm_window:
-            raise ValueError(
-                f"need 2 <= window <= grad_norm_window, got {self.window} and"
-                f" {self.grad_norm_window}; use 10 and 50"
-            )
-        if not 0.0 < self.reward_std_lost < self.reward_std_cliff < 1.0:
-            raise ValueError(
-                "need 0 < reward_std_lost < reward_std_cliff < 1, got "
-                f"{self.reward_std_lost} and {self.reward_std_cliff}; use 0.1 and 0.5"
-            )
-        if not (
-            0.0 < self.entropy_collapse < 1.0
-            and self.entropy_rise > 0.0
-            and self.grad_norm_spike > 1.0
-        ):
-            raise ValueError(
-                "need 0 < entropy_collapse < 1, entropy_rise > 0 and grad_norm_spike > 1, got"
-                f" {self.entropy_collapse}, {self.entropy_rise} and {self.grad_norm_spike}; use"
-                " 0.1, 0.2 and 5"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +165,7 @@ class EchoTrapMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Raises ValueError if it was recorded with other thresholds."""
+        """Continue from `state_dict()`. Raises ValueError if its thresholds were others."""
         if state["thresholds"] != asdict(self.thresholds):
             raise ValueError(
                 f"the monitor's thresholds differ from the checkpoint's: {asdict(self.thresholds)}"
@@ -242,27 +224,49 @@ class EchoTrapMonitor:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CollapseEstimate:
-    """How much reasoning Z depends on its input X, in the unit of the scores (nats).
+def diagnose(
+    groups: Sequence[TrajectoryGroup],
+    logprobs: Callable[[TokenBatch], Tensor],
+    *,
+    max_groups: int = 8,
+    max_members: int = 4,
+    reasoning_length: Callable[[Sequence[int]], int] = len,
+) -> dict[str, float]:
+    """Whether reasoning still depends on its input: `mutual_information` of first responses.
 
-    Attributes:
-        matched: mean log p(z | own x). marginal: mean log p(z), z under the mixture of all G
-        inputs. mutual_information: I(X; Z) estimate, matched - marginal; 0 when the reasoning
-        ignores its input. max_mutual_information: what the estimate cannot exceed: log G, less when
-        inputs repeat. conditional_entropy: H(Z | X) = -matched. entropy: H(Z) = -marginal.
-        retrieval_accuracy: k -> share of reasonings whose own input is among the k that explain it
-        best. retrieval_chance: k -> the same for a guess, k / number of distinct inputs.
+    X is what stands before the first sampled token, Z the reasoning sampled there. The reasonings
+    of up to `max_members` trajectories of up to `max_groups` groups, spread evenly, are scored
+    behind the X of each of these groups: at most max_groups^2 max_members short sequences, in one
+    pass. Where environments are mixed X says also which one is played.
+
+    Args:
+        logprobs: batch -> [T] log-probability of each label under the mask, as the policy that
+            sampled the groups computes it.
+        reasoning_length: how many leading tokens of a response are its reasoning (default: all).
+
+    Returns:
+        `mutual_information`'s numbers; nothing if no trajectory has a turn.
     """
-
-    matched: float
-    marginal: float
-    mutual_information: float
-    max_mutual_information: float
-    conditional_entropy: float
-    entropy: float
-    retrieval_accuracy: dict[int, float]
-    retrieval_chance: dict[int, float]
+    step = max(1, math.ceil(len(groups) / max_groups))
+    members = [
+        [one for one in group.trajectories if one.turns and one.turns[0].end > one.turns[0].start]
+        for group in groups[::step]
+    ]
+    members = [group[:max_members] for group in members if group]
+    if not members:
+        return {}
+    inputs = [group[0].tokens[: group[0].turns[0].start] for group in members]
+    reasonings = [one.tokens[one.turns[0].start : one.turns[0].end] for one in sum(members, [])]
+    reasonings = [tokens[: max(1, reasoning_length(tokens))] for tokens in reasonings]
+    batch = pack([_continue(tokens, by) for by in reasonings for tokens in inputs])
+    owners = torch.repeat_interleave(torch.arange(batch.num_trajectories), batch.lengths.long())
+    scores = torch.zeros(batch.num_trajectories, dtype=torch.float64).index_add(
+        0, owners, (logprobs(batch) * batch.loss_mask).double().cpu()
+    )
+    own = torch.arange(len(inputs)).repeat_interleave(torch.tensor(list(map(len, members))))
+    return mutual_information(
+        scores.view(len(reasonings), len(inputs)), own, input_keys=list(map(tuple, inputs))
+    )
 
 
 def mutual_information(
@@ -270,73 +274,51 @@ def mutual_information(
     input_ids: Tensor,
     *,
     input_keys: Sequence[Hashable] | None = None,
-    top_k: Sequence[int] = (1,),
-) -> CollapseEstimate:
+) -> dict[str, float]:
     """RAGEN-2's collapse estimate from teacher-forced log-probabilities (arXiv:2604.06268).
 
     matched_m = l[m, own]; marginal_m = logsumexp_g l[m, g] - log G; I(X; Z) = mean(matched -
-    marginal). The estimate is bounded by log G, so compare it only between equal G. Sums over
-    tokens give nats per reasoning; scores divided by the number of tokens of the reasoning give
-    RAGEN-2's per-token variant.
+    marginal). Sums over tokens give nats per reasoning; scores divided by the number of tokens of
+    the reasoning give RAGEN-2's per-token variant.
 
     Args:
-        cross_logprobs: [M, G] log p(z_m | x_g) of reasoning m under input g, finite. input_ids: [M]
-        column of the input that reasoning m was sampled from. input_keys: [G] equal keys mark equal
-        inputs (their columns agree); they count as one in the retrieval and by
-            their frequency in the marginal. None: all inputs differ.
-        top_k: the k of the retrieval accuracy, each in 1..number of distinct inputs. Ties share
-        their places evenly.
-    """
-    num_reasonings, num_inputs = cross_logprobs.shape
-    _check_cross_logprobs(cross_logprobs, input_ids)
-    keys = list(range(num_inputs) if input_keys is None else input_keys)
-    if len(keys) != num_inputs:
-        raise ValueError(f"input_keys names each of the {num_inputs} inputs, got {len(keys)} keys")
-    distinct = list(dict.fromkeys(keys))
-    bad_k = [k for k in top_k if not 1 <= k <= len(distinct)]
-    if bad_k:
-        raise ValueError(
-            f"top_k must be in 1..{len(distinct)} (distinct inputs), got {bad_k}; sample more"
-            " inputs"
-        )
+        cross_logprobs: [M, G] log p(z_m | x_g) of reasoning m under input g, finite.
+        input_ids: [M] column of the input that reasoning m was sampled from.
+        input_keys: [G] equal keys mark equal inputs (their columns agree); they count as one in the
+            retrieval and by their frequency in the marginal. None: all inputs differ.
 
-    merged = torch.tensor(
-        [distinct.index(key) for key in keys], device=cross_logprobs.device
-    )  # [G] -> distinct input
-    columns = torch.tensor(
-        [keys.index(key) for key in distinct], device=cross_logprobs.device
-    )  # [D]
+    Returns:
+        mutual_information: 0 when the reasoning ignores its input. max_mutual_information: what it
+        cannot exceed, log G, less when inputs repeat; compare it only between equal ones.
+        conditional_entropy: H(Z | X) = -mean matched. entropy: H(Z) = -mean marginal.
+        retrieval_accuracy: share of reasonings whose own input explains them best (ties share their
+        place evenly). retrieval_chance: the same for a guess.
+    """
+    num_inputs = cross_logprobs.shape[1]
+    keys = list(range(num_inputs) if input_keys is None else input_keys)
+    distinct = list(dict.fromkeys(keys))
+    merged = torch.tensor([distinct.index(key) for key in keys])  # [G] -> distinct input
+    columns = torch.tensor([keys.index(key) for key in distinct])  # [D]
     frequencies = torch.bincount(merged).double() / num_inputs  # [D]
     scores = cross_logprobs.double()[:, columns]  # [M, D]
     own = scores.gather(1, merged[input_ids].unsqueeze(1))  # [M, 1]
-    matched = own.mean()
-    marginal = torch.logsumexp(scores + frequencies.log(), dim=1).mean()
-
-    num_better = (scores > own).sum(1)  # [M]
-    num_tied = (scores == own).sum(1)  # [M] own input included
-    accuracy = {k: ((k - num_better) / num_tied).clamp(0.0, 1.0).mean().item() for k in top_k}
-    return CollapseEstimate(
-        matched=matched.item(),
-        marginal=marginal.item(),
-        mutual_information=(matched - marginal).item(),
-        max_mutual_information=-frequencies[merged[input_ids]].log().mean().item(),
-        conditional_entropy=-matched.item(),
-        entropy=-marginal.item(),
-        retrieval_accuracy=accuracy,
-        retrieval_chance={k: k / len(distinct) for k in top_k},
-    )
+    matched = own.mean().item()
+    marginal = torch.logsumexp(scores + frequencies.log(), dim=1).mean().item()
+    is_best = (scores <= own).all(1)  # [M]
+    num_tied = (scores == own).sum(1)  # [M], own input included
+    return {
+        "mutual_information": matched - marginal,
+        "max_mutual_information": -frequencies[merged[input_ids]].log().mean().item(),
+        "conditional_entropy": -matched,
+        "entropy": -marginal,
+        "retrieval_accuracy": (is_best / num_tied).mean().item(),
+        "retrieval_chance": 1 / len(distinct),
+    }
 
 
-def _check_cross_logprobs(cross_logprobs: Tensor, input_ids: Tensor) -> None:
-    num_reasonings, num_inputs = cross_logprobs.shape
-    if num_reasonings == 0 or input_ids.shape != (num_reasonings,):
-        raise ValueError(
-            "need cross_logprobs [M, G] with M > 0 and input_ids [M], got"
-            f" {list(cross_logprobs.shape)} and {list(input_ids.shape)}"
-        )
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= num_inputs:
-        raise ValueError(
-            f"input_ids must be columns in 0..{num_inputs - 1}, got {input_ids.tolist()}"
-        )
-    if not torch.isfinite(cross_logprobs).all():
-        raise ValueError("cross_logprobs must be finite; check the log-probabilities of the policy")
+def _continue(tokens: Sequence[int], reasoning: Sequence[int]) -> Trajectory:
+    """`reasoning` as if it had been sampled behind `tokens`."""
+    trajectory = Trajectory(group_id=0)
+    trajectory.append_observation(tokens)
+    trajectory.append_action(Completion(list(reasoning), [0.0] * len(reasoning), "stop"))
+    return trajectory

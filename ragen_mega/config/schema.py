@@ -10,17 +10,83 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+from ragen_mega.algorithm.tables import (
+    METRICS,
+    Estimator,
+    find_estimator,
+    find_filter,
+    parse_reward,
+)
 from ragen_mega.environments.protocol import make
 
 OffloadMode = Literal["none", "rollout", "turns"]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class Bounds:
+    """Where a number must lie, in the words of the error and in numbers."""
+
+    words: str
+    low: float
+    high: float = math.inf
+    is_open: bool = False
+    """Whether `low` itself is excluded."""
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.is_open else self.low <= value) and value <= self.high
+
+
+Count = Annotated[int, Bounds("at least 1", 1)]
+Natural = Annotated[int, Bounds("at least 0", 0)]
+Positive = Annotated[float, Bounds("positive", 0, is_open=True)]
+NonNegative = Annotated[float, Bounds("at least 0", 0)]
+Share = Annotated[float, Bounds("from 0 to 1", 0, 1)]
+Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
+
+
+class Section:
+    """A part of the configuration; what is built of it keeps its bounds and rules."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number that is not finite or out of bounds, or a broken rule."""
+        bounds = _bounds(type(self))
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, not {value}")
+            if name in bounds and value is not None and value not in bounds[name]:
+                raise ValueError(
+                    f"{name} must be {bounds[name].words}, not {value}; set {flag_of(name)}"
+                )
+        for is_broken, message in self.rules():
+            if is_broken:
+                raise ValueError(message)
+
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        """What must not be, each with what the error says. May raise ValueError itself."""
+        return ()
+
+
+@cache
+def _bounds(section: type[Section]) -> dict[str, Bounds]:
+    """Field -> its bounds, of an annotation `Annotated[number, bounds]` or one `| None`."""
+    hints = get_type_hints(section, include_extras=True)
+    return {
+        name: item
+        for name, hint in hints.items()
+        for annotation in (hint, *get_args(hint))
+        for item in getattr(annotation, "__metadata__", ())
+        if isinstance(item, Bounds)
+    }
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
     """Which model is trained."""
 
     load: str | None = None
@@ -44,14 +110,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """How model and optimizer are laid out over the ranks, what computes the layers and in which
     numbers.
     """
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Count = 1
     """Ranks that share every matrix (TP)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Count = 1
     """Pipeline stages (PP)."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions over the sequence (needs TP > 1)."""
@@ -77,39 +143,34 @@ class ParallelConfig:
     """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer
     state; or furthermore actor and critic in turns, each while the other one computes."""
 
-    def __post_init__(self) -> None:
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, not {getattr(self, name)}; set {flag_of(name)} 1"
-                )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError(
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        return (
+            (
+                self.sequence_parallel and self.tensor_model_parallel_size == 1,
                 "sequence_parallel shards over tensor-parallel ranks and does nothing at"
                 " tensor_model_parallel_size 1; drop --sequence-parallel or raise"
-                " --tensor-model-parallel-size"
-            )
-        if self.transformer_impl == "transformer_engine" and not self.bf16:
-            raise ValueError(
+                " --tensor-model-parallel-size",
+            ),
+            (
+                self.transformer_impl == "transformer_engine" and not self.bf16,
                 "transformer_impl transformer_engine has no fused attention in float32; add --bf16"
-                " or drop --transformer-impl"
-            )
-        if self.fp8 == "none":
-            if self.fp8_recipe is not None:
-                raise ValueError(
-                    f"fp8_recipe {self.fp8_recipe} does nothing with fp8 none; drop it or add --fp8"
-                    " hybrid"
-                )
-            return
-        if self.transformer_impl == "local":
-            raise ValueError(
+                " or drop --transformer-impl",
+            ),
+            (
+                self.fp8 == "none" and self.fp8_recipe is not None,
+                f"fp8_recipe {self.fp8_recipe} does nothing with fp8 none; drop it or add --fp8"
+                " hybrid",
+            ),
+            (
+                self.fp8 != "none" and self.transformer_impl == "local",
                 f"fp8 {self.fp8} needs Transformer Engine's layers; drop --transformer-impl local"
-                " or --fp8"
-            )
-        if not self.bf16:
-            raise ValueError(
-                f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8"
-            )
+                " or --fp8",
+            ),
+            (
+                self.fp8 != "none" and not self.bf16,
+                f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8",
+            ),
+        )
 
     @property
     def recipe(self) -> str:
@@ -130,7 +191,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class EnvironmentConfig:
+class EnvironmentConfig(Section):
     """What is played, and within which limits."""
 
     environments: str = "frozen_lake"
@@ -158,17 +219,12 @@ class EnvironmentConfig:
     prompt_style: Literal["full", "system", "compact"] = "full"
     """Instructions in the first user message, in the system message, or (small models) none at all.
     """
-    environment_timeout: float = 60.0
+    environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
     any time).
     """
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.environment_timeout < math.inf:
-            raise ValueError(
-                "environment_timeout must be a number of seconds, 0 for no limit, not"
-                f" {self.environment_timeout}; set --environment-timeout 60"
-            )
+    def rules(self) -> Sequence[tuple[bool, str]]:
         self._check_options(
             "environment_options", _json_object("environment_options", self.environment_options), {}
         )
@@ -179,6 +235,7 @@ class EnvironmentConfig:
                     '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
                 )
             self._check_options("curriculum", options, json.loads(self.environment_options))
+        return ()
 
     def _check_options(self, flag: str, options: Any, base: dict[str, Any]) -> None:
         if not isinstance(options, dict) or not all(
@@ -227,19 +284,21 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """How many trajectories are sampled in a step, and how."""
 
-    num_groups: int = 8
+    num_groups: Count = 8
     """Initial states per step (P)."""
-    group_size: int = 16
+    group_size: Count = 16
     """Trajectories per initial state (N)."""
-    max_response_length: int = 400
+    max_response_length: Count = 400
     """Tokens that may be sampled in one turn."""
-    max_context_length: int = 3600
+    max_context_length: Count = 3600
     """Tokens of a trajectory; one that would grow longer is closed as truncated."""
-    temperature: float = 1.0
-    """Sampling temperature; the trainer divides its logits by the same."""
+    temperature: Positive = 1.0
+    """Sampling temperature; the trainer divides its logits by the same. A greedy policy (0) would
+    explore nothing.
+    """
     rollout_engine: Literal["embedded", "sglang"] = "embedded"
     """Who samples: `embedded` decodes in this process with a key-value cache per trajectory;
     `sglang` is a server of this rank or of several, kept between rollouts."""
@@ -250,7 +309,7 @@ class RolloutConfig:
     kv_cache_tokens: int | None = None
     """Tokens in SGLang's key-value cache (default: every trajectory of the server at full length).
     """
-    rollout_tensor_parallel_size: int = 1
+    rollout_tensor_parallel_size: Count = 1
     """Consecutive ranks that share one SGLang server, each with a part of its layers. As large as
     --tensor-model-parallel-size, and weights pass to the servers without any traffic between
     tensor-parallel ranks."""
@@ -288,8 +347,8 @@ class RolloutConfig:
         """
         return self.kv_cache_tokens or (sessions + 1) * self.max_context_length
 
-    def __post_init__(self) -> None:
-        defaults = {
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        of_the_server = {
             "sglang_python": None,
             "kv_cache_tokens": None,
             "weight_transfer": "auto",
@@ -297,38 +356,23 @@ class RolloutConfig:
             "rollout_deterministic": False,
             "rollout_tensor_parallel_size": 1,
         }
-        for name, default in defaults.items():
-            if self.rollout_engine == "embedded" and getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} does nothing with rollout_engine embedded; drop it or set"
-                    " --rollout-engine sglang"
-                )
-        for name in (
-            "num_groups",
-            "group_size",
-            "max_response_length",
-            "max_context_length",
-            "rollout_tensor_parallel_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, not {getattr(self, name)}; set {flag_of(name)}"
-                )
-        if self.temperature <= 0:
-            raise ValueError(
-                f"temperature must be positive in training, not {self.temperature}: a greedy policy"
-                " explores nothing; set --temperature 1"
+        return [
+            (
+                self.rollout_engine == "embedded" and getattr(self, name) != default,
+                f"{name} does nothing with rollout_engine embedded; drop it or set"
+                " --rollout-engine sglang",
             )
+            for name, default in of_the_server.items()
+        ]
 
 
 @dataclass(frozen=True)
-class FilterConfig:
+class FilterConfig(Section):
     """Which initial states a step trains on."""
 
-    filter_strategy: Literal[
-        "none", "top_fraction", "top_p_linear", "top_p_softmax", "top_k", "min_p"
-    ] = "top_fraction"
-    """How groups are kept, by the standard deviation of their raw returns (StarPO-S: top_fraction).
+    filter_strategy: str = "top_fraction"
+    """How groups are kept, by the standard deviation of their raw returns: top_fraction (StarPO-S),
+    top_p_linear, top_p_softmax, top_k, min_p or none; or a filter of your own, my_module:my_filter.
     """
     filter_value: float | None = None
     """Fraction, probability mass or count of the strategy (default of top_fraction: 0.25)."""
@@ -337,44 +381,47 @@ class FilterConfig:
     soft_reweighting: bool = False
     """Scale each kept group's advantages by its share of the largest standard deviation."""
 
-    def __post_init__(self) -> None:
-        if self.filter_strategy == "none" and self.filter_value is not None:
-            raise ValueError(
-                f"filter_value {self.filter_value} does nothing with filter_strategy none; "
-                "drop --filter-value or name a strategy"
-            )
-        if self.filter_strategy == "none" and self.filter_keep_zero:
-            raise ValueError(
-                "filter_keep_zero does nothing with filter_strategy none, which keeps all; drop the"
-                " flag"
-            )
-        if self.filter_strategy not in ("none", "top_fraction") and self.filter_value is None:
-            raise ValueError(
-                f"filter_strategy {self.filter_strategy} needs its value; add --filter-value"
-            )
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        name, declared = self.filter_strategy, find_filter(self.filter_strategy)
+        return (
+            (
+                declared.value == "none" and self.filter_value is not None,
+                f"filter_value {self.filter_value} does nothing with filter_strategy {name}; drop"
+                " --filter-value or name another strategy",
+            ),
+            (
+                self.filter_keep_zero and not declared.drops_constant,
+                f"filter_keep_zero does nothing with filter_strategy {name}, which keeps such"
+                " groups; drop the flag",
+            ),
+        )
 
     @property
-    def value(self) -> float:
-        return 0.25 if self.filter_value is None else self.filter_value
+    def value(self) -> float | None:
+        """The value of the filter: as set, else the default that the filter declares."""
+        default = find_filter(self.filter_strategy).default
+        return default if self.filter_value is None else self.filter_value
 
 
 @dataclass(frozen=True)
-class AdvantageConfig:
+class AdvantageConfig(Section):
     """How rewards become advantages."""
 
-    advantage_estimator: Literal[
-        "gae", "bilevel_gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus"
-    ] = "gae"
-    """`gae` and `bilevel_gae` train a critic (PPO); the others compare trajectories of a group or
-    batch.
+    reward: str = "environment"
+    """What a trajectory earns: a weighted sum of environment, success, format, response_length and
+    rewards of your own, e.g. "environment + 0.1*format + my_module:my_reward".
     """
-    gamma: float = 1.0
+    advantage_estimator: str = "gae"
+    """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
+    trajectories of a group or batch; or an estimator of your own, my_module:my_estimator.
+    """
+    gamma: Share = 1.0
     """Discount per token."""
-    lam: float = 1.0
+    lam: Share = 1.0
     """GAE lambda per token."""
-    turn_gamma: float | None = None
+    turn_gamma: Share | None = None
     """Discount per turn (bilevel_gae only; default 0.95)."""
-    turn_lam: float | None = None
+    turn_lam: Share | None = None
     """GAE lambda per turn (bilevel_gae only; default 1)."""
     reward_placement: Literal["trajectory", "turn"] = "trajectory"
     """Where reward enters: the whole return at the last token, or each turn's reward at the turn's
@@ -391,47 +438,62 @@ class AdvantageConfig:
     kl_reward_coef: float = 0.0
     """Its coefficient."""
 
-    def __post_init__(self) -> None:
-        bilevel = self.advantage_estimator == "bilevel_gae"
-        if not bilevel and (self.turn_gamma is not None or self.turn_lam is not None):
-            raise ValueError(
-                "turn_gamma and turn_lam do nothing with advantage_estimator"
-                f" {self.advantage_estimator}; drop them or set --advantage-estimator bilevel_gae"
-            )
-        if bilevel and self.reward_placement != "turn":
-            raise ValueError("bilevel_gae discounts turn rewards; add --reward-placement turn")
-        if (
-            not self.uses_critic
-            and self.reward_placement == "turn"
-            and self.advantage_estimator != "reinforce_plus_plus"
-        ):
-            raise ValueError(
-                f"{self.advantage_estimator} compares whole returns, so reward_placement turn does"
-                " nothing; drop --reward-placement"
-            )
-        if self.reward_normalization != "identity" and self.reward_placement == "turn":
-            raise ValueError(
-                "reward_normalization acts on whole returns; drop it or --reward-placement turn"
-            )
-        if self.reward_normalization == "identity" and self.reward_normalization_scope != "group":
-            raise ValueError(
-                "reward_normalization_scope does nothing with identity; add --reward-normalization"
-                " mean"
-            )
-        if (self.kl_in_reward == "none") != (self.kl_reward_coef == 0.0):
-            raise ValueError(
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        parse_reward(self.reward)
+        name, declared = self.advantage_estimator, self.estimator
+        return (
+            *(
+                (
+                    getattr(self, option) is not None and option not in declared.options,
+                    f"{option} does nothing with advantage_estimator {name}; drop it or set"
+                    " --advantage-estimator bilevel_gae",
+                )
+                for option in ("turn_gamma", "turn_lam")
+            ),
+            (
+                declared.level == "turn" and self.reward_placement != "turn",
+                f"{name} discounts turn rewards; add --reward-placement turn",
+            ),
+            (
+                declared.level == "trajectory" and self.reward_placement == "turn",
+                f"{name} compares whole returns, so reward_placement turn does nothing; drop"
+                " --reward-placement",
+            ),
+            (
+                self.reward_normalization != "identity" and self.reward_placement == "turn",
+                "reward_normalization acts on whole returns; drop it or --reward-placement turn",
+            ),
+            (
+                self.reward_normalization == "identity"
+                and self.reward_normalization_scope != "group",
+                "reward_normalization_scope does nothing with identity; add"
+                " --reward-normalization mean",
+            ),
+            (
+                (self.kl_in_reward == "none") != (self.kl_reward_coef == 0.0),
                 f"kl_in_reward ({self.kl_in_reward}) and kl_reward_coef ({self.kl_reward_coef})"
-                " need each other; set both or none"
-            )
-        if self.kl_in_reward != "none" and self.advantage_estimator in ("grpo", "dr_grpo", "rloo"):
-            raise ValueError(
-                f"{self.advantage_estimator} uses whole returns, so a per-token KL reward does"
-                " nothing; use --kl-kind instead"
-            )
+                " need each other; set both or none",
+            ),
+            (
+                self.kl_in_reward != "none" and declared.level == "trajectory",
+                f"{name} uses whole returns, so a per-token KL reward does nothing; use --kl-kind"
+                " instead",
+            ),
+        )
+
+    @property
+    def estimator(self) -> Estimator:
+        """What the estimator declares."""
+        return find_estimator(self.advantage_estimator)
+
+    @property
+    def reward_terms(self) -> dict[str, float]:
+        """Name of a reward -> its weight."""
+        return parse_reward(self.reward)
 
     @property
     def uses_critic(self) -> bool:
-        return self.advantage_estimator in ("gae", "bilevel_gae")
+        return self.estimator.uses_critic
 
     @property
     def whitens(self) -> bool:
@@ -439,18 +501,18 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Section):
     """The policy loss and the critic's."""
 
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: Share = 0.2
     """Lower clip bound of the ratio, 1 - this."""
-    clip_ratio_high: float = 0.28
+    clip_ratio_high: NonNegative = 0.28
     """Upper clip bound of the ratio, 1 + this (StarPO-S: clip-higher)."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Bounds("above 1", 1, is_open=True)] | None = None
     """Bound of the loss where the advantage is negative (arXiv:1912.09729), e.g. 3."""
     kl_kind: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy as a loss term."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegative = 0.0
     """Its coefficient."""
     entropy_coef: float = 0.001
     """Coefficient of the entropy bonus."""
@@ -458,169 +520,118 @@ class LossConfig:
         "token-mean"
     )
     """Mean over tokens of the minibatch, or over trajectories of their token mean or token sum."""
-    importance_cap: float | None = None
+    importance_cap: Positive | None = None
     """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
-    value_clip: float | None = 0.5
+    value_clip: Positive | None = 0.5
     """Clip range of the critic's change of value."""
 
-    def __post_init__(self) -> None:
-        if (self.kl_kind == "none") != (self.kl_coef == 0.0):
-            raise ValueError(
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        return (
+            (
+                (self.kl_kind == "none") != (self.kl_coef == 0.0),
                 f"kl_kind ({self.kl_kind}) and kl_coef ({self.kl_coef}) need each other; set both"
-                " or none"
-            )
+                " or none",
+            ),
+        )
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section):
     """Optimizer steps and their schedule."""
 
-    num_steps: int = 200
+    num_steps: Count = 200
     """StarPO steps: one rollout and its updates."""
-    minibatch_size: int = 32
+    minibatch_size: Count = 32
     """Trajectories per optimizer step (E)."""
-    updates_per_rollout: int = 1
+    updates_per_rollout: Count = 1
     """Passes over the kept trajectories of a rollout (Online-k)."""
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: Count = 16384
     """Positions in one forward pass."""
-    lr: float = 1e-6
+    lr: Positive = 1e-6
     """Learning rate of the policy."""
-    critic_lr: float = 1e-5
+    critic_lr: Positive = 1e-5
     """Learning rate of the critic."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the run."""
-    lr_warmup: int = 0
+    lr_warmup: Natural = 0
     """Steps of linear warm-up of both learning rates."""
-    weight_decay: float = 0.01
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
+    weight_decay: NonNegative = 0.01
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.999
+    adam_eps: Positive = 1e-8
     """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
     gradient descent with momentum, which leaves weights with little gradient where they are: noisy
     rewards then spare what was learned before."""
-    clip_grad: float = 1.0
+    clip_grad: Positive = 1.0
     """Largest global gradient norm."""
-    critic_warmup: int = 0
+    critic_warmup: Natural = 0
     """First steps in which only the critic is updated."""
-    max_nonfinite_updates: int = 3
+    max_nonfinite_updates: Count = 3
     """Updates of one model in a row that a non-finite loss or gradient may cost; after that many
     the run stops.
     """
     seed: int = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
 
-    def __post_init__(self) -> None:
-        for name in (
-            "num_steps",
-            "minibatch_size",
-            "updates_per_rollout",
-            "max_tokens_per_microbatch",
-            "max_nonfinite_updates",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, not {getattr(self, name)}; set {flag_of(name)}"
-                )
-        for name in ("lr", "critic_lr", "clip_grad", "adam_eps"):
-            if getattr(self, name) <= 0:
-                raise ValueError(
-                    f"{name} must be positive, not {getattr(self, name)}; set {flag_of(name)}"
-                )
-
 
 @dataclass(frozen=True)
-class WarmStartConfig:
+class WarmStartConfig(Section):
     """Behaviour cloning of a scripted player, before reinforcement learning."""
 
-    warm_start_first_turn_steps: int = 300
+    warm_start_first_turn_steps: Natural = 300
     """Optimizer steps of behaviour cloning on first turns of scripted play (only without --load).
     """
-    warm_start_steps: int = 300
+    warm_start_steps: Natural = 300
     """Further steps on whole scripted trajectories."""
-    warm_start_batch: int = 16
+    warm_start_batch: Count = 16
     """Trajectories per step; of first turns twice as many."""
-    warm_start_trajectories: int = 2000
+    warm_start_trajectories: Count = 2000
     """Scripted trajectories, and four times as many first turns; the steps take as many passes as
     they need.
     """
-    warm_start_lr: float = 4e-3
+    warm_start_lr: Positive = 4e-3
     """Peak learning rate of the warm start."""
-    warm_start_critic_steps: int = 0
+    warm_start_critic_steps: Natural = 0
     """Steps of regression of the critic to the returns of the whole scripted trajectories (only
     with a critic).
     """
-    warm_start_critic_lr: float = 1e-3
+    warm_start_critic_lr: Positive = 1e-3
     """Peak learning rate of that."""
-    warm_start_temperature: float = 1.0
+    warm_start_temperature: Positive = 1.0
     """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what
     is certain there, and as open where the play is random: reinforcement learning then shifts
     choices without loosening facts."""
-    warm_start_skill: float = 0.0
+    warm_start_skill: Probability = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""
-
-    def __post_init__(self) -> None:
-        for name in ("warm_start_lr", "warm_start_critic_lr", "warm_start_temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"{name} must be positive, not {getattr(self, name)}; set {flag_of(name)}"
-                )
-        for name in ("warm_start_batch", "warm_start_trajectories"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, not {getattr(self, name)}; set {flag_of(name)}"
-                )
-        for name in ("warm_start_first_turn_steps", "warm_start_steps", "warm_start_critic_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"{name} must be at least 0, not {getattr(self, name)}; set {flag_of(name)}"
-                )
-        if not 0 <= self.warm_start_skill <= 1:
-            raise ValueError(
-                f"warm_start_skill must be a probability, not {self.warm_start_skill}; set it from"
-                " 0 to 1"
-            )
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """When and on what the policy is evaluated."""
 
-    eval_interval: int = 20
+    eval_interval: Natural = 20
     """Steps between evaluations (0: only at the end)."""
-    eval_prompts: int = 256
+    eval_prompts: Count = 256
     """Held-out initial states per evaluation."""
-    eval_samples: int = 8
+    eval_samples: Count = 8
     """Episodes from each of them in the last evaluation; evaluations on the way play one."""
     eval_temperature: float = 0.5
     """Sampling temperature of evaluation."""
     boards: str | None = None
     """Boards file to evaluate on instead of the packaged one."""
 
-    def __post_init__(self) -> None:
-        for name in ("eval_prompts", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be positive, not {getattr(self, name)}; set {flag_of(name)} to at"
-                    " least 1"
-                )
-        if self.eval_interval < 0:
-            raise ValueError(
-                f"eval_interval must be at least 0, not {self.eval_interval}; set --eval-interval 0"
-                " to evaluate only at the end"
-            )
-
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When a run writes what it can be resumed from, and what of it is kept."""
 
-    save_interval: int = 10
+    save_interval: Natural = 10
     """Steps between checkpoints (0: only after the last step and on SIGTERM)."""
-    keep_last: int = 2
+    keep_last: Natural = 2
     """Newest checkpoints that are kept (0: all)."""
     keep_best: bool = False
     """Write a checkpoint whenever an evaluation is the best so far, and keep that one too."""
-    keep_rollouts: int | None = None
+    keep_rollouts: Natural | None = None
     """Newest rollouts that stay on the disk (0: all; default: those since the oldest checkpoint
     that is kept).
     """
@@ -628,17 +639,10 @@ class CheckpointConfig:
     """Go on from the newest intact checkpoint of the run of this name; begin it if there is none.
     """
 
-    def __post_init__(self) -> None:
-        for name in ("save_interval", "keep_last", "keep_rollouts"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(
-                    f"{name} must be at least 0, not {getattr(self, name)}; set {flag_of(name)}"
-                )
-
 
 @dataclass(frozen=True)
-class LoggingConfig:
-    """Where a run writes."""
+class LoggingConfig(Section):
+    """Where a run writes, and what besides the usual numbers."""
 
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).
@@ -649,10 +653,28 @@ class LoggingConfig:
     """Also log to this Weights & Biases project."""
     overwrite: bool = False
     """Delete an earlier run of the same name."""
+    metrics: str = ""
+    """Further metrics of rollouts, separated by commas: distinct_responses, or metrics of your own,
+    my_module:my_metric. They are logged as custom/...
+    """
+    diagnose_interval: Natural = 10
+    """Steps between estimates of how much reasoning depends on its input (collapse/...; 0: never).
+    One costs the log-probabilities of up to 256 first turns.
+    """
+
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        for name in self.metric_names:
+            METRICS.check(name)
+        return ()
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The metrics, in order."""
+        return [name for part in self.metrics.split(",") if (name := part.strip())]
 
 
 @dataclass(frozen=True)
-class StarPOConfig:
+class StarPOConfig(Section):
     """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core.
 
     --recipe NAME puts the flags of ragen_mega/config/recipes/NAME.flags before those of the command
@@ -672,60 +694,58 @@ class StarPOConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
-    def __post_init__(self) -> None:
-        for section in self.to_dict().values():
-            for name, value in section.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise ValueError(f"{name} must be a finite number, not {value}")
-        if self.checkpoint.resume and self.logging.overwrite:
-            raise ValueError(
-                "resume continues a run and overwrite deletes it; drop --resume or --overwrite"
-            )
-        if self.checkpoint.keep_best and self.evaluation.eval_interval == 0:
-            raise ValueError(
-                "keep_best compares evaluations during training; drop it or set --eval-interval"
-            )
-        total = sum(self.environment.shares.values())
-        if self.rollout.num_groups % total:
-            raise ValueError(
-                f"num_groups ({self.rollout.num_groups}) must be a multiple of the sum of"
-                f" environment shares ({total}); set --num-groups"
-                f" {total * max(1, self.rollout.num_groups // total)}"
-            )
-        if self.rollout.group_size == 1 and not self.advantage.uses_critic:
-            raise ValueError(
-                f"{self.advantage.advantage_estimator} compares trajectories of a group, but"
-                " group_size is 1; raise --group-size"
-            )
-        if self.rollout.group_size == 1 and self.filter.filter_strategy != "none":
-            raise ValueError(
-                "the filter ranks groups by the spread of their returns, but group_size is 1; "
-                "raise --group-size or set --filter-strategy none"
-            )
-        if not self.advantage.uses_critic and self.parallel.offload == "turns":
-            raise ValueError(
-                "offload turns is for actor and critic, and advantage_estimator"
-                f" {self.advantage.advantage_estimator} has no critic; set --offload rollout"
-            )
-        if not self.advantage.uses_critic and self.train.critic_warmup:
-            raise ValueError(
-                "critic_warmup does nothing: advantage_estimator"
-                f" {self.advantage.advantage_estimator} has no critic; drop it"
-            )
-        if not self.advantage.uses_critic and self.model.critic_load:
-            raise ValueError(
-                "critic_load does nothing: advantage_estimator"
-                f" {self.advantage.advantage_estimator} has no critic; drop it"
-            )
-        if (
-            self.warm_start.warm_start_critic_steps
-            and self.advantage.reward_normalization != "identity"
-        ):
-            raise ValueError(
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        advantage, rollout = self.advantage, self.rollout
+        name = advantage.advantage_estimator
+        kept = find_filter(self.filter.filter_strategy)
+        kept.check(self.filter.filter_strategy, self.filter.value, rollout.num_groups)
+        shares = sum(self.environment.shares.values())
+        return (
+            (
+                self.checkpoint.resume and self.logging.overwrite,
+                "resume continues a run and overwrite deletes it; drop --resume or --overwrite",
+            ),
+            (
+                self.checkpoint.keep_best and self.evaluation.eval_interval == 0,
+                "keep_best compares evaluations during training; drop it or set --eval-interval",
+            ),
+            (
+                rollout.num_groups % shares != 0,
+                f"num_groups ({rollout.num_groups}) must be a multiple of the sum of environment"
+                f" shares ({shares}); set --num-groups"
+                f" {shares * max(1, rollout.num_groups // shares)}",
+            ),
+            (
+                rollout.group_size < advantage.estimator.min_group_size,
+                f"{name} compares trajectories of a group, but group_size is"
+                f" {rollout.group_size}; raise --group-size",
+            ),
+            (
+                rollout.group_size == 1 and kept.drops_constant,
+                "the filter ranks groups by the spread of their returns, but group_size is 1;"
+                " raise --group-size or set --filter-strategy none",
+            ),
+            (
+                not advantage.uses_critic and self.parallel.offload == "turns",
+                f"offload turns is for actor and critic, and advantage_estimator {name} has no"
+                " critic; set --offload rollout",
+            ),
+            (
+                not advantage.uses_critic and self.train.critic_warmup > 0,
+                f"critic_warmup does nothing: advantage_estimator {name} has no critic; drop it",
+            ),
+            (
+                not advantage.uses_critic and self.model.critic_load is not None,
+                f"critic_load does nothing: advantage_estimator {name} has no critic; drop it",
+            ),
+            (
+                self.warm_start.warm_start_critic_steps > 0
+                and advantage.reward_normalization != "identity",
                 "warm_start_critic_steps teaches the critic whole returns, but"
-                f" reward_normalization {self.advantage.reward_normalization} subtracts the group's"
-                " mean; drop one of them"
-            )
+                f" reward_normalization {advantage.reward_normalization} subtracts the group's"
+                " mean; drop one of them",
+            ),
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -739,7 +759,7 @@ class StarPOConfig:
             or "-".join(
                 (
                     self.environment.environments.replace(":", "").replace(",", "+"),
-                    self.advantage.advantage_estimator,
+                    self.advantage.advantage_estimator.replace(":", "."),
                 )
             )
             + f"-seed{self.train.seed}"

@@ -4,13 +4,16 @@ of the Echo Trap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, EchoTrapWarning
-from ragen_mega.algorithm.filters import group_uncertainty, soft_reweighting
+from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty, soft_reweighting
+from ragen_mega.algorithm.tables import METRICS, PlugInError, call
 from ragen_mega.config import FilterConfig
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.report.metrics import Metrics
@@ -23,12 +26,32 @@ def filter_metrics(
     metrics = {"kept_groups": float(len(kept)), "kept_fraction": len(kept) / len(groups)}
     if len(groups[0].trajectories) > 1:
         spread = group_uncertainty([group.total_rewards for group in groups])
-        metrics["constant_groups"] = float((spread <= 1e-10).double().mean())
+        metrics["constant_groups"] = float((spread <= CONSTANT_SCORE).double().mean())
         if kept:
             metrics["kept_std"] = float(
                 group_uncertainty([group.total_rewards for group in kept]).mean()
             )
     return metrics
+
+
+def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> dict[str, float]:
+    """The numbers of the metrics of these names, over trajectories as they were played.
+
+    A metric that returns one number is logged under its name. Raises PlugInError, in one line, if a
+    metric fails, or answers with something else or under a key that is taken.
+    """
+    result: dict[str, float] = {}
+    for name in names:
+        answer = call(METRICS, name, METRICS.get(name), groups)
+        for key, value in (answer if isinstance(answer, Mapping) else {name: answer}).items():
+            is_number = isinstance(value, SupportsFloat) and math.isfinite(value)
+            if not isinstance(key, str) or not is_number or key in result:
+                raise PlugInError(
+                    f"metric {name} must return a finite number, or name -> number with names of"
+                    f" its own, not {key!r}: {value!r:.200}; mend it"
+                )
+            result[key] = float(value)
+    return result
 
 
 def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tensor | None:
@@ -48,9 +71,8 @@ def engine_vs_policy(batch: TokenBatch) -> dict[str, float]:
     return {
         "logprob_mean_abs_diff": float(difference.abs().mean()),
         "logprob_max_abs_diff": float(difference.abs().max()),
-        "kl_rollout_old": float(
-            (difference.exp() - 1 - difference).mean()
-        ),  # k3 under the rollout policy
+        # k3 under the rollout policy
+        "kl_rollout_old": float((difference.exp() - 1 - difference).mean()),
     }
 
 

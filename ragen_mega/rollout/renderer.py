@@ -7,6 +7,7 @@ across.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -63,6 +64,14 @@ class ChatRenderer:
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def thought_length(self, tokens: Sequence[int]) -> int:
+        """Leading tokens of a sampled turn up to the end of its thought; all if it has none."""
+        return 1 + bisect_left(
+            range(1, len(tokens)),
+            True,
+            key=lambda size: "</think>" in self.decode_action(tokens[:size]),
+        )
 
     def _render_beginning(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         return tuple(self._encode(self._template(messages) + self._forced))

@@ -21,6 +21,7 @@ from torch import Tensor
 from ragen_mega import __version__
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor
 from ragen_mega.algorithm.filters import filter_groups
+from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
@@ -419,8 +420,8 @@ class Run:
                 self.console.say(
                     f"stopped by {name} after {self.step} steps; --resume goes on from there"
                 )
-            if isinstance(error, FloatingPointError):
-                raise FloatingPointError(f"{error}; {self.checkpoints.last()}") from error
+            if isinstance(error, (FloatingPointError, PlugInError)):
+                raise type(error)(f"{error}; {self.checkpoints.last()}") from error
         finally:
             self.close()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
 from ragen_mega.algorithm.credit import estimate_advantages
+from ragen_mega.algorithm.rewards import shape_trajectory
 from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
@@ -174,6 +175,7 @@ def warm_start_critic(
     loss = replace(config.loss, value_clip=None)
     critic = MegatronCritic(hf, groups, config.parallel, schedule, loss)
     critic.load_weights(CheckpointReader(start))
+    episodes = [shape_trajectory(episode, config.advantage.reward_terms) for episode in episodes]
     batch = pack(episodes)
     batch = batch.with_fields(values=torch.zeros(batch.num_positions))
     batch = estimate_advantages(batch, episodes, replace(config.advantage, lam=1.0, turn_lam=None))

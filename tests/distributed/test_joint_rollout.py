@@ -125,9 +125,7 @@ def test_lost_weights_change_nothing(
     alone = EmbeddedEngine(model.config, max_context=256, max_sessions=12)
     with alone.awake():
         alone.load_weights(model.state_dict().items())
-        expected = collect(
-            alone, renderer, [task for group in GROUPS for task in group], SETTINGS
-        )
+        expected = collect(alone, renderer, [task for group in GROUPS for task in group], SETTINGS)
     assert sum(len(one.turns) for group in expected for one in group.trajectories) > 24
 
     def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:

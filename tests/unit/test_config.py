@@ -37,7 +37,7 @@ def test_last_flag_wins_and_json_round_trips() -> None:
         ('--environment-options {"frozen_lake":{"depth":3}}', "depth"),
         ("--filter-strategy none --filter-value 0.5", "does nothing with filter_strategy none"),
         ("--filter-strategy top_k", "needs its value"),
-        ("--turn-gamma 0.9", "do nothing with advantage_estimator gae"),
+        ("--turn-gamma 0.9", "turn_gamma does nothing with advantage_estimator gae"),
         ("--advantage-estimator bilevel_gae", "--reward-placement turn"),
         (
             "--advantage-estimator grpo --reward-placement turn",

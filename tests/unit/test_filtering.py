@@ -11,19 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_mega.algorithm.filters import (
-    filter_groups,
-    group_uncertainty,
-    select_groups,
-    soft_reweighting,
-)
+from ragen_mega.algorithm import filters
+from ragen_mega.algorithm.filters import filter_groups, group_uncertainty, soft_reweighting
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
 
 SCORES = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=12)
 
 
 def select(scores, strategy, value, keep_zero=False):
-    return select_groups(scores, strategy=strategy, value=value, keep_zero=keep_zero)
+    """Indices that a filter keeps of groups whose returns have these standard deviations."""
+    groups = [group(i, 0.0, math.sqrt(2) * score) for i, score in enumerate(scores)]
+    kept = filter_groups(groups, strategy=strategy, value=value, keep_zero=keep_zero)
+    return [one.group_id for one in kept]
 
 
 def group(group_id, *returns):
@@ -132,9 +131,12 @@ def test_none_keeps_everything():
 
 
 def test_filter_ranks_total_returns_and_keeps_order():
-    groups = [group(7, 0.0, 1.0), group(3, 5.0, 5.0), group(9, -1.0, 10.0), group(4, 2.0, 2.5)]
+    """Returns normalised by group, returns of single turns and relative spreads would each rank
+    otherwise.
+    """
+    groups = [group(7, 0.0, 1.0), group(3, 5.0, 5.0), group(9, 101.0, 110.0), group(4, 2.0, 4.0)]
     kept = filter_groups(groups, strategy="top_k", value=2, keep_zero=False)
-    assert [g.group_id for g in kept] == [7, 9]
+    assert [one.group_id for one in kept] == [9, 4]
     assert filter_groups([groups[1]], strategy="top_fraction", value=0.25, keep_zero=False) == []
 
 
@@ -163,6 +165,7 @@ def test_soft_reweighting():
         ("top_p_softmax", 2.0),
         ("min_p", 0.0),
         ("top_fraction", math.nan),
+        ("top_k", None),
         ("best", 1.0),
     ],
 )
@@ -171,9 +174,11 @@ def test_values_out_of_range(strategy, value):
         select([1.0, 2.0, 3.0], strategy, value)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_bad_scores(bad):
-    with pytest.raises(ValueError, match="finite and >= 0"):
-        select([1.0, bad], "top_k", 1)
-    with pytest.raises(ValueError, match="finite and >= 0"):
-        soft_reweighting([1.0, bad])
+@pytest.mark.parametrize(
+    "name", ["top_fraction", "top_k", "top_p_linear", "top_p_softmax", "min_p"]
+)
+def test_every_filter_of_the_table_is_a_function_of_raw_returns(name):
+    returns = [[0.0, 1.0], [2.0, 2.0], [0.0, 4.0, 2.0]]
+    found = getattr(filters, name)(returns, value=1, keep_zero=False)
+    assert set(found) <= {0, 2} and 2 in found
+    assert filters.keep_all(returns, value=None, keep_zero=False) == [0, 1, 2]

@@ -1,0 +1,205 @@
+"""What users extend by name: one table each of advantage estimators, group filters, rewards and
+metrics.
+
+A name, an import path (`my_module:my_thing`, also of a file in the working directory), an entry
+point of the table's group or `register` fills a table. Nothing here imports torch, so that the
+configuration checks names at once. `docs/algorithm.md` has the signatures and formulas.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ragen_mega.data.registry import Registry
+
+OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
+"""Flags that reach an advantage estimator which has a parameter of that name."""
+
+_TERM = re.compile(
+    r"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*\*\s*)?"
+    r"(?P<name>[A-Za-z_]\w*(?:\.\w+)*(?::\w+(?:\.\w+)*)?)\s*"
+)
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class PlugInError(ValueError):
+    """A function that a user named failed or answered with something else than it must."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator, and what the configuration must know of it.
+
+    Attributes:
+        function: `function(inputs: CreditInputs, *, option, ...) -> (advantages [T], returns [T] or
+            None)`, or its import path.
+        options: which of `OPTIONS` it takes.
+        uses_critic: a critic is trained: `inputs.batch.values` are there, returns its targets.
+        level: rewards that it credits: `turn` needs each turn's own, `trajectory` looks at whole
+            returns alone, so that rewards of turns and tokens have no part.
+        min_group_size: trajectories of a group that it compares at least.
+    """
+
+    function: Callable[..., Any] | str
+    options: tuple[str, ...] = ()
+    uses_critic: bool = False
+    level: Literal["any", "turn", "trajectory"] = "any"
+    min_group_size: int = 1
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A group filter, and what the configuration must know of it.
+
+    Attributes:
+        function: `function(returns, *, value, keep_zero) -> indices of the groups to keep`, or its
+            import path; `returns` are P sequences of raw returns.
+        value: what --filter-value means: nothing, a share in (0, 1], a number of groups, or
+            whatever the filter makes of it, None included.
+        default: the value without --filter-value; a share or count without default must be given.
+        drops_constant: groups whose trajectories all earned the same go, unless
+            --filter-keep-zero.
+    """
+
+    function: Callable[..., Any] | str
+    value: Literal["none", "share", "count", "any"] = "any"
+    default: float | None = None
+    drops_constant: bool = True
+
+    def check(self, name: str, value: float | None, num_groups: int) -> None:
+        """Raise ValueError unless `value` can be that of a filter of `num_groups` groups."""
+        if value is None and self.value in ("share", "count"):
+            raise ValueError(f"filter_strategy {name} needs its value; add --filter-value")
+        if self.value == "count" and (value != int(value) or not 1 <= value <= num_groups):
+            raise ValueError(
+                f"{name} keeps a whole number of groups in 1..{num_groups}, not {value}; for a"
+                " share use top_fraction"
+            )
+        if self.value == "share" and not 0.0 < value <= 1.0:
+            raise ValueError(
+                f"the value of {name} must be in (0, 1], not {value}; StarPO-S keeps top_fraction"
+                " 0.25"
+            )
+
+
+_CREDIT = "ragen_mega.algorithm.credit"
+_FILTERS = "ragen_mega.algorithm.filters"
+_REWARDS = "ragen_mega.algorithm.rewards"
+
+ESTIMATORS = Registry(
+    "advantage estimator",
+    "--advantage-estimator",
+    {
+        "gae": Estimator(f"{_CREDIT}:gae", ("gamma", "lam"), uses_critic=True),
+        "bilevel_gae": Estimator(f"{_CREDIT}:bilevel_gae", OPTIONS, uses_critic=True, level="turn"),
+        "grpo": Estimator(f"{_CREDIT}:grpo", level="trajectory", min_group_size=2),
+        "dr_grpo": Estimator(f"{_CREDIT}:dr_grpo", level="trajectory", min_group_size=2),
+        "rloo": Estimator(f"{_CREDIT}:rloo", level="trajectory", min_group_size=2),
+        "reinforce_plus_plus": Estimator(
+            f"{_CREDIT}:reinforce_plus_plus", ("gamma",), min_group_size=2
+        ),
+    },
+)
+FILTERS = Registry(
+    "group filter",
+    "--filter-strategy",
+    {
+        "none": Filter(f"{_FILTERS}:keep_all", "none", drops_constant=False),
+        "top_fraction": Filter(f"{_FILTERS}:top_fraction", "share", default=0.25),
+        "top_p_linear": Filter(f"{_FILTERS}:top_p_linear", "share"),
+        "top_p_softmax": Filter(f"{_FILTERS}:top_p_softmax", "share"),
+        "top_k": Filter(f"{_FILTERS}:top_k", "count"),
+        "min_p": Filter(f"{_FILTERS}:min_p", "share"),
+    },
+)
+REWARDS = Registry(
+    "reward",
+    "--reward",
+    {
+        "environment": f"{_REWARDS}:environment",
+        "success": f"{_REWARDS}:success",
+        "format": f"{_REWARDS}:well_formed",
+        "response_length": f"{_REWARDS}:response_length",
+    },
+)
+"""`reward(trajectory) -> rewards of its turns, or one number, which its last turn earns`."""
+METRICS = Registry(
+    "metric",
+    "--metrics",
+    {"distinct_responses": "ragen_mega.algorithm.diagnostics:distinct_responses"},
+)
+"""`metric(groups) -> a number, or name -> number`."""
+
+
+def find_estimator(name: str) -> Estimator:
+    """The estimator of that name; a bare function takes the options that it has parameters for.
+
+    Raises ValueError if there is none.
+    """
+    found = ESTIMATORS.get(name)
+    if isinstance(found, Estimator):
+        return found
+    parameters = call(ESTIMATORS, name, inspect.signature, found).parameters
+    return Estimator(found, tuple(option for option in OPTIONS if option in parameters))
+
+
+def find_filter(name: str) -> Filter:
+    """The group filter of that name. Raises ValueError if there is none."""
+    found = FILTERS.get(name)
+    return found if isinstance(found, Filter) else Filter(found)
+
+
+def parse_reward(text: str) -> dict[str, float]:
+    """`environment + 0.1*format - my_module:my_reward` -> {"environment": 1.0, "format": 0.1, ...}.
+
+    A term of weight 0 is reported and not trained on. Raises ValueError if `text` is no such sum or
+    names no reward.
+    """
+    terms: dict[str, float] = {}
+    position = 0
+    while position < len(text) or not terms:
+        term = _TERM.match(text, position)
+        weight = float(f"{term['sign']}1") * float(term["weight"] or 1) if term else math.nan
+        is_apart = term and (not terms or term["sign"]) and term["name"] not in terms
+        if not (is_apart and math.isfinite(weight)):
+            raise ValueError(
+                f"reward must be a sum of distinct terms, not {text!r} (at {text[position:]!r});"
+                ' write e.g. --reward "environment + 0.1*format"'
+            )
+        REWARDS.check(term["name"])
+        terms[term["name"]] = weight
+        position = term.end()
+    return terms
+
+
+def call(
+    table: Registry, name: str, function: Callable[..., Any] | str, *args: Any, **options: Any
+) -> Any:
+    """The answer of a function of a table. Raises PlugInError, which says where it failed."""
+    if isinstance(function, str):
+        function = table.get(function)
+    try:
+        return function(*args, **options)
+    except _FAILURES as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(str(error).split())
+        raise PlugInError(
+            f"{table.kind} {name} failed: {type(error).__name__}: {reason} ({place.filename}:"
+            f"{place.lineno}); mend it or drop it from {table.flag}"
+        ) from error

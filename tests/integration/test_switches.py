@@ -1,0 +1,452 @@
+"""Every flag of LossConfig, TrainConfig and FilterConfig changes an update, or a run of two steps,
+as float64, torch's own optimizer or counting says.
+
+A loss and its gradient are compared with autograd through transformers' model in float64; a run is
+watched through the minibatches that its policy and critic get.
+"""
+
+import dataclasses
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ragen_mega.algorithm.tables import ESTIMATORS, REWARDS
+from ragen_mega.config import LossConfig, TrainConfig, parse
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.weights import CheckpointReader
+from ragen_mega.models.huggingface import load_config
+from ragen_mega.run.build import build
+from ragen_mega.train import train_and_close
+from ragen_mega.warm_start.small_model import write_small_model
+
+FLAGS = """
+    --environments bandit --prompt-style compact --max-turns 2 --max-response-length 6
+    --max-context-length 120 --hidden-size 16 --ffn-hidden-size 32 --num-groups 4 --group-size 4
+    --minibatch-size 8 --filter-strategy none --num-steps 2 --eval-prompts 2 --eval-samples 1
+    --eval-interval 0 --save-interval 0 --lr 1e-3 --critic-lr 1e-3 --diagnose-interval 0
+""".split()
+TEMPERATURE = 0.8
+TOLERANCE = {"rel": 2e-4, "abs": 2e-5}
+"""Sums of some hundred float32 terms about 1, through two layers."""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with random weights."""
+    directory = tmp_path_factory.mktemp("start")
+    write_small_model(parse(FLAGS), directory)
+    return directory
+
+
+def make(cls, start: Path, train: TrainConfig, loss: LossConfig, **options):
+    config = parse(FLAGS)
+    groups = initialize(config.parallel, 0)
+    model = cls(load_config(str(start)), groups, config.parallel, train, loss, **options)
+    model.load_weights(CheckpointReader(start))
+    return model
+
+
+def exact_model(start: Path):
+    return AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager").double()
+
+
+def exact_logprobs(model, trajectories) -> tuple[torch.Tensor, torch.Tensor]:
+    """([M] log-probability, [M] entropy) of the sampled tokens, in order, in float64."""
+    logprobs, entropies = [], []
+    for one in trajectories:
+        tokens = torch.tensor(one.tokens)
+        mask = torch.tensor(one.loss_mask)[1:]
+        rows = (model(tokens[None, :-1]).logits[0] / TEMPERATURE).log_softmax(-1)[mask]
+        logprobs.append(rows.gather(1, tokens[1:][mask, None])[:, 0])
+        entropies.append(-(rows.exp() * rows).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.fixture(scope="module")
+def batch(start: Path):
+    """Trajectories of ragged lengths and their batch: advantages of both signs, ratios on both
+    sides of every bound, log-probabilities of two other policies.
+    """
+    generator = torch.Generator().manual_seed(1)
+    trajectories = []
+    for length in (3, 9, 5, 1, 7):
+        tokens = torch.randint(0, 256, (4 + length,), generator=generator).tolist()
+        one = Trajectory(group_id=0)
+        one.append_observation(tokens[:4])
+        one.append_action(Completion(tokens[4:], [0.0] * length, "stop"))
+        trajectories.append(one)
+    packed = pack(trajectories)
+    with torch.no_grad():
+        logprobs, _ = exact_logprobs(exact_model(start), trajectories)
+
+    def around(base: torch.Tensor, spread: float) -> torch.Tensor:
+        noise = torch.randn(len(base), generator=generator, dtype=torch.float64) * spread
+        return torch.zeros(packed.num_positions).masked_scatter(
+            packed.loss_mask, (base + noise).float()
+        )
+
+    zeros = torch.zeros_like(logprobs)
+    return trajectories, packed.with_fields(
+        old_logprobs=around(logprobs, 0.5),
+        ref_logprobs=around(logprobs, 0.7),
+        rollout_logprobs=around(logprobs, 0.4),
+        advantages=around(zeros, 2.0),
+        values=around(zeros, 1.0),
+        returns=around(zeros, 1.5),
+    )
+
+
+def exact_loss(model, trajectories, batch, config: LossConfig) -> torch.Tensor:
+    """PPO's objective as the papers write it, over the sampled tokens."""
+    mask = batch.loss_mask
+    logprobs, entropy = exact_logprobs(model, trajectories)
+    old, ref, rollout, advantages = (
+        getattr(batch, name)[mask].double()
+        for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages")
+    )
+    ratio = (logprobs - old).exp()
+    low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
+    loss = -torch.minimum(advantages * ratio, advantages * ratio.clamp(low, high))
+    if config.dual_clip:
+        bound = -advantages * config.dual_clip
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    if config.importance_cap:
+        loss = loss * (old - rollout).exp().clamp(max=config.importance_cap)
+    gap = ref - logprobs
+    kl = {"none": 0 * gap, "k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}
+    loss = loss + config.kl_coef * kl[config.kl_kind] - config.entropy_coef * entropy
+    sizes = [one.num_sampled_tokens for one in trajectories]
+    parts = loss.split(sizes)
+    if config.loss_aggregation == "token-mean":
+        return loss.mean()
+    if config.loss_aggregation == "seq-mean-token-mean":
+        return torch.stack([part.mean() for part in parts]).mean()
+    return torch.stack([part.sum() for part in parts]).mean()
+
+
+LOSSES = [
+    {},
+    {"clip_ratio_low": 0.5},
+    {"clip_ratio_high": 0.05},
+    {"dual_clip": 1.3},
+    {"kl_kind": "k1", "kl_coef": 0.2},
+    {"kl_kind": "k2", "kl_coef": 0.2},
+    {"kl_kind": "k3", "kl_coef": 0.2},
+    {"kl_kind": "k3", "kl_coef": 0.4},
+    {"entropy_coef": 0.1},
+    {"loss_aggregation": "seq-mean-token-mean"},
+    {"loss_aggregation": "seq-mean-token-sum"},
+    {"importance_cap": 1.2},
+]
+
+
+def test_loss_and_gradient_of_the_policy(start: Path, batch) -> None:
+    """Each flag gives the loss and the gradient norm of its formula, unlike any other's."""
+    trajectories, packed = batch
+    seen = []
+    for options in LOSSES:
+        config = LossConfig(**options)
+        model = exact_model(start)
+        loss = exact_loss(model, trajectories, packed, config)
+        loss.backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        policy = make(MegatronPolicy, start, TrainConfig(), config, temperature=TEMPERATURE)
+        result = policy.update(packed)
+        assert result["loss"] == pytest.approx(float(loss), **TOLERANCE), options
+        assert result["grad_norm"] == pytest.approx(norm, **TOLERANCE), options
+        seen.append((float(loss), norm))
+    gaps = [abs(a - b) + abs(c - d) for i, (a, c) in enumerate(seen) for b, d in seen[:i]]
+    assert min(gaps) > 1e-3
+    flags = {item.name for item in dataclasses.fields(LossConfig)} - {"value_clip"}
+    assert flags == {name for options in LOSSES for name in options}
+
+
+@pytest.mark.parametrize("value_clip", [None, 0.5, 0.1])
+def test_loss_of_the_critic(start: Path, batch, value_clip) -> None:
+    _, packed = batch
+    critic = make(MegatronCritic, start, TrainConfig(), LossConfig(value_clip=value_clip))
+    mask = packed.loss_mask
+    values, old, returns = (
+        tensor[mask].double() for tensor in (critic.values(packed), packed.values, packed.returns)
+    )
+    loss = (values - returns).square()
+    if value_clip:
+        clipped = old + (values - old).clamp(-value_clip, value_clip)
+        loss = torch.maximum(loss, (clipped - returns).square())
+    result = critic.update(packed)
+    assert result["loss"] == pytest.approx(float(loss.mean()) / 2, **TOLERANCE)
+
+
+OPTIMIZERS = [
+    {},
+    {"lr": 1e-4},
+    {"weight_decay": 0.5},
+    {"adam_beta1": 0.5},
+    {"adam_beta2": 0.9},
+    {"adam_eps": 1e-1},
+    {"clip_grad": 0.02},
+    {"lr_warmup": 2},
+    {"lr_decay": "linear"},
+    {"lr_decay": "cosine", "lr_warmup": 1},
+]
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear from 0 over the warm-up, then constant or down to 0 at the end of the run."""
+    if step < config.lr_warmup:
+        return config.lr * step / config.lr_warmup
+    done = (step - config.lr_warmup) / (config.num_steps - config.lr_warmup)
+    share = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return config.lr * share[config.lr_decay]
+
+
+def test_the_optimizer_is_adamw_with_these_settings(start: Path, batch) -> None:
+    """Three steps of behaviour cloning against torch's AdamW in float64."""
+    trajectories, packed = batch
+    ends = []
+    for options in OPTIMIZERS:
+        config = TrainConfig(
+            **{"num_steps": 4, "lr": 1e-2, "weight_decay": 0.0, "adam_eps": 1e-2, **options}
+        )
+        policy = make(MegatronPolicy, start, config, LossConfig(), temperature=TEMPERATURE)
+        model = exact_model(start)
+        parameters = list(model.parameters())
+        # Neither norms nor biases decay.
+        decays = [
+            {"params": [p for p in parameters if p.dim() > 1]},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        adam = torch.optim.AdamW(
+            decays,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+        for step in range(3):
+            result = policy.clone(packed)
+            assert result["lr"] == pytest.approx(learning_rate(config, step)), options
+            policy.trainer.schedule.step(1)
+            adam.zero_grad()
+            (-exact_logprobs(model, trajectories)[0].mean()).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, config.clip_grad)
+            for group in adam.param_groups:
+                group["lr"] = learning_rate(config, step)
+            adam.step()
+        expected, worst = model.state_dict(), 0.0
+        for name, weight in policy.export_weights():
+            worst = max(worst, float((weight.double() - expected[name]).abs().max()))
+        assert worst < 1e-5, options
+        ends.append(torch.cat([p.detach().flatten() for p in parameters]))
+    gaps = [float((a - b).abs().max()) for i, a in enumerate(ends) for b in ends[:i]]
+    assert min(gaps) > 1e-4
+
+
+def test_microbatches_bound_a_pass_and_change_no_result(start: Path, batch) -> None:
+    _, packed = batch
+    results = {}
+    for bound in (16, 10_000):
+        config = TrainConfig(max_tokens_per_microbatch=bound)
+        policy = make(MegatronPolicy, start, config, LossConfig(), temperature=TEMPERATURE)
+        sizes: list[int] = []
+        policy.module.register_forward_pre_hook(
+            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()),
+            with_kwargs=True,
+        )
+        results[bound] = policy.update(packed)
+        assert sum(sizes) == packed.num_positions and max(sizes) <= bound
+        assert len(sizes) > 1 if bound == 16 else len(sizes) == 1
+    assert results[16]["grad_norm"] == pytest.approx(results[10_000]["grad_norm"], rel=1e-4)
+
+
+# A run of two steps.
+
+
+def odd_tokens(trajectory):
+    """What random play can earn: something of every turn."""
+    return [float(sum(trajectory.tokens[turn.start : turn.end]) % 7) for turn in trajectory.turns]
+
+
+REWARDS.register("odd_tokens", odd_tokens)
+
+
+class Watched:
+    """What a run did: (step, model, minibatch, did the model's weights move) of every update, and
+    its metrics.
+    """
+
+    def __init__(self, start: Path, output: Path, *flags: str) -> None:
+        name = f"run{len(list(output.iterdir()))}"
+        argv = [*FLAGS, "--reward", "odd_tokens", "--load", str(start), "--output", str(output)]
+        self.run = build(parse([*argv, "--name", name, *flags]))
+        self.updates: list = []
+        self.step = -1
+        for model, owner in (("critic", self.run.critic), ("actor", self.run.policy)):
+            if owner:
+                self._watch(model, owner)
+        finish = self.run.finish_step
+        self.rows: list[dict[str, float]] = []
+
+        def finish_step(step, metrics):
+            finish(step, metrics)
+            self.rows.append(metrics.result())
+
+        self.run.finish_step = finish_step
+        train_and_close(self.run)
+
+    def _watch(self, model: str, owner) -> None:
+        update = owner.update
+
+        def watched(minibatch):
+            before = [p.detach().clone() for p in owner.module.parameters()]
+            result = update(minibatch)
+            after = owner.module.parameters()
+            moved = any(not torch.equal(a, b) for a, b in zip(before, after))
+            self.updates.append((len(self.rows), model, minibatch, moved))
+            return result
+
+        owner.update = watched
+
+    def of(self, model: str, step: int) -> list:
+        """The minibatches of a model's updates in a step; all of them moved it."""
+        found = [one for one in self.updates if one[:2] == (step, model)]
+        assert all(moved for _, _, _, moved in found)
+        return [minibatch for _, _, minibatch, _ in found]
+
+
+def labels(minibatches) -> list[tuple[int, ...]]:
+    """The sampled tokens of every trajectory."""
+    return sorted(
+        tuple(one.select([i]).labels.tolist())
+        for one in minibatches
+        for i in range(one.num_trajectories)
+    )
+
+
+def test_a_plain_run(start: Path, tmp_path: Path) -> None:
+    plain = Watched(start, tmp_path)
+    for step in (0, 1):
+        for model in ("actor", "critic"):
+            assert [one.num_trajectories for one in plain.of(model, step)] == [8, 8]
+    assert len(plain.rows) == 2 and len(set(labels(plain.of("actor", 0)))) == 16
+    again = Watched(start, tmp_path)
+    assert labels(again.of("actor", 1)) == labels(plain.of("actor", 1))
+    other = Watched(start, tmp_path, "--seed", "1", "--num-steps", "1")
+    assert len(other.rows) == 1 and labels(other.of("actor", 0)) != labels(plain.of("actor", 0))
+    assert plain.run.critic.trainer.lr == plain.run.policy.trainer.lr == 1e-3
+
+
+def test_critic_warmup_leaves_the_actor_alone(start: Path, tmp_path: Path) -> None:
+    run = Watched(start, tmp_path, "--critic-warmup", "1", "--critic-lr", "2e-3")
+    assert [len(run.of(model, 0)) for model in ("critic", "actor")] == [2, 0]
+    assert [len(run.of(model, 1)) for model in ("critic", "actor")] == [2, 2]
+    assert "actor/loss" not in run.rows[0] and "actor/loss" in run.rows[1]
+    assert run.run.critic.trainer.lr == 2e-3 and run.run.policy.trainer.lr == 1e-3
+
+
+def test_passes_over_a_rollout_and_minibatches(start: Path, tmp_path: Path) -> None:
+    flags = "--updates-per-rollout 3 --minibatch-size 4 --num-steps 1".split()
+    run = Watched(start, tmp_path, *flags)
+    for model in ("actor", "critic"):
+        minibatches = run.of(model, 0)
+        assert [one.num_trajectories for one in minibatches] == [4] * 12
+        passes = [labels(minibatches[i : i + 4]) for i in (0, 4, 8)]
+        assert passes[0] == passes[1] == passes[2] and len(set(passes[0])) == 16
+        orders = {tuple(map(tuple, labels([one]))) for one in minibatches}
+        assert len(orders) > 4, "every pass is shuffled anew"
+
+
+def returns_by_group(run: Watched) -> dict[int, list[float]]:
+    """Shaped returns of the step's whole rollout, read back as it was stored."""
+    groups = run.run.rollouts.store.read(0).groups
+    return {g.group_id: [sum(odd_tokens(one)) for one in g.trajectories] for g in groups}
+
+
+def trained(run: Watched) -> dict[int, list[float]]:
+    """Group -> advantage of each trained trajectory's first sampled token, in step 0."""
+    found: dict[int, list[float]] = {}
+    for one in run.of("actor", 0):
+        for i in range(one.num_trajectories):
+            part = one.select([i])
+            found.setdefault(int(part.group_ids[0]), []).append(
+                float(part.advantages[part.loss_mask][0])
+            )
+    return {group: sorted(advantages) for group, advantages in found.items()}
+
+
+def test_the_filter_ranks_raw_returns(start: Path, tmp_path: Path) -> None:
+    grpo = "--advantage-estimator dr_grpo --num-steps 1 --keep-rollouts 0".split()
+    for flags, count in (
+        ("--filter-strategy top_k --filter-value 1", 1),
+        ("--filter-strategy top_k --filter-value 3 --soft-reweighting", 3),
+        ("--filter-strategy top_fraction", 1),
+        ("--filter-strategy none", 4),
+    ):
+        run = Watched(start, tmp_path, *grpo, *flags.split())
+        returns = returns_by_group(run)
+        spread = {group: statistics.stdev(own) for group, own in returns.items()}
+        best = sorted(returns, key=lambda group: -spread[group])[:count]
+        assert run.rows[0]["filter/kept_groups"] == count
+        advantages = trained(run)
+        assert advantages.keys() == set(best), flags
+        for group in best:
+            share = spread[group] / spread[best[0]] if "soft" in flags else 1.0
+            mean = statistics.mean(returns[group])
+            expected = sorted(share * (one - mean) for one in returns[group])
+            assert advantages[group] == pytest.approx(expected, abs=1e-4), flags
+
+
+def test_constant_groups_are_trained_on_only_if_asked(start: Path, tmp_path: Path) -> None:
+    flags = "--advantage-estimator dr_grpo --num-steps 1 --reward 0*environment".split()
+    flags += ["--filter-strategy", "top_fraction", "--filter-value", "0.5"]
+    assert Watched(start, tmp_path, *flags).updates == []
+    kept = Watched(start, tmp_path, *flags, "--filter-keep-zero")
+    assert kept.rows[0]["filter/kept_groups"] == 2 and len(trained(kept)) == 2
+
+
+def test_the_loop_hands_the_estimator_its_flags(start: Path, tmp_path: Path) -> None:
+    seen = []
+
+    def watching(inputs, *, gamma, lam, turn_gamma=None, turn_lam=None):
+        seen.append((gamma, lam, turn_gamma, turn_lam, inputs.rewards.sum(), inputs.scores.sum()))
+        return inputs.per_token(inputs.scores), None
+
+    ESTIMATORS.register("watching", watching)
+    flags = "--advantage-estimator watching --num-steps 1 --gamma 0.9 --lam 0.8 --turn-gamma 0.7"
+    run = Watched(start, tmp_path, *flags.split(), "--turn-lam", "0.6", "--keep-rollouts", "0")
+    ((*options, rewards, scores),) = seen
+    assert options == [0.9, 0.8, 0.7, 0.6] and run.run.critic is None
+    total = sum(sum(own) for own in returns_by_group(run).values())
+    assert float(rewards) == float(scores) == total
+    assert run.rows[0]["reward/odd_tokens"] == pytest.approx(total / 16)
+    assert run.rows[0]["rollout/reward"] <= 0, "raw rewards are reported apart"
+
+
+def test_reasoning_is_diagnosed_when_due(start: Path, tmp_path: Path) -> None:
+    run = Watched(start, tmp_path, "--diagnose-interval", "2", "--num-steps", "3")
+    keys = [{key for key in row if key.startswith("collapse/")} for row in run.rows]
+    assert keys[0] == keys[2] and not keys[1]
+    estimate = {key: run.rows[0][key] for key in keys[0]}
+    assert set(estimate) == {
+        f"collapse/{name}"
+        for name in (
+            "mutual_information",
+            "max_mutual_information",
+            "conditional_entropy",
+            "entropy",
+            "retrieval_accuracy",
+            "retrieval_chance",
+        )
+    }
+    # Six tokens of a random model: log 512 nats each, whatever stands before them.
+    assert estimate["collapse/conditional_entropy"] == pytest.approx(
+        estimate["collapse/entropy"], abs=1.0
+    )
+    assert 0 <= estimate["collapse/retrieval_accuracy"] <= 1
