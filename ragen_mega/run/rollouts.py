@@ -13,12 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ragen_mega import __version__
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
+from ragen_mega.data.checksums import checksum
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
@@ -31,7 +31,6 @@ from ragen_mega.run.stop import StopSignal
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.rollout_store import ROLLOUTS, RolloutStore
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_REASON = 200
 
 
@@ -99,17 +98,8 @@ class DurableRollouts:
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
-    """A digest of the parameters of all ranks: of the sums of their bits, so that one pass over
-    them is all it costs.
-
-    Tells weights apart that training left different; it is no protection against forgery.
-    Collective.
-    """
-    sums = [
-        value.detach().view(_INTEGERS[value.element_size()]).sum(dtype=torch.int64)
-        for value in parameters
-    ]
-    local = torch.stack(sums).tolist() if sums else []
+    """A digest of the parameters of all ranks, for one pass over them. Collective."""
+    local = [checksum(value) for value in parameters]
     return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()
 
 

@@ -116,6 +116,7 @@ class Run:
         """
         weights = self.phases.until_sent(self.policy.export_weights(self.engine.shard))
         self.engine.load_weights(weights, again=again)
+        self.engine.start()
 
     def collect(self, step: int) -> list[TrajectoryGroup]:
         """The rollout of a step, which is on the disk when this returns: sampled, or read if a run

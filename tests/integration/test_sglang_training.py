@@ -161,6 +161,7 @@ def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
                     engine.load_weights(
                         cut_stream(model.state_dict().items(), CONFIG, *engine.shard)
                     )
+                    engine.start()
                     assert engine.weight_version == version
                     if index == 0:
                         check(model, converse_all(engine))

@@ -51,6 +51,9 @@ class SGLangFollower:
             continue
         self.weight_version += not again
 
+    def start(self) -> None:
+        """Nothing to do: the first rank starts the server."""
+
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
     ) -> Completion:
@@ -63,4 +66,4 @@ class SGLangFollower:
         """Nothing to do."""
 
     def shutdown(self) -> None:
-        """Nothing to do: the first rank stops the server and gives back the memory of all shards."""
+        """Nothing to do: the first rank stops the server and frees the memory of all shards."""
