@@ -1,7 +1,8 @@
 """Whether two places hold exactly the same weights: their names, and one checksum per name.
 
-Needs torch and numpy alone, because rollout servers get a copy of this file. The checksum is a multilinear hash of the bit pattern (Lemire and Kaser, arXiv:1202.4961): the sum
-modulo 2^64 of 32-bit words times pseudo-random 64-bit weights of their positions.
+Needs torch and numpy alone, because rollout servers get a copy of this file. The checksum is a
+multilinear hash of the bit pattern (Lemire and Kaser, arXiv:1202.4961): the sum modulo 2^64 of
+32-bit words times pseudo-random 64-bit weights of their positions.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -110,9 +111,20 @@ def settings(directory: Path, **changes: object) -> ServerSettings:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    engine = SGLangEngine(
-        CONFIG, settings(tmp_path_factory.mktemp("server")), bucket_bytes=64 * 1024
-    )
+    yield from start_once(tmp_path_factory, "file")
+
+
+@pytest.fixture(scope="module")
+def ipc_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    yield from start_once(tmp_path_factory, "ipc")
+
+
+def start_once(
+    tmp_path_factory: pytest.TempPathFactory, transfer: Literal["file", "ipc"]
+) -> Iterator[SGLangEngine]:
+    """For all tests of this file, because a server takes half a minute to start."""
+    directory = tmp_path_factory.mktemp(transfer)
+    engine = SGLangEngine(CONFIG, settings(directory), transfer=transfer, bucket_bytes=64 * 1024)
     yield engine
     engine.shutdown()
 
@@ -279,7 +291,7 @@ def test_a_sleeping_server_gives_its_memory_back(tmp_path: Path) -> None:
         assert (
             max(asleep) - min(asleep) < 0.1 * cache_bytes
         )  # and nothing is lost from one sleep to the next
-        assert engine.server.num_starts == 1 and not engine.skipped
+        assert engine.server.num_starts == 1
     finally:
         engine.shutdown()
 
@@ -376,23 +388,28 @@ def episode() -> Episode:
     )
 
 
-@pytest.mark.parametrize("transfer", [pytest.param("file", marks=same_on_a_cpu), "ipc"])
+@same_on_a_cpu
+def test_weights_through_a_shared_buffer(ipc_engine: SGLangEngine) -> None:
+    for version in (1, 2):
+        model = build_model(version)
+        with ipc_engine.awake():
+            ipc_engine.load_weights(shards(model))
+            ipc_engine.start()
+            for prompt, answer in asyncio.run(converse(ipc_engine, version, temperature=1.0)):
+                check_logprobs(model, prompt, answer, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "num_sent_again"),
+    [pytest.param("engine", 0, marks=same_on_a_cpu), ("ipc_engine", 1)],
+)
 def test_a_rollout_survives_sigkill_of_the_server(
-    transfer: str, engine: SGLangEngine, renderer: ChatRenderer, tmp_path: Path
+    fixture: str, num_sent_again: int, renderer: ChatRenderer, request: pytest.FixtureRequest
 ) -> None:
     """With files the engine has a copy of the weights for the next server; a shared buffer has to
     be filled again.
     """
-    if transfer == "ipc":
-        engine = SGLangEngine(CONFIG, settings(tmp_path), transfer=transfer, bucket_bytes=64 * 1024)
-    try:
-        lose_the_server(engine, renderer, num_sent_again=int(transfer == "ipc"))
-    finally:
-        if transfer == "ipc":
-            engine.shutdown()
-
-
-def lose_the_server(engine: SGLangEngine, renderer: ChatRenderer, *, num_sent_again: int) -> None:
+    engine: SGLangEngine = request.getfixturevalue(fixture)
     tasks = [
         task
         for group in range(2)
@@ -476,21 +493,6 @@ def test_shutdown_leaves_nothing(engine: SGLangEngine) -> None:
     engine.shutdown()
     wait_until(lambda: not any(map(is_alive, pids)), 30)
     assert not store.exists()
-
-
-@same_on_a_cpu
-def test_weights_through_a_shared_buffer(tmp_path: Path) -> None:
-    engine = SGLangEngine(CONFIG, settings(tmp_path), transfer="ipc", bucket_bytes=64 * 1024)
-    try:
-        for version in (1, 2):
-            model = build_model(version)
-            with engine.awake():
-                engine.load_weights(shards(model))
-                engine.start()
-                for prompt, answer in asyncio.run(converse(engine, version, temperature=1.0)):
-                    check_logprobs(model, prompt, answer, 1.0)
-    finally:
-        engine.shutdown()
 
 
 TRAINER = """

@@ -18,7 +18,6 @@ import pytest
 
 from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient, RequestRefused
 
-
 GO = threading.Event()
 
 

@@ -1,5 +1,5 @@
 """A rollout engine over a real SGLang server of its own (Zheng et al., arXiv:2312.07104): tokens
-in, tokens out.
+in, tokens out. The ranks that share a server have one engine and followers.
 
 Every completion is a request of its own, so that each trajectory advances at its own pace; SGLang
 batches what is there and its radix cache keeps earlier turns and common prompts. A server that dies
@@ -11,8 +11,8 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.data.types import Completion, SamplingParams
-from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
+from ragen_mega.engines.sglang.http_json import ConnectionLost
 from ragen_mega.engines.sglang.requests import Requests, read_completion, request_body
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
 from ragen_mega.engines.sglang.weights import BUCKET_BYTES, TRANSFERS, Message, send
@@ -60,8 +60,6 @@ class SGLangEngine:
         self.weight_version = 0
         self.shard = EngineShard(0, settings.tensor_parallel_size)
         self.counts = EngineCounts()
-        self.skipped: dict[str, str] = {}
-        """Requests that this server does not support -> why, e.g. memory release on a CPU."""
         self._settings = settings
         self._vocab = model_config.vocab_size
         self._transfer = TRANSFERS[transfer](
@@ -74,7 +72,7 @@ class SGLangEngine:
         )
         self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
         self._stage = _Stage.ASLEEP
-        self._released: tuple[str, ...] = ()  # memory of the device that the server has given back
+        self._released: set[str] = set()  # memory of the device that the server has given back
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
         self._requests = Requests(self.server.is_healthy, hang_timeout=settings.hang_timeout)
@@ -150,7 +148,13 @@ class SGLangEngine:
         `deterministic` depend on the batch that they were drawn in and not on `sampling.seed`.
         Raises WeightsLost if a lost server cannot be replaced.
         """
-        self._check(tokens, sampling, session)
+        self._require(_Stage.STARTED)
+        sampling.check(tokens, vocab=self._vocab)
+        if session in self._active:
+            raise ValueError(
+                f"session {session} already generates; await one completion before asking for the"
+                " next"
+            )
         room = self._settings.max_context - len(tokens)
         if room <= 0:
             return Completion([], [], "length")
@@ -197,15 +201,6 @@ class SGLangEngine:
                 " load_weights, then start, then generate inside `with engine.awake()`"
             )
 
-    def _check(self, tokens: list[int], sampling: SamplingParams, session: int) -> None:
-        self._require(_Stage.STARTED)
-        sampling.check(tokens, vocab=self._vocab)
-        if session in self._active:
-            raise ValueError(
-                f"session {session} already generates; await one completion before asking for the"
-                " next"
-            )
-
     def _wake(self) -> None:
         if not self.server.num_starts:
             self._start()  # once: what does not start the first time is set up wrongly
@@ -245,17 +240,18 @@ class SGLangEngine:
         another.
         """
         try:
-            self._control("/abort_request", {"abort_all": True})
+            client = self.server.client
+            client.call("POST", "/abort_request", {"abort_all": True})
             # Waits for the end of what was cancelled: SGLang asserts that it is idle when it
             # releases memory.
-            self._control(f"/flush_cache?timeout={_FLUSH_SECONDS}", {})
-            if self._control("/release_memory_occupation", {"tags": list(_MEMORY)}):
-                self._released = _MEMORY
-        except (ConnectionLost, ServerFailed):
+            client.call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS}", {})
+            client.call("POST", "/release_memory_occupation", {"tags": _MEMORY})
+            self._released = {*_MEMORY}
+        except ConnectionLost:
             self.server.stop()
 
     def _start(self) -> None:
-        self._released = ()
+        self._released = set()
         about = self.server.start().call("GET", "/server_info")
         check_cache(
             about.get("max_total_num_tokens", self._settings.kv_cache_tokens), self._settings
@@ -266,24 +262,60 @@ class SGLangEngine:
         ConnectionLost, also where there is nothing to take.
         """
         client = self.server.client
-        if tags := [part for part in parts if part in self._released]:
-            client.call("POST", "/resume_memory_occupation", {"tags": tags})
-            self._released = tuple(part for part in self._released if part not in tags)
+        if tags := self._released & {*parts}:
+            client.call("POST", "/resume_memory_occupation", {"tags": sorted(tags)})
+            self._released -= tags
 
-    def _control(self, path: str, body: dict[str, Any]) -> bool:
-        """Change the server's state. What a CPU server refuses is skipped from then on, with the
-        reason; then False.
+
+class SGLangFollower:
+    """Goes along with the `SGLangEngine` of the first rank of `group`."""
+
+    def __init__(
+        self,
+        model_config: PretrainedConfig,
+        shard: EngineShard,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        transfer: Literal["file", "ipc"] = "file",
+        fp8: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.weight_version = 0
+        self.shard = shard
+        self.counts = EngineCounts()
+        self._transfer = TRANSFERS[transfer](
+            model_config, shard, dtype, fp8=fp8, group=group, bucket_bytes=bucket_bytes
+        )
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Nothing to do: the first rank wakes the server."""
+        return nullcontext()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        """Hand this rank's shards over. Raises ValueError unless exactly the expected names and
+        shapes arrive.
         """
-        if path in self.skipped:
-            return False
-        try:
-            self.server.client.call("POST", path, body)
-        except RequestRefused as error:
-            if self._settings.device != "cpu":
-                raise
-            self.skipped[path] = str(error)
-            return False
-        return True
+        for _ in self._transfer.receive(weights):
+            continue
+        self.weight_version += not again
+
+    def start(self) -> None:
+        """Nothing to do: the first rank starts the server."""
+
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
+        """Raises RuntimeError: the first rank samples."""
+        raise RuntimeError(
+            f"rank {self.shard.rank} of an engine samples nothing; give its tasks to the first rank"
+        )
+
+    def release(self, session: int) -> None:
+        """Nothing to do."""
+
+    def shutdown(self) -> None:
+        """Nothing to do: the first rank stops the server and frees the memory of all shards."""
 
 
 def check_cache(tokens: int, settings: ServerSettings) -> None:

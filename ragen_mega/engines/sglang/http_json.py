@@ -78,7 +78,7 @@ class JSONClient:
 
 
 async def _close_with_loop(client: httpx2.AsyncClient) -> AsyncIterator[None]:
-    """Begun in an event loop, which closes such a generator when it ends: the connections go too."""
+    """Begun in an event loop, which closes such generators, and so connections, when it ends."""
     try:
         yield
     finally:

@@ -83,8 +83,6 @@ class ServerSettings:
     deterministic: bool = False
     """Samples depend on their seed alone; SGLang has this for its GPU attention backends only."""
     random_seed: int = 0
-    num_threads: int = 1
-    """Of a scheduler process, on a CPU."""
     start_timeout: float = 300.0
     hang_timeout: float = 60.0
     """Seconds in which an idle server must generate one token for the health check."""
@@ -172,7 +170,7 @@ class ServerSettings:
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         }
         if self.device == "cpu":
-            kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.num_threads)}
+            kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
         if self.device == "cpu" and self.tensor_parallel_size > 1:
             # Else SGLang asks for one NUMA node for each of its ranks.
             cores = sorted(os.sched_getaffinity(0))
@@ -258,12 +256,7 @@ class SGLangServer:
         if self._process is None:
             return
         try:
-            with self._process.stdin as supervisor_waits:
-                supervisor_waits.write(b".")
-        except BrokenPipeError:
-            pass  # it has ended already
-        try:
-            self._process.wait(timeout=30)
+            self._process.communicate(b".", timeout=30)  # to the supervisor
         except subprocess.TimeoutExpired:
             supervisor.kill_descendants(self._process.pid)
             self._process.kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import os
 import pickle
@@ -119,7 +120,8 @@ class WeightTransfer(ABC):
         own = self.directory / str(self._shard.rank)
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
-        bucket, index = self._open(own / "00000.json", None), 0
+        files = (own / f"{index:05d}.json" for index in itertools.count())
+        bucket = self._open(next(files), None)
         missing = dict(self._expected)
         for name, tensor in self._prepare(weights):
             expected = missing.pop(name, None)
@@ -133,8 +135,7 @@ class WeightTransfer(ABC):
                 )
             if bucket.places and bucket.num_bytes + expected.nbytes > self._bucket_bytes:
                 yield from self._hand_over(bucket)
-                index += 1
-                bucket = self._open(own / f"{index:05d}.json", bucket.memory)
+                bucket = self._open(next(files), bucket.memory)
             bucket.add(name, tensor, expected.dtype)
         check_names(self._expected.keys() - missing.keys(), self._expected)
         yield from self._hand_over(bucket, is_last=True)
