@@ -401,7 +401,11 @@ def test_weights_through_a_shared_buffer(ipc_engine: SGLangEngine) -> None:
 
 @pytest.mark.parametrize(
     ("fixture", "num_sent_again"),
-    [pytest.param("engine", 0, marks=same_on_a_cpu), ("ipc_engine", 1)],
+    [
+        # tests/unit/test_sglang_life.py has the same with a server that starts at once.
+        pytest.param("engine", 0, marks=[same_on_a_cpu, pytest.mark.slow]),
+        ("ipc_engine", 1),
+    ],
 )
 def test_a_rollout_survives_sigkill_of_the_server(
     fixture: str, num_sent_again: int, renderer: ChatRenderer, request: pytest.FixtureRequest

@@ -381,15 +381,17 @@ def test_both_generations_of_the_api(
     assert generation.asked == [*session, "/update_weight_version"]
 
 
+@pytest.mark.parametrize("has_sessions", [False, True])
 @pytest.mark.parametrize("status", [200, 400])
 def test_an_answer_that_says_no_is_an_error_whatever_its_status(
-    serve: Any, buckets: list[list[Message]], status: int
+    serve: Any, buckets: list[list[Message]], status: int, has_sessions: bool
 ) -> None:
-    generation = Generation(buckets, has_sessions=False)
+    generation = Generation(buckets, has_sessions=has_sessions)
     generation.refuse_with = status
     with pytest.raises(RequestRefused, match="Failed to update weights"):
         send(serve(generation), buckets, 3)
-    assert generation.asked == ["/update_weights_from_tensor"]
+    session = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    assert generation.asked == (session if has_sessions else session[1:2])
 
 
 @pytest.mark.parametrize(

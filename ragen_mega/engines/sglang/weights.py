@@ -249,21 +249,23 @@ def send(client: JSONClient, buckets: Iterable[list[Message]], version: int) -> 
     has_session = "/begin_weight_update" in client.call("GET", "/openapi.json")["paths"]
     if has_session:
         post("/begin_weight_update", {})
-    for messages in buckets:
-        for message in messages:
-            report_of(message.file).unlink(missing_ok=True)
-        body = {
-            "serialized_named_tensors": [message.payload for message in messages],
-            "load_format": LOADER,
-            "flush_cache": True,
-            # Requests of callers that were cancelled may still run; nobody waits for them.
-            "abort_all_requests": True,
-        }
-        post("/update_weights_from_tensor", body)
-        for rank, message in enumerate(messages):
-            _check_report(message.file, rank)
-    if has_session:
-        post("/end_weight_update", {})
+    try:
+        for messages in buckets:
+            for message in messages:
+                report_of(message.file).unlink(missing_ok=True)
+            body = {
+                "serialized_named_tensors": [message.payload for message in messages],
+                "load_format": LOADER,
+                "flush_cache": True,
+                # Requests of callers that were cancelled may still run; nobody waits for them.
+                "abort_all_requests": True,
+            }
+            post("/update_weights_from_tensor", body)
+            for rank, message in enumerate(messages):
+                _check_report(message.file, rank)
+    finally:  # a set that broke off can be followed by another
+        if has_session:
+            post("/end_weight_update", {})
     post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
 
