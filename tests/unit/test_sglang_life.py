@@ -1,5 +1,5 @@
-"""The life of an SGLang engine against a program that answers as SGLang does and writes down what it
-is asked: when it takes which memory, what is sent again, and what a lost server costs.
+"""The life of an SGLang engine against a program that answers as SGLang does and writes down what
+it is asked: when it takes which memory, what is sent again, and what a lost server costs.
 """
 
 from __future__ import annotations
@@ -167,29 +167,31 @@ def test_what_a_lost_server_costs(
     engine = build(transfer=transfer)
     hold = engine.server.settings.directory / "hold"
 
-    async def lose_a_request() -> Completion:
+    async def lose_two_requests() -> list[Completion | BaseException]:
         hold.touch()
-        asking = asyncio.create_task(engine.generate([1], SamplingParams(1), session=0))
-        while not (hold.parent / "requests.jsonl").exists():
+        asking = [engine.generate([1], SamplingParams(1), session=i) for i in range(2)]
+        answers = asyncio.gather(*asking, return_exceptions=True)
+        log = hold.parent / "requests.jsonl"
+        while not log.exists() or len(log.read_text().splitlines()) < 2:
             await asyncio.sleep(0.01)
         kill(engine)
         hold.unlink()
-        return await asking
+        return await answers
 
     with engine.awake():
         engine.load_weights(shards())
         engine.start()
         asked(engine)
         if is_kept:
-            assert asyncio.run(lose_a_request()).tokens == [5]
-            assert asked(engine) == GENERATE + SEND + GENERATE
+            assert [answer.tokens for answer in asyncio.run(lose_two_requests())] == [[5], [5]]
+            assert asked(engine) == 2 * GENERATE + SEND + 2 * GENERATE
         else:
-            with pytest.raises(WeightsLost, match="--weight-transfer ipc keeps no copy"):
-                asyncio.run(lose_a_request())
+            for error in asyncio.run(lose_two_requests()):
+                assert isinstance(error, WeightsLost) and "ipc keeps no copy" in str(error)
             engine.load_weights(shards(), again=True)
             engine.start()
             assert generate(engine).tokens == [5]
-        assert engine.counts.restarts == 1 and engine.counts.reissued == 1
+        assert engine.counts.restarts == 1 and engine.counts.reissued == 2
         assert engine.weight_version == 1
 
 
