@@ -101,6 +101,7 @@ class WeightTransfer(ABC):
         self._shard = shard
         self._group = group
         self._bucket_bytes = bucket_bytes
+        self._sent: list[list[Message]] = []  # the last complete stream
         self._prepare = quantize_stream if fp8 else iter
         with torch.device("meta"):  # without memory
             full = AutoModelForCausalLM.from_config(model_config, dtype=dtype).state_dict()
@@ -116,13 +117,41 @@ class WeightTransfer(ABC):
         All ranks of the group go through all of it. Raises ValueError unless exactly the expected
         names and shapes arrive.
         """
+        self._sent, sent = [], list[list[Message]]()
+        for bucket, is_last in self._fill(weights):
+            memory, places = bucket.memory, bucket.places
+            sums = checksums((name, place.view(memory)) for name, place in places.items())
+            Contents(places, sums, [*self._expected] if is_last else None).write(bucket.file)
+            if memory.is_cuda:
+                torch.cuda.synchronize()
+            payload = base64.b64encode(self._pickle(bucket)).decode()
+            messages = [Message(bucket.file, payload)] * self._shard.size
+            if self._group is not None:
+                dist.all_gather_object(messages, messages[0], group=self._group)
+            yield messages
+            if self._group is not None:
+                dist.barrier(group=self._group)
+            sent.append(messages)
+        self._sent = sent
+
+    def again(self) -> list[list[Message]] | None:
+        """The messages of the last complete stream, for another server; None where what they name
+        is not kept.
+        """
+        return self._sent
+
+    def close(self) -> None:
+        """Give the memory of all ranks back, for good. Safe to call again."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Bucket, bool]]:
+        """Copy the stream; of each bucket that is full, whether it is the last."""
         self.directory.mkdir(mode=0o700, exist_ok=True)
         own = self.directory / str(self._shard.rank)
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
         files = (own / f"{index:05d}.json" for index in itertools.count())
-        bucket = self._open(next(files), None)
-        missing = dict(self._expected)
+        bucket, missing = self._open(next(files), None), dict(self._expected)
         for name, tensor in self._prepare(weights):
             expected = missing.pop(name, None)
             if expected is None or tensor.shape != expected.shape:
@@ -134,19 +163,11 @@ class WeightTransfer(ABC):
                     " belong to the model config"
                 )
             if bucket.places and bucket.num_bytes + expected.nbytes > self._bucket_bytes:
-                yield from self._hand_over(bucket)
+                yield bucket, False
                 bucket = self._open(next(files), bucket.memory)
             bucket.add(name, tensor, expected.dtype)
         check_names(self._expected.keys() - missing.keys(), self._expected)
-        yield from self._hand_over(bucket, is_last=True)
-
-    @abstractmethod
-    def again(self) -> list[list[Message]] | None:
-        """The weights that were received last, for another server; None where they are not kept."""
-
-    def close(self) -> None:
-        """Give the memory of all ranks back, for good. Safe to call again."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        yield bucket, True
 
     @abstractmethod
     def _open(self, file: Path, memory: Tensor | None) -> Bucket:
@@ -156,21 +177,6 @@ class WeightTransfer(ABC):
     def _pickle(self, bucket: Bucket) -> bytes:
         """What SGLang is sent: [(file, memory, or an empty tensor where the file is enough)]."""
 
-    def _hand_over(self, bucket: Bucket, *, is_last: bool = False) -> Iterator[list[Message]]:
-        """Describe a full bucket, and come back when the server has read it."""
-        sums = checksums((name, place.view(bucket.memory)) for name, place in bucket.places.items())
-        Contents(bucket.places, sums, [*self._expected] if is_last else None).write(bucket.file)
-        if bucket.memory.is_cuda:
-            torch.cuda.synchronize()
-        payload = base64.b64encode(self._pickle(bucket)).decode()
-        messages = [Message(bucket.file, payload)] * self._shard.size
-        if self._group is None:
-            yield messages
-        else:
-            dist.all_gather_object(messages, messages[0], group=self._group)
-            yield messages
-            dist.barrier(group=self._group)
-
 
 class FileTransfer(WeightTransfer):
     """Through files in shared memory, as large as the shard: works between any two environments and
@@ -178,20 +184,6 @@ class FileTransfer(WeightTransfer):
 
     They stay, so that a server that has died can be given all of them again without the trainer.
     """
-
-    _sent: tuple[list[Message], ...] = ()
-
-    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
-        """As the buckets are filled; `again` has them when the last one has been taken."""
-        self._sent, sent = (), []
-        for messages in super().receive(weights):
-            sent.append(messages)
-            yield messages
-        self._sent = (*sent,)
-
-    def again(self) -> list[list[Message]]:
-        """The messages of the last complete stream; none before."""
-        return [*self._sent]
 
     def _open(self, file: Path, memory: Tensor | None) -> Bucket:
         with bytes_of(file).open("wb") as opened:
