@@ -119,10 +119,9 @@ def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(
     killer = threading.Thread(target=kill_in_rollouts)
     killer.start()
     try:
-        run = launch(
-            tmp_path, 2, "--rollout-engine", "sglang", "--sglang-python", PYTHON, "--weight-transfer", "ipc",
-            "--num-steps", "4", "--group-size", "16", "--eval-interval", "0", *layout.split(), timeout=900,
-        )  # fmt: skip
+        flags = "--weight-transfer ipc --num-steps 4 --group-size 16 --eval-interval 0"
+        server = ("--rollout-engine", "sglang", "--sglang-python", PYTHON)
+        run = launch(tmp_path, 2, *server, *flags.split(), *layout.split(), timeout=900)
     finally:
         is_over.set()
         killer.join()
