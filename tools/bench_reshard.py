@@ -42,7 +42,7 @@ from transformers import Qwen2Config
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
-from ragen_mega.engines.sglang.weight_checks import check_checksums, check_names, checksums
+from ragen_mega.data.checksums import check_checksums, check_names, checksums
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.reshard_plan import BUCKET_BYTES, ReshardPlan
 from ragen_mega.megatron.resharding import Traffic, aligned, all_gather, gather

@@ -95,6 +95,7 @@ def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
                 is_started = True
                 times.append(time.monotonic())
                 engine.load_weights(cut_stream(model.state_dict().items(), CONFIG, *EngineShard()))
+                engine.start()
                 times.append(time.monotonic())
                 mean = asyncio.run(mean_difference(engine, model))
                 times.append(time.monotonic())

@@ -31,6 +31,29 @@ class SamplingParams:
     batch.
     """
 
+    def check(self, tokens: Sequence[int], *, vocab: int) -> None:
+        """Raise ValueError if no completion of `tokens` can be drawn like this."""
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be finite and >= 0 (0: greedy), not {self.temperature}"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(
+                f"top_p must lie in (0, 1] (1: the whole distribution), not {self.top_p}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"a sampling seed must be a non-negative integer, not {self.seed}")
+        if not tokens:
+            raise ValueError("generate needs at least one token to continue; render a prompt first")
+        for what, ids in (("token ids", tokens), ("stop_token_ids", self.stop_token_ids)):
+            if ids and (min(ids) < 0 or max(ids) >= vocab):
+                raise ValueError(
+                    f"{what} must lie in [0, {vocab}), not in [{min(ids)}, {max(ids)}]; check that"
+                    " the tokenizer belongs to the model"
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.data import distributed
-from ragen_mega.engines.sglang.weight_checks import check_names
+from ragen_mega.data.checksums import check_names
 from ragen_mega.models.layout import VALUE_HEAD, Slot, stored_slots
 
 BUCKET_BYTES = 256 * 2**20

@@ -14,8 +14,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
-from ragen_mega.engines.sglang.engine import SGLangEngine
-from ragen_mega.engines.sglang.follower import SGLangFollower
+from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang.server import ServerSettings
 from ragen_mega.environments.reference_players import Baselines

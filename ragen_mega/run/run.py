@@ -24,6 +24,7 @@ from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
+from ragen_mega.data.checksums import checksum
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.packing import minibatches
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
@@ -51,7 +52,6 @@ from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWr
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Tasks = Sequence[Sequence[Task]]
 Origin = dict[str, Any]
 """Everything that a rollout depends on, as JSON takes it."""
@@ -446,15 +446,6 @@ def _mean_success(results: dict[str, EvaluationResult]) -> float:
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
-    """A digest of the parameters of all ranks: of the sums of their bits, so that one pass over
-    them is all it costs.
-
-    Tells weights apart that training left different; it is no protection against forgery.
-    Collective.
-    """
-    sums = [
-        value.detach().view(_INTEGERS[value.element_size()]).sum(dtype=torch.int64)
-        for value in parameters
-    ]
-    local = torch.stack(sums).tolist() if sums else []
+    """A digest of the parameters of all ranks, for one pass over them. Collective."""
+    local = [checksum(value) for value in parameters]
     return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()

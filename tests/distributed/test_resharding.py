@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
-from ragen_mega.engines.sglang.weight_checks import check_checksums, checksums
+from ragen_mega.data.checksums import check_checksums, checksums
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
 from ragen_mega.megatron.reshard_plan import ReshardPlan, check_same_on_all_ranks

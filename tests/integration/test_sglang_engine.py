@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -27,13 +28,8 @@ from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.http_json import RequestRefused
-from ragen_mega.engines.sglang.server import (
-    WEIGHT_LOADER,
-    ServerFailed,
-    ServerSettings,
-    SGLangServer,
-)
-from ragen_mega.engines.sglang.weights import Message, WeightSender
+from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
+from ragen_mega.engines.sglang.weights import Message, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import make
 from ragen_mega.models.server_cut import cut_stream
@@ -115,9 +111,20 @@ def settings(directory: Path, **changes: object) -> ServerSettings:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    engine = SGLangEngine(
-        CONFIG, settings(tmp_path_factory.mktemp("server")), bucket_bytes=64 * 1024
-    )
+    yield from start_once(tmp_path_factory, "file")
+
+
+@pytest.fixture(scope="module")
+def ipc_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    yield from start_once(tmp_path_factory, "ipc")
+
+
+def start_once(
+    tmp_path_factory: pytest.TempPathFactory, transfer: Literal["file", "ipc"]
+) -> Iterator[SGLangEngine]:
+    """For all tests of this file, because a server takes half a minute to start."""
+    directory = tmp_path_factory.mktemp(transfer)
+    engine = SGLangEngine(CONFIG, settings(directory), transfer=transfer, bucket_bytes=64 * 1024)
     yield engine
     engine.shutdown()
 
@@ -178,6 +185,7 @@ def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLan
         model = build_model(version)
         with engine.awake():
             engine.load_weights(shards(model))
+            engine.start()
             assert engine.weight_version == version
             before = engine.counts.cached_tokens, engine.counts.prompt_tokens
             conversations = converse_all(engine, temperature=temperature)
@@ -218,6 +226,7 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
 
     with engine.awake():
         engine.load_weights(shards(model))
+        engine.start()
         greedy, nucleus, full = asyncio.run(ask())
         last_is_stop = SamplingParams(2, temperature=0.0, stop_token_ids=(greedy.tokens[1],))
         stopped = asyncio.run(engine.generate(prompt, last_is_stop, session=0))
@@ -269,16 +278,20 @@ def test_a_sleeping_server_gives_its_memory_back(tmp_path: Path) -> None:
         for _ in range(3):
             with engine.awake():
                 engine.load_weights(shards(model))
+                loaded = free()
+                engine.start()
                 for turns in converse_all(engine):
                     for prompt, answer in turns:
                         check_logprobs(model, prompt, answer, 1.0)
                 awake = free()
+            # A server takes its cache when it starts for the first time, and then not before start.
+            assert not asleep or loaded - awake > 0.9 * cache_bytes
             asleep.append(free())
             assert asleep[-1] - awake > 0.9 * cache_bytes
         assert (
             max(asleep) - min(asleep) < 0.1 * cache_bytes
         )  # and nothing is lost from one sleep to the next
-        assert engine.server.num_starts == 1 and not engine.skipped
+        assert engine.server.num_starts == 1
     finally:
         engine.shutdown()
 
@@ -289,27 +302,35 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_pa
     def load(changed: dict[str, torch.Tensor]) -> None:
         engine.load_weights(changed.items())
 
+    def generate(tokens: list[int]) -> Completion:
+        return asyncio.run(engine.generate(tokens, SamplingParams(1), session=0))
+
     with pytest.raises(RuntimeError, match="asleep"):
         load(weights)
     with engine.awake():
-        with pytest.raises(RuntimeError, match="no weights"):
-            asyncio.run(engine.generate([1], SamplingParams(1), session=0))
+        for too_early in (engine.start, lambda: generate([1])):
+            with pytest.raises(RuntimeError, match="is awake and must be .*call load_weights"):
+                too_early()
         with pytest.raises(ValueError, match="missing: model.norm.weight"):
             load({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"})
         with pytest.raises(ValueError, match="weight 'wte' came with shape"):
             load(weights | {"wte": torch.zeros(1)})
         with pytest.raises(ValueError, match="takes each of its"):
             load(weights | {"model.norm.weight": torch.zeros(32)})
-        sender = WeightSender(engine.server.client, WEIGHT_LOADER, timeout=60)
         with pytest.raises(
             RequestRefused, match="rank 0 of the SGLang server did not take .*FileNotFoundError"
         ):
-            missing = tmp_path / "no.safetensors"
+            missing = tmp_path / "no.json"
             body = base64.b64encode(pickle.dumps([(str(missing), torch.empty(0))])).decode()
-            sender.send([[Message(missing, body)]], 9)
+            send(engine.server.client, [[Message(missing, body)]], 9)
         load(weights)
+        with pytest.raises(RuntimeError, match="is loaded and must be started"):
+            generate([1])
+        for _ in range(2):  # safe to call again
+            engine.start()
         with pytest.raises(ValueError, match="token ids must lie"):
-            asyncio.run(engine.generate([VOCAB], SamplingParams(1), session=0))
+            generate([VOCAB])
+        assert len(generate([1]).tokens) == 1
 
 
 def test_the_server_is_private(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,23 +388,32 @@ def episode() -> Episode:
     )
 
 
-@pytest.mark.parametrize("transfer", [pytest.param("file", marks=same_on_a_cpu), "ipc"])
+@same_on_a_cpu
+def test_weights_through_a_shared_buffer(ipc_engine: SGLangEngine) -> None:
+    for version in (1, 2):
+        model = build_model(version)
+        with ipc_engine.awake():
+            ipc_engine.load_weights(shards(model))
+            ipc_engine.start()
+            for prompt, answer in asyncio.run(converse(ipc_engine, version, temperature=1.0)):
+                check_logprobs(model, prompt, answer, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "num_sent_again"),
+    [
+        # tests/unit/test_sglang_life.py has the same with a server that starts at once.
+        pytest.param("engine", 0, marks=[same_on_a_cpu, pytest.mark.slow]),
+        ("ipc_engine", 1),
+    ],
+)
 def test_a_rollout_survives_sigkill_of_the_server(
-    transfer: str, engine: SGLangEngine, renderer: ChatRenderer, tmp_path: Path
+    fixture: str, num_sent_again: int, renderer: ChatRenderer, request: pytest.FixtureRequest
 ) -> None:
     """With files the engine has a copy of the weights for the next server; a shared buffer has to
     be filled again.
     """
-    if transfer == "ipc":
-        engine = SGLangEngine(CONFIG, settings(tmp_path), transfer=transfer, bucket_bytes=64 * 1024)
-    try:
-        lose_the_server(engine, renderer, num_sent_again=int(transfer == "ipc"))
-    finally:
-        if transfer == "ipc":
-            engine.shutdown()
-
-
-def lose_the_server(engine: SGLangEngine, renderer: ChatRenderer, *, num_sent_again: int) -> None:
+    engine: SGLangEngine = request.getfixturevalue(fixture)
     tasks = [
         task
         for group in range(2)
@@ -395,6 +425,7 @@ def lose_the_server(engine: SGLangEngine, renderer: ChatRenderer, *, num_sent_ag
     def send_again() -> None:
         sent_again.append(len(ended))
         engine.load_weights(shards(model), again=True)
+        engine.start()
 
     def kill_once() -> None:
         ended.append(engine.server.pid)
@@ -408,6 +439,7 @@ def lose_the_server(engine: SGLangEngine, renderer: ChatRenderer, *, num_sent_ag
 
     with engine.awake():
         engine.load_weights(shards(model))
+        engine.start()
         version, old = (
             engine.weight_version,
             [engine.server.pid, *supervisor.descendants(engine.server.pid)],
@@ -467,20 +499,6 @@ def test_shutdown_leaves_nothing(engine: SGLangEngine) -> None:
     assert not store.exists()
 
 
-@same_on_a_cpu
-def test_weights_through_a_shared_buffer(tmp_path: Path) -> None:
-    engine = SGLangEngine(CONFIG, settings(tmp_path), transfer="ipc", bucket_bytes=64 * 1024)
-    try:
-        for version in (1, 2):
-            model = build_model(version)
-            with engine.awake():
-                engine.load_weights(shards(model))
-                for prompt, answer in asyncio.run(converse(engine, version, temperature=1.0)):
-                    check_logprobs(model, prompt, answer, 1.0)
-    finally:
-        engine.shutdown()
-
-
 TRAINER = """
 import sys, time
 from pathlib import Path
@@ -503,7 +521,7 @@ def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
     pids: list[int] = []
     try:
         weights = Path(trainer.stdout.readline().strip())
-        assert (weights / "0" / "00000.safetensors").exists()
+        assert (weights / "0" / "00000.json").exists()
         pids = supervisor.descendants(trainer.pid)
         assert len(pids) >= 4
         trainer.kill()
@@ -566,6 +584,7 @@ def test_a_hanging_server_is_replaced(tmp_path: Path) -> None:
     try:
         with engine.awake():
             engine.load_weights(shards(model))
+            engine.start()
             conversations = asyncio.run(play())
             assert engine.counts.restarts == 1
         for turns in conversations:

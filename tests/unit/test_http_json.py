@@ -1,10 +1,11 @@
 """The JSON client against a real server on the loopback, which answers well, badly, in half, or not
-at all.
+at all, and ends connections that could be used again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -12,9 +13,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import psutil
 import pytest
 
 from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient, RequestRefused
+
+GO = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -37,7 +41,21 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(200, b"")
         if self.path == "/slow":
             time.sleep(json.loads(body)["seconds"])
-        return self.reply(400 if self.path == "/refused" else 200, body)
+        if self.path == "/go":
+            GO.set()
+        if self.path == "/wait" and not GO.wait(60):
+            return self.reply(500, b"the last request did not come")
+        if self.path == "/connection":
+            body = json.dumps({"port": self.client_address[1]}).encode()
+        if self.path == "/once":  # a connection that has answered is ended at its second request
+            if getattr(self, "has_answered", False):
+                self.close_connection = True
+                return None
+            self.has_answered = True
+        self.reply(400 if self.path == "/refused" else 200, body)
+        # Without a word of it in the answer.
+        self.close_connection = self.close_connection or self.path == "/bye"
+        return None
 
     do_GET = do_POST
 
@@ -53,7 +71,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[JSONClient]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 256
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *arguments: None  # clients that left
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield JSONClient(server.server_port, "key")
@@ -88,21 +109,89 @@ def test_failures_are_told_apart(client: JSONClient, way: str) -> None:
 
 
 def test_silence_has_a_limit(client: JSONClient) -> None:
-    with pytest.raises(ConnectionLost, match="TimeoutError"):
+    with pytest.raises(ConnectionLost, match="/slow: ReadTimeout"):
         client.call("POST", "/slow", {"seconds": 2}, timeout=0.2)
 
 
 def test_requests_do_not_wait_for_each_other(client: JSONClient) -> None:
-    async def race() -> list[float]:
-        order: list[float] = []
+    """More than clients usually open connections for, answered when the last one has come."""
 
-        async def one(seconds: float) -> None:
-            order.append((await client.post("/slow", {"seconds": seconds}))["seconds"])
+    async def gather() -> list[Any]:
+        waiting = (client.post("/wait", {"i": i}) for i in range(150))
+        return await asyncio.gather(*waiting, client.post("/go", {}))
 
-        await asyncio.gather(*(one(seconds) for seconds in (1.0, 0.5, 0.0)))
-        return order
+    assert asyncio.run(gather()) == [*({"i": i} for i in range(150)), {}]
 
-    assert asyncio.run(race()) == [0.0, 0.5, 1.0]
+
+def test_connections_are_used_again(client: JSONClient) -> None:
+    async def ask_thrice() -> list[int]:
+        return [(await client.post("/connection", {}))["port"] for _ in range(3)]
+
+    ports = {*asyncio.run(ask_thrice())}
+    assert len(ports) == 1
+    for _ in range(2):
+        ports.add(client.call("POST", "/connection", {}, timeout=5)["port"])
+    assert len(ports) == 2
+    assert not ports & {*asyncio.run(ask_thrice())}  # a loop leaves no connection to the next
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loop_closes_its_connections(client: JSONClient) -> None:
+    async def ask_twice() -> None:
+        await asyncio.gather(*(client.post("/slow", {"seconds": 0.1}) for _ in range(2)))
+
+    def num_connections() -> int:
+        connections = psutil.Process().net_connections("tcp")
+        return sum(bool(c.raddr) and c.raddr.port == client.port for c in connections)
+
+    before = num_connections()
+    gc.disable()  # which would close them as well
+    try:
+        asyncio.run(ask_twice())
+        assert num_connections() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("path", ["/bye", "/once"])
+def test_a_connection_that_the_server_has_ended_is_no_loss(client: JSONClient, path: str) -> None:
+    async def ask_thrice() -> list[Any]:
+        answers = []
+        for i in range(3):
+            answers.append(await client.post(path, {"i": i}))
+            await asyncio.sleep(0.05)
+        return answers
+
+    assert asyncio.run(ask_thrice()) == [{"i": i} for i in range(3)]
+
+
+def test_what_is_not_to_be_asked_twice_is_not(client: JSONClient) -> None:
+    assert client.call("POST", "/once", {"i": 0}, timeout=5) == {"i": 0}
+    with pytest.raises(ConnectionLost, match="/once"):
+        client.call("POST", "/once", {"i": 1}, timeout=5)
+
+
+def test_a_cancelled_request_leaves_the_others_alone(client: JSONClient) -> None:
+    async def cancel_one() -> Any:
+        kept = asyncio.create_task(client.post("/slow", {"seconds": 0.5}))
+        cancelled = asyncio.create_task(client.post("/slow", {"seconds": 60.0}))
+        await asyncio.sleep(0.2)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        return await kept, await client.post("/echo", {"i": 1})
+
+    assert asyncio.run(cancel_one()) == ({"seconds": 0.5}, {"i": 1})
+
+
+@pytest.mark.parametrize("way", ["post", "call"])
+def test_proxies_are_not_asked(
+    client: JSONClient, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    fresh = JSONClient(client.port, "key")
+    assert ask(fresh, way, "/echo", {"i": 1}) == {"i": 1}
 
 
 def test_the_key_is_not_printed() -> None:

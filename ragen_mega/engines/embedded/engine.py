@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen3Config
 
 from ragen_mega.data.types import Completion, SamplingParams
-from ragen_mega.engines.embedded import sampling as sampler
 from ragen_mega.engines.embedded.decoder import Decoder, DecoderShape
 from ragen_mega.engines.embedded.slots import Prefill, SlotTable
 from ragen_mega.rollout.engine import EngineCounts
@@ -123,15 +122,7 @@ class EmbeddedEngine:
             raise RuntimeError(
                 "the engine has no weights; call load_weights inside `with engine.awake()` first"
             )
-        if not tokens:
-            raise ValueError("generate needs at least one token to continue; render a prompt first")
-        token_ids = np.array(tokens)
-        if token_ids.min() < 0 or token_ids.max() >= self._shape.vocab:
-            raise ValueError(
-                f"token ids must lie in [0, {self._shape.vocab}), not in [{token_ids.min()},"
-                f" {token_ids.max()}]; check that the tokenizer belongs to the model"
-            )
-        sampler.check(sampling, vocab=self._shape.vocab)
+        sampling.check(tokens, vocab=self._shape.vocab)
         if session in self._running or session in self._waiting:
             raise ValueError(
                 f"session {session} already generates; await one completion before asking for the"
@@ -140,7 +131,8 @@ class EmbeddedEngine:
         if len(tokens) >= self._max_context:
             return Completion([], [], "length")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = self._waiting[session] = _Request(session, token_ids, sampling, future)
+        request = _Request(session, np.array(tokens), sampling, future)
+        self._waiting[session] = request
         self._wake_scheduler()
         try:
             return await future

@@ -11,30 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_mega.data.types import SamplingParams
-
-
-def check(sampling: SamplingParams, *, vocab: int) -> None:
-    """Raises ValueError if no completion can be drawn like this."""
-    if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {sampling.max_tokens}")
-    if not 0.0 <= sampling.temperature < float("inf"):
-        raise ValueError(
-            f"temperature must be finite and >= 0 (0: greedy), not {sampling.temperature}"
-        )
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise ValueError(
-            f"top_p must lie in (0, 1] (1: the whole distribution), not {sampling.top_p}"
-        )
-    if sampling.seed < 0:
-        raise ValueError(f"a sampling seed must be a non-negative integer, not {sampling.seed}")
-    outside = [token for token in sampling.stop_token_ids if not 0 <= token < vocab]
-    if outside:
-        raise ValueError(
-            f"stop_token_ids must lie in the vocabulary of {vocab} tokens, not {outside}; "
-            "check that the tokenizer belongs to the model"
-        )
-
 
 def uniforms(seed: int, count: int) -> Tensor:
     """The first `count` numbers in [0, 1) of the stream that `seed` names, [count] float64."""

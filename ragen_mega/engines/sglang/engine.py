@@ -1,5 +1,5 @@
 """A rollout engine over a real SGLang server of its own (Zheng et al., arXiv:2312.07104): tokens
-in, tokens out.
+in, tokens out. The ranks that share a server have one engine and followers.
 
 Every completion is a request of its own, so that each trajectory advances at its own pace; SGLang
 batches what is there and its radix cache keeps earlier turns and common prompts. A server that dies
@@ -8,10 +8,11 @@ or hangs is replaced and what it owed asked again.
 
 from __future__ import annotations
 
+import enum
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,23 +20,25 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.data.types import Completion, SamplingParams
-from ragen_mega.engines.embedded import sampling as sampler
-from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
+from ragen_mega.engines.sglang.http_json import ConnectionLost
 from ragen_mega.engines.sglang.requests import Requests, read_completion, request_body
-from ragen_mega.engines.sglang.server import (
-    WEIGHT_LOADER,
-    ServerFailed,
-    ServerSettings,
-    SGLangServer,
-)
-from ragen_mega.engines.sglang.weights import BUCKET_BYTES, TRANSFERS, Message, WeightSender
+from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
+from ragen_mega.engines.sglang.weights import BUCKET_BYTES, TRANSFERS, Message, send
 from ragen_mega.rollout.engine import EngineCounts, EngineError, EngineShard, WeightsLost
 
 _MAX_RESTARTS = 3
 """In a row, with no completion in between."""
 _MEMORY = ("kv_cache", "weights", "cuda_graph")
-_REQUEST_TIMEOUT = 600.0
-"""Seconds for a request that only changes the server's state."""
+_FLUSH_SECONDS = 600
+
+
+class _Stage(enum.IntEnum):
+    """What of the device the server has."""
+
+    ASLEEP = 0
+    AWAKE = 1  # room for weights
+    LOADED = 2  # weights
+    STARTED = 3  # weights and key-value cache
 
 
 class SGLangEngine:
@@ -57,82 +60,87 @@ class SGLangEngine:
         self.weight_version = 0
         self.shard = EngineShard(0, settings.tensor_parallel_size)
         self.counts = EngineCounts()
-        self.skipped: dict[str, str] = {}
-        """Requests that this server does not support -> why, e.g. memory release on a CPU."""
         self._settings = settings
         self._vocab = model_config.vocab_size
-        dtype = getattr(torch, settings.dtype)
         self._transfer = TRANSFERS[transfer](
             model_config,
             self.shard,
-            dtype,
+            getattr(torch, settings.dtype),
             fp8=settings.fp8,
             group=group,
             bucket_bytes=bucket_bytes,
         )
         self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
-        self._sender: WeightSender | None = None  # to the server that was started last
-        self._is_awake = self._has_weights = False
-        self._released: tuple[
-            str, ...
-        ] = ()  # parts of the device's memory that the server has given back
+        self._stage = _Stage.ASLEEP
+        self._released: set[str] = set()  # memory of the device that the server has given back
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
         self._requests = Requests(self.server.is_healthy, hang_timeout=settings.hang_timeout)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The server has memory of the device only inside; `load_weights` comes first."""
-        if self._is_awake:
+        """The server has memory of the device only inside: at first for weights, for
+        `load_weights`.
+        """
+        if self._stage is not _Stage.ASLEEP:
             raise RuntimeError(
                 "the engine is awake already; leave the first `with engine.awake()` before the next"
             )
         self._wake()
-        self._is_awake = True
+        self._stage = _Stage.AWAKE
         try:
             yield
         finally:
-            self._is_awake = self._has_weights = False
+            self._stage = _Stage.ASLEEP
             self._sleep()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Send a full set of weights to the server, in buckets of bounded size, and check by
         checksums that it holds them.
 
-        `again`: the same weights once more, because an engine has lost them; a server gives its
-        memory back first, and sessions go on. The stream is consumed to its end also when the
-        server fails, because other ranks take part in it. Raises ValueError unless exactly the
-        expected names and shapes arrive, and EngineError if the server refuses them.
+        It then waits for `start`. `again`: the same weights once more after a `pause`, because an
+        engine has lost them. The stream is consumed to its end also when the server fails, because
+        other ranks take part in it. Raises ValueError unless exactly the expected names and shapes
+        arrive, and EngineError if the server refuses them.
         """
-        if not self._is_awake:
-            raise RuntimeError(
-                "the engine is asleep; call load_weights inside `with engine.awake()`"
-            )
+        self._require(_Stage.AWAKE)
         if self._active and not again:
             raise RuntimeError(
                 f"{len(self._active)} sessions still generate under the old weights; await them"
                 " first"
             )
-        self._has_weights = False
+        self._stage = _Stage.AWAKE
         self.weight_version += not again
         buckets = self._transfer.receive(weights)  # begins with the first bucket that is asked for
         try:
             if again:
-                self._sleep()
                 self._wake()
-            self._send(buckets)
-            self._resume(
-                "kv_cache", "cuda_graph"
-            )  # only now, when the trainer needs no more room for the transfer
+            send(self.server.client, buckets, self.weight_version)
         except EngineError as error:
             for _ in buckets:
                 continue
             if not isinstance(error, ConnectionLost):
                 raise
-            self._replace(
-                str(error)
-            )  # without a copy of the weights whoever generates next finds none
-        self._has_weights = True
+            # Without a copy of the weights whoever generates next finds none.
+            self._replace(str(error))
+        self._stage = _Stage.LOADED
+
+    def start(self) -> None:
+        """The server takes memory for its key-value cache; from now on it generates. Safe to call
+        again.
+        """
+        self._require(_Stage.LOADED)
+        try:
+            self._resume("kv_cache", "cuda_graph")
+        except ConnectionLost as error:
+            self._replace(str(error))
+        self._stage = _Stage.STARTED
+
+    def pause(self) -> None:
+        """The server gives its memory back, in the middle of a rollout."""
+        self._require(_Stage.AWAKE)
+        self._stage = _Stage.AWAKE
+        self._sleep()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -144,7 +152,13 @@ class SGLangEngine:
         `deterministic` depend on the batch that they were drawn in and not on `sampling.seed`.
         Raises WeightsLost if a lost server cannot be replaced.
         """
-        self._check(tokens, sampling, session)
+        self._require(_Stage.STARTED)
+        sampling.check(tokens, vocab=self._vocab)
+        if session in self._active:
+            raise ValueError(
+                f"session {session} already generates; await one completion before asking for the"
+                " next"
+            )
         room = self._settings.max_context - len(tokens)
         if room <= 0:
             return Completion([], [], "length")
@@ -152,16 +166,14 @@ class SGLangEngine:
         self._active.add(session)
         try:
             while True:
-                client = self.server.client
+                num_starts = self.server.num_starts
                 try:
-                    if client is None:
-                        raise ConnectionLost("the server does not run")
-                    answer = await self._requests.ask(client, body)
+                    answer = await self._requests.ask(self.server.client, body)
                     break
                 except ConnectionLost as error:
                     self.counts.reissued += 1
                     # The first to notice; the others find a new server.
-                    if client is self.server.client and not self._replace(str(error)):
+                    if num_starts == self.server.num_starts and not self._replace(str(error)):
                         raise WeightsLost(
                             f"the SGLang server was lost ({error}), and --weight-transfer ipc keeps"
                             " no copy of its weights"
@@ -182,33 +194,16 @@ class SGLangEngine:
 
     def shutdown(self) -> None:
         """Stop the server and give back the memory of the weights."""
-        self._is_awake = self._has_weights = False
+        self._stage = _Stage.ASLEEP
         self.server.stop()
         self._transfer.close()
 
-    def _check(self, tokens: list[int], sampling: SamplingParams, session: int) -> None:
-        if not self._has_weights:
+    def _require(self, stage: _Stage) -> None:
+        if self._stage < stage:
             raise RuntimeError(
-                "the engine has no weights; call load_weights inside `with engine.awake()` first"
+                f"the engine is {self._stage.name.lower()} and must be {stage.name.lower()}; call"
+                " load_weights, then start, then generate inside `with engine.awake()`"
             )
-        if not tokens:
-            raise ValueError("generate needs at least one token to continue; render a prompt first")
-        if min(tokens) < 0 or max(tokens) >= self._vocab:
-            raise ValueError(
-                f"token ids must lie in [0, {self._vocab}), not in [{min(tokens)}, {max(tokens)}]; "
-                "check that the tokenizer belongs to the model"
-            )
-        sampler.check(sampling, vocab=self._vocab)
-        if session in self._active:
-            raise ValueError(
-                f"session {session} already generates; await one completion before asking for the"
-                " next"
-            )
-
-    def _send(self, buckets: Iterable[list[Message]]) -> None:
-        if self.server.client is None or self._sender is None:
-            raise ConnectionLost("the server does not run")
-        self._sender.send(buckets, self.weight_version)
 
     def _wake(self) -> None:
         if not self.server.num_starts:
@@ -239,7 +234,7 @@ class SGLangEngine:
             self.counts.restarts += 1
             try:
                 self._start()
-                self._send(weights)
+                send(self.server.client, weights, self.weight_version)
                 return
             except (ConnectionLost, ServerFailed) as error:
                 why = str(error).partition("\n")[0]
@@ -248,54 +243,86 @@ class SGLangEngine:
         """Release the device's memory; a server that cannot is stopped, and the next rollout starts
         another.
         """
-        if not self.server.is_running:
-            self.server.stop()
-            return
         try:
-            self._control("/abort_request", {"abort_all": True})
+            client = self.server.client
+            client.call("POST", "/abort_request", {"abort_all": True})
             # Waits for the end of what was cancelled: SGLang asserts that it is idle when it
             # releases memory.
-            self._control(f"/flush_cache?timeout={_REQUEST_TIMEOUT:g}", {})
-            if self._control("/release_memory_occupation", {"tags": list(_MEMORY)}):
-                self._released = _MEMORY
-        except (ConnectionLost, ServerFailed):
+            client.call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS}", {})
+            client.call("POST", "/release_memory_occupation", {"tags": _MEMORY})
+            self._released = {*_MEMORY}
+        except ConnectionLost:
             self.server.stop()
 
     def _start(self) -> None:
-        self._released = ()
-        client = self.server.start()
-        about = client.call("GET", "/server_info", timeout=_REQUEST_TIMEOUT)
+        self._released = set()
+        about = self.server.start().call("GET", "/server_info")
         check_cache(
             about.get("max_total_num_tokens", self._settings.kv_cache_tokens), self._settings
         )
-        self._sender = WeightSender(client, WEIGHT_LOADER, timeout=_REQUEST_TIMEOUT)
 
     def _resume(self, *parts: str) -> None:
         """Take memory again that was released; SGLang does not expect to be asked for other. Raises
-        ConnectionLost.
+        ConnectionLost, also where there is nothing to take.
         """
-        if not self.server.is_running:
-            raise ConnectionLost("the server does not run")
-        if tags := [part for part in parts if part in self._released]:
-            self._control("/resume_memory_occupation", {"tags": tags})
-            self._released = tuple(part for part in self._released if part not in tags)
+        client = self.server.client
+        if tags := self._released & {*parts}:
+            client.call("POST", "/resume_memory_occupation", {"tags": sorted(tags)})
+            self._released -= tags
 
-    def _control(self, path: str, body: dict[str, Any]) -> bool:
-        """Change the server's state. What a CPU server refuses is skipped from then on, with the
-        reason; then False.
+
+class SGLangFollower:
+    """Goes along with the `SGLangEngine` of the first rank of `group`."""
+
+    def __init__(
+        self,
+        model_config: PretrainedConfig,
+        shard: EngineShard,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        transfer: Literal["file", "ipc"] = "file",
+        fp8: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.weight_version = 0
+        self.shard = shard
+        self.counts = EngineCounts()
+        self._transfer = TRANSFERS[transfer](
+            model_config, shard, dtype, fp8=fp8, group=group, bucket_bytes=bucket_bytes
+        )
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Nothing to do: the first rank wakes the server."""
+        return nullcontext()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        """Hand this rank's shards over. Raises ValueError unless exactly the expected names and
+        shapes arrive.
         """
-        if path in self.skipped:
-            return False
-        if self.server.client is None:
-            raise ConnectionLost(f"{path}: the server does not run")
-        try:
-            self.server.client.call("POST", path, body, timeout=_REQUEST_TIMEOUT)
-        except RequestRefused as error:
-            if self._settings.device != "cpu":
-                raise
-            self.skipped[path] = str(error)
-            return False
-        return True
+        for _ in self._transfer.receive(weights):
+            continue
+        self.weight_version += not again
+
+    def start(self) -> None:
+        """Nothing to do: the first rank starts the server."""
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
+        """Raises RuntimeError: the first rank samples."""
+        raise RuntimeError(
+            f"rank {self.shard.rank} of an engine samples nothing; give its tasks to the first rank"
+        )
+
+    def release(self, session: int) -> None:
+        """Nothing to do."""
+
+    def shutdown(self) -> None:
+        """Nothing to do: the first rank stops the server and frees the memory of all shards."""
 
 
 def check_cache(tokens: int, settings: ServerSettings) -> None:

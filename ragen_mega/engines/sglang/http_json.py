@@ -1,20 +1,21 @@
 """JSON over HTTP to a server on this machine: a coroutine for many requests at once, and a call
-that blocks.
-
-Standard library only, one connection per request: on the loopback it costs less than a token.
+that blocks. Connections are kept and used again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import httpx2
 
 from ragen_mega.rollout.engine import EngineError
 
 HOST = "127.0.0.1"
+_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+"""Any number of requests at once. An idle connection ends here before SGLang ends it, after 5 s."""
+_Client = TypeVar("_Client", httpx2.Client, httpx2.AsyncClient)
 
 
 class ConnectionLost(EngineError):
@@ -25,73 +26,69 @@ class RequestRefused(EngineError):
     """The server answered and said no."""
 
 
-@dataclass(frozen=True, slots=True)
 class JSONClient:
-    """Requests to one port of this machine under one key."""
+    """Requests to one port of this machine under one key; proxies are not asked."""
 
-    port: int
-    api_key: str = field(repr=False)
+    def __init__(self, port: int, api_key: str) -> None:
+        self.port = port
+        self.api_key = api_key
+        self._blocking = self._open(httpx2.Client)
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the connections of `post`
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The decoded answer. Raises ConnectionLost without one and RequestRefused for a status of
-        400 or more.
+        """The decoded answer, however long it takes. Raises ConnectionLost without one and
+        RequestRefused for a status of 400 or more.
+
+        For requests that may be asked twice: if a connection breaks, another one is tried.
         """
-        content = json.dumps(body).encode()
-        lines = [f"POST {path} HTTP/1.1", f"Host: {HOST}:{self.port}", "Connection: close"]
-        lines += [f"{name}: {value}" for name, value in self._headers().items()]
-        lines += [f"Content-Length: {len(content)}", "", ""]
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._requests = loop, self._open(httpx2.AsyncClient)
+            self._end_of_loop = _close_with_loop(self._requests)
+            await anext(self._end_of_loop)
         try:
-            reader, writer = await asyncio.open_connection(HOST, self.port)
             try:
-                writer.write("\r\n".join(lines).encode() + content)
-                await writer.drain()
-                answer = await reader.read()
-            finally:
-                writer.close()
-        except OSError as error:
-            raise ConnectionLost(f"{path}: {error}") from error
-        return _parse(path, answer)
+                answer = await self._requests.post(path, json=body)
+            except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+                # The server may have ended it just when it was used again.
+                answer = await self._requests.post(path, json=body)
+        except httpx2.TransportError as error:
+            raise ConnectionLost(f"{path}: {type(error).__name__} {error}") from error
+        return _decode(path, answer)
 
     def call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 600.0
     ) -> Any:
-        """As `post`, blocking, for at most `timeout` seconds of silence."""
-        connection = HTTPConnection(HOST, self.port, timeout=timeout)
+        """As `post`, but blocking, once, and for at most `timeout` seconds of silence."""
         try:
-            connection.request(
-                method, path, None if body is None else json.dumps(body), self._headers()
-            )
-            response = connection.getresponse()
-            content = response.read()
-        except (OSError, HTTPException) as error:
+            answer = self._blocking.request(method, path, json=body, timeout=timeout)
+        except httpx2.TransportError as error:
             raise ConnectionLost(f"{path}: {type(error).__name__} {error}") from error
-        finally:
-            connection.close()
-        return _decode(path, response.status, content)
+        return _decode(path, answer)
 
-    def _headers(self) -> dict[str, str]:
-        return {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
-
-
-def _parse(path: str, answer: bytes) -> Any:
-    head, separator, content = answer.partition(b"\r\n\r\n")
-    status, _, headers = head.partition(b"\r\n")
-    lengths = [
-        line.split(b":")[1]
-        for line in headers.lower().split(b"\r\n")
-        if line.startswith(b"content-length:")
-    ]
-    if not separator or len(lengths) != 1 or int(lengths[0]) != len(content):
-        raise ConnectionLost(f"{path}: the answer broke off after {len(answer)} bytes")
-    return _decode(path, int(status.split()[1]), content)
-
-
-def _decode(path: str, status: int, content: bytes) -> Any:
-    if status >= 400:
-        raise RequestRefused(
-            f"{path}: HTTP status {status}: {content[:500].decode(errors='replace')}"
+    def _open(self, kind: type[_Client]) -> _Client:
+        return kind(
+            base_url=f"http://{HOST}:{self.port}",
+            headers={"Authorization": f"Bearer {self.api_key}"},
+            limits=_LIMITS,
+            timeout=None,
+            trust_env=False,  # no proxies
+            verify=False,  # plain HTTP: reading certificates would take a tenth of a second
         )
+
+
+async def _close_with_loop(client: httpx2.AsyncClient) -> AsyncIterator[None]:
+    """Begun in an event loop, which closes such generators, and so connections, when it ends."""
     try:
-        return json.loads(content) if content else None
+        yield
+    finally:
+        await client.aclose()
+
+
+def _decode(path: str, answer: httpx2.Response) -> Any:
+    if answer.status_code >= 400:
+        raise RequestRefused(f"{path}: HTTP status {answer.status_code}: {answer.text[:500]}")
+    try:
+        return answer.json() if answer.content else None
     except ValueError:  # some answers are plain text
-        return content.decode(errors="replace")
+        return answer.text

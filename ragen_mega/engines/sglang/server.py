@@ -14,13 +14,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PretrainedConfig
 
-from ragen_mega.engines.sglang import supervisor, weight_checks, weight_loader
+from ragen_mega.data import checksums
+from ragen_mega.engines.sglang import supervisor, weight_loader
 from ragen_mega.engines.sglang.fp8_blocks import QUANTIZATION_CONFIG
 from ragen_mega.engines.sglang.http_json import HOST, ConnectionLost, JSONClient, RequestRefused
 from ragen_mega.models.huggingface import ARCHITECTURES
@@ -28,11 +30,7 @@ from ragen_mega.rollout.engine import EngineError
 
 _SPARE_CONTEXT = 8
 """SGLang refuses requests within some tokens of its context length."""
-_PACKAGE = "ragen_in_server"
-"""Name under which the server imports the copies of this package's files that it is given."""
-WEIGHT_LOADER = (
-    f"{_PACKAGE}.{weight_loader.load.__module__.rpartition('.')[2]}.{weight_loader.load.__name__}"
-)
+_Option = str | int | float | bool | Path
 _LOG_TAIL_LINES = 30
 _POLL_SECONDS = 0.2
 _INHERITED = (
@@ -85,12 +83,10 @@ class ServerSettings:
     deterministic: bool = False
     """Samples depend on their seed alone; SGLang has this for its GPU attention backends only."""
     random_seed: int = 0
-    num_threads: int = 1
-    """Of a scheduler process, on a CPU."""
     start_timeout: float = 300.0
     hang_timeout: float = 60.0
     """Seconds in which an idle server must generate one token for the health check."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, _Option] = field(default_factory=dict)
     """Further server arguments by their long names without dashes in front; True for a switch. They
     win over those above.
     """
@@ -122,19 +118,8 @@ class ServerSettings:
 
     def arguments(self, model: Path, port: int) -> list[str]:
         """The server's command line. Weights are random until the first update."""
-        device_options: dict[str, Any] = {
-            "enable-memory-saver": True,
-            "sampling-backend": "pytorch",
-        }
-        if self.device == "cpu":
-            device_options = {
-                "attention-backend": "torch_native",
-                "sampling-backend": "pytorch",
-                "disable-cuda-graph": True,
-            }
-        if self.deterministic:
-            device_options["enable-deterministic-inference"] = True
-        arguments = {
+        on_cpu = self.device == "cpu"
+        arguments: dict[str, _Option] = {
             "model-path": model,
             "load-format": "dummy",
             "skip-tokenizer-init": True,
@@ -150,11 +135,13 @@ class ServerSettings:
             "grammar-backend": "none",
             "random-seed": self.random_seed,
             "log-level": "warning",
-            "sleep-on-idle": (
-                True
-            ),  # asleep, its scheduler would spin on a core that the trainer needs
-            "custom-weight-loader": WEIGHT_LOADER,
-            **device_options,
+            "sleep-on-idle": True,  # else its scheduler spins on a core that the trainer needs
+            "custom-weight-loader": weight_loader.LOADER,
+            "sampling-backend": "pytorch",
+            "enable-memory-saver": not on_cpu,
+            "disable-cuda-graph": on_cpu,
+            "enable-deterministic-inference": self.deterministic,
+            **({"attention-backend": "torch_native"} if on_cpu else {}),
             **self.options,
         }
         command = []
@@ -179,18 +166,16 @@ class ServerSettings:
             # A file in place of a TCP store, which would listen on every interface.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{rendezvous}",
             "GLOO_SOCKET_IFNAME": "lo",
-            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": (
-                "0"
-            ),  # the trainer holds a part of the same GPU
+            # The trainer holds a part of the same GPU.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         }
         if self.device == "cpu":
-            kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.num_threads)}
-            if (
-                self.tensor_parallel_size > 1
-            ):  # else SGLang asks for one NUMA node for each of its ranks
-                cores = sorted(os.sched_getaffinity(0))
-                bound = [str(cores[rank % len(cores)]) for rank in range(self.tensor_parallel_size)]
-                kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+            kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        if self.device == "cpu" and self.tensor_parallel_size > 1:
+            # Else SGLang asks for one NUMA node for each of its ranks.
+            cores = sorted(os.sched_getaffinity(0))
+            bound = [str(cores[rank % len(cores)]) for rank in range(self.tensor_parallel_size)]
+            kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
         return kept
 
 
@@ -205,17 +190,24 @@ class SGLangServer:
         """`weights` is the folder of its weights, which is removed when this process is killed."""
         self.settings = settings
         self._weights = weights
-        self.client: JSONClient | None = None
         self.num_starts = 0
         self.log = settings.directory / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._client: JSONClient | None = None
         self._model = settings.directory / "model"
         settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.directory.chmod(0o700)
         _write_model_config(
             self._model, model_config, settings.max_context + _SPARE_CONTEXT, fp8=settings.fp8
         )
-        _copy_modules(settings.directory / _PACKAGE)
+        _copy_modules(settings.directory)
+
+    @property
+    def client(self) -> JSONClient:
+        """Raises ConnectionLost where the server does not run."""
+        if self._client is None or not self.is_running:
+            raise ConnectionLost("the server does not run")
+        return self._client
 
     @property
     def is_running(self) -> bool:
@@ -255,26 +247,21 @@ class SGLangServer:
                 start_new_session=True,  # Ctrl-C is the trainer's to handle
                 umask=0o077,
             )
-        self.client = JSONClient(port, api_key)
-        self._await_health()
-        return self.client
+        self._client = JSONClient(port, api_key)
+        self._await_health(self._client)
+        return self._client
 
     def stop(self) -> None:
         """End the server and all its processes. Safe to call again."""
         if self._process is None:
             return
         try:
-            with self._process.stdin as supervisor_waits:
-                supervisor_waits.write(b".")
-        except BrokenPipeError:
-            pass  # it has ended already
-        try:
-            self._process.wait(timeout=30)
+            self._process.communicate(b".", timeout=30)  # to the supervisor
         except subprocess.TimeoutExpired:
             supervisor.kill_descendants(self._process.pid)
             self._process.kill()
             self._process.wait()
-        self._process, self.client = None, None
+        self._process, self._client = None, None
 
     def is_healthy(self, client: JSONClient) -> bool:
         """Whether the server of `client` generates a token."""
@@ -290,14 +277,14 @@ class SGLangServer:
         tail = "\n".join(lines[-_LOG_TAIL_LINES:])
         return ServerFailed(f"{what}; the log {self.log} ends with:\n{tail}")
 
-    def _await_health(self) -> None:
+    def _await_health(self, client: JSONClient) -> None:
         deadline = time.monotonic() + self.settings.start_timeout
         while time.monotonic() < deadline:
             if not self.is_running:
                 status = self._process.returncode
                 self.stop()
                 raise self.failure(f"the SGLang server ended with status {status} while it started")
-            if self.is_healthy(self.client):
+            if self.is_healthy(client):
                 return
             time.sleep(_POLL_SECONDS)
         self.stop()
@@ -328,13 +315,15 @@ def _write_model_config(
 
 def _copy_modules(directory: Path) -> None:
     """What the server imports of this package: from its working directory, because its environment
-    need not have it.
+    need not have it, or has another version.
     """
-    directory.mkdir(mode=0o700, exist_ok=True)
-    (directory / "__init__.py").touch(mode=0o600)
-    for module in (weight_loader, weight_checks):
-        source = Path(module.__file__)
-        _write_private(directory / source.name, source.read_text())
+    for module in (weight_loader, checksums):
+        folder, (*packages, name) = directory, module.__name__.split(".")
+        for package in packages:
+            folder /= package
+            folder.mkdir(mode=0o700, exist_ok=True)
+            (folder / "__init__.py").touch(mode=0o600)
+        _write_private(folder / f"{name}.py", Path(module.__file__).read_text())
 
 
 def _write_private(path: Path, text: str) -> Path:

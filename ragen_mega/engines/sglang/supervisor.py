@@ -1,7 +1,7 @@
 """Runs a command so that it and all its descendants end with it, with whoever started this program,
 and with this program.
 
-A program of its own that needs nothing but the standard library: `python -I supervisor.py DIRECTORY
+A program of its own that needs the standard library and psutil: `python -I supervisor.py DIRECTORY
 COMMAND...`, started with a pipe as standard input. The pipe closes when its owner dies, by whatever
 signal; then DIRECTORY goes as well, since nobody else would remove it. An owner that only wants the
 command to end writes a byte.
@@ -16,8 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_SECONDS = 0.1
@@ -66,9 +70,7 @@ def supervise(directory: str, command: list[str]) -> int:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    for (
-        number
-    ) in _SIGNALS:  # `timeout` sends SIGTERM twice, and the second must not end the killing
+    for number in _SIGNALS:  # `timeout` sends two, and the second must not end the killing
         signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + signum)
 
@@ -77,11 +79,9 @@ def kill_descendants(root: int) -> None:
     """SIGKILL every process below `root` and those that they start meanwhile."""
     while alive := descendants(root):
         for pid in alive:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        select.select([], [], [], 0.01)
+        time.sleep(0.01)
 
 
 def shared_memory(root: int) -> set[int]:
@@ -90,16 +90,10 @@ def shared_memory(root: int) -> set[int]:
     """
     inodes = set()
     for pid in descendants(root):
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:  # it has ended
-            continue
-        # address permissions offset device inode path
-        inodes |= {
-            int(line.split(None, 5)[4])
-            for line in maps.splitlines()
-            if f" {_SHARED_MEMORY}/" in line
-        }
+        with suppress(OSError):  # it may have ended
+            # address permissions offset device inode path
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in maps if f" {_SHARED_MEMORY}/" in line}
     return inodes
 
 
@@ -107,38 +101,20 @@ def remove_left_behind(inodes: set[int]) -> None:
     """Remove those files of shared memory that nobody else removes when their users are killed."""
     for name in _LEFT_BEHIND:
         for file in _SHARED_MEMORY.glob(f"{name}*"):
-            try:
+            with suppress(FileNotFoundError):
                 if file.lstat().st_ino in inodes:
                     file.unlink()
-            except FileNotFoundError:
-                continue
 
 
 def descendants(root: int) -> list[int]:
-    """Processes below `root` that still run; zombies do not."""
-    parents: dict[int, int] = {}
-    alive: list[int] = []
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                # pid (name) state parent ...: the name may hold spaces and parentheses
-                state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents[int(directory.name)] = int(
-                parent
-            )  # also of a zombie, whose other threads may still have children
-            if state not in "ZX":
-                alive.append(int(directory.name))
-
-    def is_below(pid: int) -> bool:
-        while pid in parents:
-            pid = parents[pid]
-            if pid == root:
-                return True
-        return False
-
-    return [pid for pid in alive if is_below(pid)]
+    """Processes below `root` that still run; zombies do not, but those below them may."""
+    alive = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(root).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    alive.append(process.pid)
+    return alive
 
 
 if __name__ == "__main__":

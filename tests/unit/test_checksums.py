@@ -5,7 +5,7 @@ names.
 import pytest
 import torch
 
-from ragen_mega.engines.sglang.weight_checks import (
+from ragen_mega.data.checksums import (
     check_checksums,
     check_names,
     checksum,

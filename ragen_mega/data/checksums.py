@@ -1,25 +1,24 @@
-"""Whether an engine holds exactly the weights that were sent: names, and one checksum per name.
-Needs torch alone.
+"""Whether two places hold exactly the same weights: their names, and one checksum per name.
 
-The checksum is a multilinear hash of the bit pattern (Lemire and Kaser, arXiv:1202.4961): the sum
-modulo 2^64 of 32-bit words times pseudo-random 64-bit weights of their positions.
+Needs torch and numpy alone, because rollout servers get a copy of this file. The checksum is a
+multilinear hash of the bit pattern (Lemire and Kaser, arXiv:1202.4961): the sum modulo 2^64 of
+32-bit words times pseudo-random 64-bit weights of their positions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _CHUNK_WORDS = 1 << 18
 _SHOWN = 3
-_GOLDEN, _MIX_1, _MIX_2 = (
-    -0x61C8864680B583EB,
-    -0x40A7B892E31B1A47,
-    -0x6B2FB644ECCEEE15,
-)  # of splitmix64, as signed integers
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of splitmix64."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -32,11 +31,10 @@ def checksum(tensor: Tensor) -> int:
     """
     words = _words(tensor.detach())
     positions = _position_weights(tensor.device)
-    total = torch.zeros(
-        (), dtype=torch.int64, device=tensor.device
-    )  # on the device, so that no chunk waits for the one before
+    # On the device, so that no chunk waits for the one before.
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for index, chunk in enumerate(words.split(_CHUNK_WORDS)):
-        total += (chunk.long() * positions[: len(chunk)]).sum() * _signed(_mix(index + 1) | 1)
+        total += (chunk.long() * positions[: len(chunk)]).sum() * (positions[index] | 1)
     value = int(total)
     for size in tensor.shape:
         value = (value ^ size) * _GOLDEN + 1
@@ -52,13 +50,10 @@ def check_names(
     sent: Collection[str], expected: Collection[str], *, receiver: str = "the engine"
 ) -> None:
     """Raise ValueError unless exactly the expected names were sent, each once."""
-    unique, wanted = set(sent), set(expected)
-    counts: dict[str, int] = {}
-    for name in sent:
-        counts[name] = counts.get(name, 0) + 1
+    counts, wanted = Counter(list(sent)), set(expected)
     for what, names in (
-        ("missing", wanted - unique),
-        ("unknown", unique - wanted),
+        ("missing", wanted - counts.keys()),
+        ("unknown", counts.keys() - wanted),
         ("sent twice", {name for name, count in counts.items() if count > 1}),
     ):
         if names:
@@ -68,16 +63,14 @@ def check_names(
             )
 
 
-def check_checksums(
-    sent: Mapping[str, str], held: Mapping[str, str], *, receiver: str = "the engine"
-) -> None:
-    """Raise ValueError unless the receiver's checksums are those of what was sent, name by name."""
-    check_names(list(held), sent, receiver=receiver)
+def check_checksums(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """Raise ValueError unless the engine's checksums are those of what was sent, name by name."""
+    check_names(held, sent)
     if differing := {name for name, value in sent.items() if held[name] != value}:
         raise ValueError(
-            f"{receiver} must hold the bits that were sent; {len(differing)} of {len(sent)} weights"
-            f" differ: {_few(differing)}; send all weights again, and if it stays so compare the"
-            " layouts with tests/distributed/test_resharding.py"
+            f"the engine must hold the bits that were sent; {len(differing)} of {len(sent)}"
+            f" weights differ: {_few(differing)}; send all weights again, and if it stays so"
+            " compare the layouts with tests/distributed/test_resharding.py"
         )
 
 
@@ -95,26 +88,10 @@ def _words(tensor: Tensor) -> Tensor:
     return data.view(torch.int32)
 
 
-def _mix(value: int) -> int:
-    """splitmix64 of a position, in Python's integers."""
-    value = value * (_GOLDEN % 2**64) % 2**64
-    value = (value ^ (value >> 30)) * (_MIX_1 % 2**64) % 2**64
-    value = (value ^ (value >> 27)) * (_MIX_2 % 2**64) % 2**64
-    return value ^ (value >> 31)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
 @cache
 def _position_weights(device: torch.device) -> Tensor:
     """splitmix64 of 1 .. _CHUNK_WORDS in int64, whose products wrap as they do modulo 2^64."""
-
-    def shifted(values: Tensor, bits: int) -> Tensor:
-        return (values >> bits) & ((1 << (64 - bits)) - 1)  # a shift that brings zeros
-
-    values = torch.arange(1, _CHUNK_WORDS + 1, dtype=torch.int64, device=device) * _GOLDEN
-    values = (values ^ shifted(values, 30)) * _MIX_1
-    values = (values ^ shifted(values, 27)) * _MIX_2
-    return values ^ shifted(values, 31)
+    values = np.arange(1, _CHUNK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+    return torch.from_numpy((values ^ (values >> np.uint64(31))).view(np.int64)).to(device)

@@ -1,0 +1,240 @@
+"""The life of an SGLang engine against a program that answers as SGLang does and writes down what
+it is asked: when it takes which memory, what is sent again, and what a lost server costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.engines.sglang import supervisor
+from ragen_mega.engines.sglang.engine import SGLangEngine
+from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
+from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.rollout.engine import EngineError, EngineShard, WeightsLost
+
+CONFIG = Qwen2Config(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+SERVER = """#!{python} -I
+import base64, json, os, pathlib, re, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    version = None
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{{}}")
+        path = self.path.partition("?")[0]
+        with open("requests.jsonl", "a") as log:
+            log.write(json.dumps([path, body.get("tags")]) + "\\n")
+        answer = {{"success": True, "message": ""}}
+        if path == "/openapi.json":
+            answer = {{"paths": {{}}}}
+        if path == "/update_weights_from_tensor":
+            for message in body["serialized_named_tensors"]:
+                file = re.search(rb"/[ -~]*[.]json", base64.b64decode(message))[0].decode()
+                error = os.path.exists("refuse") and "no room" or None
+                pathlib.Path(file).with_suffix(".report").write_text(json.dumps({{"error": error}}))
+        if path == "/update_weight_version":
+            Handler.version = body["new_version"]
+        if path == "/generate":
+            while os.path.exists("hold"):
+                time.sleep(0.01)
+            answer = {{"output_ids": [5], "meta_info": {{
+                "finish_reason": {{"type": "length"}}, "weight_version": Handler.version,
+                "output_token_logprobs": [[-0.5, 5, None]], "cached_tokens": 0}}}}
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST
+
+    def log_message(self, *arguments):
+        pass
+
+if os.path.exists("broken"):
+    sys.exit("no start")
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+FREE = [("/abort_request", None), ("/flush_cache", None)]
+FREE += [("/release_memory_occupation", ["kv_cache", "weights", "cuda_graph"])]
+WAKE = [("/resume_memory_occupation", ["weights"])]
+SEND = [("/update_weights_from_tensor", None), ("/update_weight_version", None)]
+START = [("/resume_memory_occupation", ["cuda_graph", "kv_cache"])]
+GENERATE = [("/generate", None)]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
+    engines: list[SGLangEngine] = []
+
+    def start(**options: Any) -> SGLangEngine:
+        program = tmp_path / "python"
+        program.write_text(SERVER.format(python=sys.executable))
+        program.chmod(0o700)
+        settings = ServerSettings(
+            program,
+            tmp_path / "server",
+            max_context=16,
+            max_running_requests=2,
+            kv_cache_tokens=64,
+            hang_timeout=60.0,
+        )
+        engines.append(SGLangEngine(CONFIG, settings, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.shutdown()
+
+
+def shards() -> Iterator[tuple[str, torch.Tensor]]:
+    weights = Qwen2ForCausalLM(CONFIG).state_dict()
+    return cut_stream(weights.items(), CONFIG, *EngineShard())
+
+
+def generate(engine: SGLangEngine) -> Completion:
+    return asyncio.run(engine.generate([1, 2], SamplingParams(3), session=0))
+
+
+def asked(engine: SGLangEngine) -> list[tuple[str, list[str] | None]]:
+    """What changed the server, or was generated, since the last call."""
+    log = engine.server.settings.directory / "requests.jsonl"
+    rows = [tuple(json.loads(line)) for line in log.read_text().splitlines()]
+    log.unlink()
+    ours = ("/health_generate", "/server_info", "/openapi.json")
+    return [row for row in rows if row[0] not in ours]
+
+
+def kill(engine: SGLangEngine) -> None:
+    (pid,) = supervisor.descendants(engine.server.pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transfer", ["file", "ipc"])
+def test_memory_is_taken_by_statements(build: Callable[..., SGLangEngine], transfer: str) -> None:
+    engine = build(transfer=transfer)
+    with engine.awake():
+        engine.load_weights(shards())
+        engine.start()
+        assert generate(engine) == Completion([5], [-0.5], "length")
+    assert asked(engine) == SEND + GENERATE + FREE  # the first time the server takes all at once
+    with engine.awake():
+        assert asked(engine) == WAKE
+        engine.load_weights(shards())
+        assert asked(engine) == SEND
+        with pytest.raises(RuntimeError, match="is loaded and must be started"):
+            generate(engine)
+        for expected in (START, []):
+            engine.start()
+            generate(engine)
+            assert asked(engine) == expected + GENERATE
+        engine.load_weights(shards(), again=True)
+        assert asked(engine) == FREE + WAKE + SEND
+        engine.start()
+        generate(engine)
+        assert asked(engine) == START + GENERATE
+    assert engine.weight_version == 2 and engine.counts.restarts == 0
+
+
+@pytest.mark.parametrize(("transfer", "is_kept"), [("file", True), ("ipc", False)])
+def test_what_a_lost_server_costs(
+    build: Callable[..., SGLangEngine], transfer: str, is_kept: bool
+) -> None:
+    """With a copy of the weights nothing but time; without one they have to be sent again."""
+    engine = build(transfer=transfer)
+    hold = engine.server.settings.directory / "hold"
+
+    async def lose_two_requests() -> list[Completion | BaseException]:
+        hold.touch()
+        asking = [engine.generate([1], SamplingParams(1), session=i) for i in range(2)]
+        answers = asyncio.gather(*asking, return_exceptions=True)
+        log = hold.parent / "requests.jsonl"
+        while not log.exists() or len(log.read_text().splitlines()) < 2:
+            await asyncio.sleep(0.01)
+        kill(engine)
+        hold.unlink()
+        return await answers
+
+    with engine.awake():
+        engine.load_weights(shards())
+        engine.start()
+        asked(engine)
+        if is_kept:
+            assert [answer.tokens for answer in asyncio.run(lose_two_requests())] == [[5], [5]]
+            assert asked(engine) == 2 * GENERATE + SEND + 2 * GENERATE
+        else:
+            for error in asyncio.run(lose_two_requests()):
+                assert isinstance(error, WeightsLost) and "ipc keeps no copy" in str(error)
+            engine.load_weights(shards(), again=True)
+            engine.start()
+            assert generate(engine).tokens == [5]
+        assert engine.counts.restarts == 1 and engine.counts.reissued == 2
+        assert engine.weight_version == 1
+
+
+def test_a_server_that_is_lost_between_the_statements(
+    build: Callable[..., SGLangEngine],
+) -> None:
+    engine = build()
+    with engine.awake():
+        kill(engine)
+        engine.load_weights(shards())
+        kill(engine)
+        engine.start()
+        assert generate(engine).tokens == [5]
+    kill(engine)
+    with engine.awake():
+        engine.load_weights(shards())
+        engine.start()
+        assert generate(engine).tokens == [5]
+    assert engine.counts.restarts == 3
+
+
+def test_the_stream_ends_also_where_the_server_fails(build: Callable[..., SGLangEngine]) -> None:
+    """Other ranks take part in it."""
+    engine = build(bucket_bytes=1024)
+    directory = engine.server.settings.directory
+    taken: list[str] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in shards():
+            taken.append(name)
+            yield name, tensor
+
+    with engine.awake():
+        (directory / "refuse").touch()
+        with pytest.raises(EngineError, match="rank 0 .* did not take the weights .*no room"):
+            engine.load_weights(stream())
+        assert len(taken) == len(dict(shards()))
+        with pytest.raises(RuntimeError, match="is awake and must be loaded"):
+            engine.start()
+        (directory / "refuse").unlink()
+        (directory / "broken").touch()
+        kill(engine)
+        taken.clear()
+        with pytest.raises(ServerFailed, match="lost 3 times without a completion"):
+            engine.load_weights(stream())
+        assert len(taken) == len(dict(shards()))
