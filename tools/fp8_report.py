@@ -38,9 +38,9 @@ from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, local_directory, random_weights
 from ragen_mega.report.console import fail
+from ragen_mega.storage.model_readers import open_model
 
 SIZES = {
     "qwen2.5-0.5b": dict(
@@ -300,7 +300,7 @@ def main() -> None:
         recipes = choose_recipes(arguments.recipes, machine)
         if arguments.load:
             directory = local_directory(arguments.load)
-            hf, read = load_config(str(directory)), CheckpointReader(directory)
+            hf, read = load_config(str(directory)), open_model(directory)
         else:
             sizes = SIZES[arguments.model]
             hf = Qwen2Config(

@@ -31,7 +31,6 @@ from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console, fail
 from ragen_mega.report.metrics import (
@@ -46,6 +45,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.run import Run
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
+from ragen_mega.storage.model_readers import open_model
 from ragen_mega.train import train
 from ragen_mega.warm_start.small_model import BASE, find_warm_start
 
@@ -205,9 +205,9 @@ def load_start(run: Replay, start: Path) -> None:
                 f" {config.run_directory}; replay a later step"
             )
         start, critic_start = found[0], critic_start or found[1]
-    run.policy.load_weights(CheckpointReader(start))
+    run.policy.load_weights(open_model(start))
     if run.critic:
-        run.critic.load_weights(CheckpointReader(critic_start or start))
+        run.critic.load_weights(open_model(critic_start or start))
 
 
 def compare(

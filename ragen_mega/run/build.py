@@ -24,7 +24,6 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.models.memory_plan import Setting, check_fits
 from ragen_mega.models.server_cut import check_cpu_cut, head_rows
@@ -44,6 +43,7 @@ from ragen_mega.storage.checkpoints import (
     find_latest,
     lock_run,
 )
+from ragen_mega.storage.model_readers import open_model
 from ragen_mega.warm_start.small_model import (
     BASE,
     find_warm_start,
@@ -68,6 +68,7 @@ def build(config: StarPOConfig) -> Run:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if torch.cuda.is_available():
         setting = Setting.from_config(config, distributed.world_size())
@@ -142,9 +143,9 @@ def build(config: StarPOConfig) -> Run:
     if config.model.load is None:
         start, warm_critic = find_warm_start(run) or warm_start(run, start)
         critic_start = critic_start or warm_critic
-    policy.load_weights(CheckpointReader(start))
+    policy.load_weights(open_model(start, verify=False))
     if critic:
-        critic.load_weights(CheckpointReader(critic_start or start))
+        critic.load_weights(open_model(critic_start or start, is_critic=True, verify=False))
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
     else:
@@ -189,6 +190,14 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
     return SGLangEngine(hf, settings, group=group, transfer=transfer)
+
+
+def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError, before anything is built, if a directory to load does not hold this model."""
+    if config.model.load is not None:
+        open_model(local_directory(config.model.load))
+    if config.model.critic_load is not None:
+        open_model(local_directory(config.model.critic_load), hf, is_critic=True)
 
 
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:

@@ -26,7 +26,6 @@ from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.models.huggingface import save_huggingface
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
@@ -47,6 +46,7 @@ from ragen_mega.run.rollouts import (
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Throughput
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
+from ragen_mega.storage.model_writers import save_huggingface
 
 FINAL_EXPORT = "huggingface"
 

@@ -18,10 +18,11 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import CheckpointReader
-from ragen_mega.models.huggingface import random_weights, save_huggingface
+from ragen_mega.models.huggingface import random_weights
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.run.run import Run
+from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
+from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.clone import fit, scripted_texts, scripted_trajectory
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -35,7 +36,7 @@ WARM_START_SEEDS = 100_000
 
 def is_complete(directory: Path) -> bool:
     """Whether `save_huggingface` has finished there: the weights are its last file."""
-    return (directory / "model.safetensors").exists()
+    return HuggingFaceReader.is_for(directory)
 
 
 def find_warm_start(run: Run) -> tuple[Path, Path | None] | None:
@@ -111,7 +112,7 @@ def warm_start(run: Run, start: Path) -> tuple[Path, Path | None]:
         config.loss,
         temperature=warm.warm_start_temperature,
     )
-    student.load_weights(CheckpointReader(start))
+    student.load_weights(open_model(start))
     first_turns = _scripted_trajectories(run, 4 * warm.warm_start_trajectories, max_turns=1)
     episodes = _scripted_trajectories(run, warm.warm_start_trajectories, max_turns=None)
     with run.console.phase("warm start", num_steps) as progress:
@@ -156,7 +157,7 @@ def warm_start_critic(run: Run, start: Path, episodes: Sequence[Trajectory]) -> 
     schedule = _warm_start_schedule(config, warm.warm_start_critic_steps)
     loss = replace(config.loss, value_clip=None)
     critic = MegatronCritic(run.policy.hf, run.policy.groups, config.parallel, schedule, loss)
-    critic.load_weights(CheckpointReader(start))
+    critic.load_weights(open_model(start))
     batch = pack(episodes)
     batch = batch.with_fields(values=torch.zeros(batch.num_positions))
     batch = estimate_advantages(batch, episodes, replace(config.advantage, lam=1.0, turn_lam=None))
@@ -181,6 +182,7 @@ def warm_start_critic(run: Run, start: Path, episodes: Sequence[Trajectory]) -> 
         run.renderer.tokenizer,
         critic.export_weights(),
         is_writer=distributed.is_main(),
+        is_critic=True,
     )
     distributed.barrier()
     return directory

@@ -21,8 +21,9 @@ from transformers import Qwen2Config, Qwen3Config
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import sampling as sampler
-from ragen_mega.engines.embedded.decoder import Decoder, DecoderShape
+from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.slots import Prefill, SlotTable
+from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.rollout.engine import EngineCounts
 
 
@@ -55,7 +56,8 @@ class EmbeddedEngine:
         self.weight_version = 0
         self.shard = None
         self.counts = EngineCounts()
-        self._shape = DecoderShape.from_config(model_config)
+        check_config(model_config)
+        self._shape = ModelShape.of(model_config)
         self._max_context = max_context
         self._max_sessions = max_sessions
         self._dtype = dtype
@@ -120,12 +122,12 @@ class EmbeddedEngine:
         if not tokens:
             raise ValueError("generate needs at least one token to continue; render a prompt first")
         token_ids = np.array(tokens)
-        if token_ids.min() < 0 or token_ids.max() >= self._shape.vocab:
+        if token_ids.min() < 0 or token_ids.max() >= self._shape.vocab_size:
             raise ValueError(
-                f"token ids must lie in [0, {self._shape.vocab}), not in [{token_ids.min()},"
+                f"token ids must lie in [0, {self._shape.vocab_size}), not in [{token_ids.min()},"
                 f" {token_ids.max()}]; check that the tokenizer belongs to the model"
             )
-        sampler.check(sampling, vocab=self._shape.vocab)
+        sampler.check(sampling, vocab=self._shape.vocab_size)
         if session in self._running or session in self._waiting:
             raise ValueError(
                 f"session {session} already generates; await one completion before asking for the"

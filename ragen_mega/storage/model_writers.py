@@ -1,0 +1,190 @@
+"""Models written tensor by tensor in Hugging Face's format; what is in memory is one tensor at a
+time.
+
+All types and shapes are known first, and with them the header of every file, so that no file has to
+be in memory to be written. Source of the file format:
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ragen_mega.models.family import VALUE_HEAD
+from ragen_mega.models.layout import model_slots
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.storage.model_readers import check_finite
+from ragen_mega.storage.shard_files import DTYPES
+
+MAX_SHARD_SIZE = 5 * 10**9
+"""Bytes of a file, unless told otherwise."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BYTES_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that a file is going to hold."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A safetensors file whose tensors are written one by one, in any order. Until it is closed
+    another name is in the directory.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+        self._path, self._unfinished = path, path.with_name(f".{path.name}.tmp")
+        self._ahead: dict[str, tuple[Entry, int]] = {}
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        end = 0
+        for entry in entries:
+            start, end = end, end + entry.num_bytes
+            self._ahead[entry.name] = (entry, start)
+            header[entry.name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": (start, end),
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+        self._file = self._unfinished.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._start = self._file.tell()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, in the type of its entry; rows that it has fewer than the entry are zero.
+        Raises ValueError if a number of it is not finite.
+        """
+        entry, start = self._ahead.pop(name)
+        assert tensor.shape[1:] == entry.shape[1:] and len(tensor) <= entry.shape[0], entry
+        self._file.seek(self._start + start)
+        rows = max(1, _BYTES_AT_ONCE * len(tensor) // max(1, tensor.nbytes))
+        for part in tensor.detach().split(rows):
+            check_finite(name, part)
+            data = part.to(device="cpu", dtype=entry.dtype).contiguous()
+            self._file.write(data.reshape(-1).view(torch.uint8).numpy())
+        self._file.write(bytes(self._start + start + entry.num_bytes - self._file.tell()))
+
+    def close(self) -> None:
+        """Give the file its name, once the disk has it all."""
+        assert not self._ahead, f"{self._path} is not complete"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._unfinished.replace(self._path)
+
+
+class HuggingFaceWriter:
+    """`model.safetensors`, or shards of at most `max_shard_size` bytes (but of one tensor at least)
+    and their index.
+    """
+
+    def __init__(
+        self, directory: Path, entries: Sequence[Entry], max_shard_size: int = MAX_SHARD_SIZE
+    ) -> None:
+        shards: list[list[Entry]] = [[]]
+        size = 0
+        for entry in entries:
+            if shards[-1] and size + entry.num_bytes > max_shard_size:
+                shards.append([])
+                size = 0
+            shards[-1].append(entry)
+            size += entry.num_bytes
+        count = len(shards)
+        names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+        self._index = directory / "model.safetensors.index.json" if count > 1 else None
+        self._total = sum(entry.num_bytes for entry in entries)
+        self._weight_map: dict[str, str] = {}
+        self._files: dict[str, TensorFile] = {}
+        for name, shard in zip(names if count > 1 else ["model.safetensors"], shards, strict=True):
+            self._weight_map |= {entry.name: name for entry in shard}
+            self._files[name] = TensorFile(directory / name, shard, {"format": "pt"})
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one of the entries."""
+        self._files[self._weight_map[name]].write(name, tensor)
+
+    def close(self) -> None:
+        """Finish the shards; the index, without which nobody reads them, comes last."""
+        for file in self._files.values():
+            file.close()
+        if self._index:
+            index = {
+                "metadata": {"total_size": self._total},
+                "weight_map": dict(sorted(self._weight_map.items())),
+            }
+            unfinished = self._index.with_name(f".{self._index.name}.tmp")
+            unfinished.write_text(json.dumps(index, indent=2) + "\n")
+            unfinished.replace(self._index)
+
+
+def save_huggingface(
+    directory: Path,
+    hf: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    is_writer: bool,
+    is_critic: bool = False,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> None:
+    """Write a directory that `transformers` loads; its weights get their name last, when all is
+    there. Every rank must call it: `weights` is a collective stream.
+
+    The generation config is that of the directory from which `hf` was loaded. Raises ValueError if
+    the weights are not those of the model, or not all of the type of the first.
+    """
+    stream = iter(weights)
+    if not is_writer:
+        for _ in stream:
+            pass
+        return
+    first = next(stream)
+    dtype = first[1].dtype
+    shape = ModelShape.of(hf)
+    entries = {
+        name: Entry(name, torch.float32 if name == VALUE_HEAD else dtype, size)
+        for slot in model_slots(shape, is_critic=is_critic)
+        for name, size in zip(slot.names, slot.shapes, strict=True)
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(hf)
+    config.architectures, config.dtype = [shape.family.architecture], dtype
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    generation = Path(hf.name_or_path) / "generation_config.json"
+    if hf.name_or_path and generation.is_file():
+        shutil.copyfile(generation, directory / generation.name)
+    writer = HuggingFaceWriter(directory, list(entries.values()), max_shard_size)
+    for name, tensor in chain([first], stream):
+        found, wanted = (tensor.dtype, tuple(tensor.shape)), entries.pop(name, None)
+        if wanted is None or found != (wanted.dtype, wanted.shape):
+            raise ValueError(
+                f"{name} of {found} is not what is left of the model to write"
+                f" ({wanted or 'no weight of this name'}); export every weight once, in one type"
+            )
+        writer.write(name, tensor)
+    if entries:
+        raise ValueError(f"the weights ended without {min(entries)}; export the whole model")
+    writer.close()
