@@ -1,4 +1,4 @@
-"""What a model directory says is computed or refused, by --load and by the conversion alike; what is
+"""What a model directory says is computed or refused, by --load and by conversion alike; what is
 accepted gives the logits of transformers in float64.
 """
 
@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple] = {
         put(K_PROJ, lambda tensors: tensors[K_PROJ].to(torch.float8_e4m3fn)), "is F8_E4M3 in",
     ),
     "scale that no config explains": (
-        put(f"{K_PROJ}_scale_inv", lambda tensors: torch.ones(2, 2)), "holds .*scale_inv, for which",
+        put(f"{K_PROJ}_scale_inv", lambda tensors: torch.ones(2, 2)), "holds .*_inv, for which",
     ),
     "tied head": (
         put("lm_head.weight", lambda tensors: tensors["model.embed_tokens.weight"] + 1),
