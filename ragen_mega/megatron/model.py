@@ -25,7 +25,7 @@ from ragen_mega.data import distributed
 from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import layer_spec
-from ragen_mega.models.shape import ModelShape, check_config, trainer_vocab_size
+from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
 
 
 def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
@@ -35,21 +35,8 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     check_config(hf)
     shape = ModelShape.of(hf)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    for what, count in (
-        ("attention heads", shape.num_heads),
-        ("key-value heads", shape.num_kv_heads),
-        ("intermediate size", shape.ffn_size),
-    ):
-        if count % tp:
-            raise ValueError(
-                f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); "
-                "lower --tensor-model-parallel-size to a divisor"
-            )
-    if shape.num_layers % pp:
-        raise ValueError(
-            f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
-            f" ({shape.num_layers}); lower --pipeline-model-parallel-size to a divisor"
-        )
+    if error := cut_error(shape, tp, pp):
+        raise ValueError(error)
     widths = {
         "hidden size": shape.hidden_size,
         "attention width": shape.q_size // tp,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
-from ragen_mega.models.layout import Slot, model_slots
+from ragen_mega.models.layout import Slot, expected_tensors
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -164,9 +164,7 @@ def check_same_on_all_ranks(digest: str) -> None:
 
 def _check_complete(plan: ReshardPlan) -> None:
     shape, names = plan.entries[0].slot.shape, plan.names
-    expected = {
-        name for slot in model_slots(shape, is_critic=VALUE_HEAD in names) for name in slot.names
-    }
+    expected = expected_tensors(shape, is_critic=VALUE_HEAD in names).keys()
     if differing := sorted(expected ^ set(names)):
         raise ValueError(
             f"a weight sync must send each of {len(expected)} weights, and all stages together have"

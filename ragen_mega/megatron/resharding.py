@@ -100,7 +100,12 @@ def aligned(
     where the layouts are one. Raises ValueError unless `rollout_tp` is the trainer's
     tensor-parallel size.
     """
-    check_aligned(plan, rollout_tp)
+    if rollout_tp != plan.groups.tp.size():
+        raise ValueError(
+            f"the aligned path needs rollout_tensor_parallel_size ({rollout_tp}) equal to"
+            f" tensor_model_parallel_size ({plan.groups.tp.size()}); make them equal or send full"
+            " tensors by the gather path"
+        )
     traffic = traffic or Traffic()
     for bucket in plan.buckets:
         start = time.perf_counter()
@@ -108,16 +113,6 @@ def aligned(
         _count(bucket, traffic, start)
         for entry, piece in zip(bucket.entries, pieces, strict=True):
             yield engine_name(entry.slot.names[0]), from_trainer(entry.slot, piece, rollout_tp)
-
-
-def check_aligned(plan: ReshardPlan, rollout_tp: int) -> None:
-    """Raise ValueError unless the shards of trainer and engine are cut alike."""
-    if rollout_tp != plan.groups.tp.size():
-        raise ValueError(
-            f"the aligned path needs rollout_tensor_parallel_size ({rollout_tp}) equal to"
-            f" tensor_model_parallel_size ({plan.groups.tp.size()}); make them equal or send full"
-            " tensors by the gather path"
-        )
 
 
 def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,8 +8,9 @@ stacked, [gate; up] as if on one rank, the vocabulary padded for the layout that
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,48 @@ def model_slots(shape: ModelShape, *, is_critic: bool = False) -> Iterator[Slot]
     if is_critic or not shape.is_tied:
         head = CRITIC_HEAD if is_critic else head
         yield Slot(head, shape, None, head.key)
+
+
+def expected_tensors(shape: ModelShape, *, is_critic: bool = False) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor of a policy, or of a critic."""
+    return {
+        name: size
+        for slot in model_slots(shape, is_critic=is_critic)
+        for name, size in zip(slot.names, slot.shapes, strict=True)
+    }
+
+
+def complete(
+    weights: Iterable[tuple[str, Tensor]],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    optional: Collection[str] = (),
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream (Hugging Face name, full tensor) itself. Raises ValueError where it is not exactly
+    the expected tensors, each once, in any order, or some of them that are `optional` less.
+    """
+    left = dict(expected)
+    for name, tensor in weights:
+        if name not in expected:
+            raise ValueError(
+                f"unexpected weight {name!r}; the model has {len(expected)} names, e.g."
+                f" {min(expected)!r}; check that the weights belong to the model config"
+            )
+        if name not in left:
+            raise ValueError(
+                f"weight {name!r} arrived twice; each name must be exported by one rank only"
+            )
+        if tuple(tensor.shape) != (size := left.pop(name)):
+            raise ValueError(
+                f"weight {name!r} must have the full shape {size} ({math.prod(size)} elements), not"
+                f" {tuple(tensor.shape)}; check the model config and that shards were gathered"
+            )
+        yield name, tensor
+    if missing := sorted(left.keys() - set(optional)):
+        raise ValueError(
+            f"{len(missing)} of {len(expected)} weights are missing, first {missing[0]!r}; export"
+            " the whole model"
+        )
 
 
 def find_slot(

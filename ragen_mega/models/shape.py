@@ -164,3 +164,23 @@ class ModelShape:
             self.num_elements, self.family.outer[:-1] if self.is_tied else self.family.outer
         )
         return self.num_layers * sum(self.layer_sizes()) + sum(outer)
+
+
+def cut_error(shape: ModelShape, tp: int, pp: int) -> str | None:
+    """Why the trainer cannot cut a model so, None if it can."""
+    for what, count in (
+        ("attention heads", shape.num_heads),
+        ("key-value heads", shape.num_kv_heads),
+        ("intermediate size", shape.ffn_size),
+    ):
+        if count % tp:
+            return (
+                f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); "
+                "lower --tensor-model-parallel-size to a divisor"
+            )
+    if shape.num_layers % pp:
+        return (
+            f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
+            f" ({shape.num_layers}); lower --pipeline-model-parallel-size to a divisor"
+        )
+    return None

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import fp8_block, load_config
-from ragen_mega.models.layout import Slot, model_slots, unshard
+from ragen_mega.models.layout import Slot, expected_tensors, model_slots, unshard
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.storage.integrity import describe_file, manifest_sha256
 from ragen_mega.storage.shard_files import DTYPES, PATTERN, PieceReader
@@ -95,11 +95,7 @@ def check_tensors(
     reader: ModelReader, shape: ModelShape, where: str, *, is_critic: bool = False, verify: bool
 ) -> None:
     """Raise ValueError unless a reader has exactly the tensors of a model of this shape."""
-    expected = {
-        name: size
-        for slot in model_slots(shape)
-        for name, size in zip(slot.names, slot.shapes, strict=True)
-    }
+    expected = expected_tensors(shape)
     optional: dict[str, tuple[int, ...]] = {}
     if is_critic:
         optional[VALUE_HEAD] = (1, shape.hidden_size)
@@ -198,15 +194,19 @@ class HuggingFaceReader:
     def __call__(self, name: str) -> Tensor | None:
         if name not in self._files:
             return None
-        tensor = self._read(name)
+        tensor = self._open(self._files[name]).get_tensor(name)
         if not self._is_scale(name + _SCALE):
             return tensor
-        scale = self._read(name + _SCALE).float()
+        scale = self._open(self._files[name + _SCALE]).get_tensor(name + _SCALE).float()
         blocks = tensor.float().reshape(scale.shape[0], self._block[0], scale.shape[1], -1)
         return (blocks * scale[:, None, :, None]).reshape(tensor.shape)
 
     def _is_scale(self, name: str) -> bool:
-        return self._block is not None and name in self._files and name.endswith(_SCALE)
+        return (
+            self._block is not None
+            and name.endswith(_SCALE)
+            and {name, name.removesuffix(_SCALE)} <= self._files.keys()
+        )
 
     def _check_scale(self, name: str, kind: str, shape: tuple[int, ...]) -> None:
         scale_kind, grid = self._header(name + _SCALE)
@@ -225,13 +225,6 @@ class HuggingFaceReader:
         except SafetensorError as error:
             raise _damaged(path, error) from None
         return stored.get_dtype(), tuple(stored.get_shape())
-
-    def _read(self, name: str) -> Tensor:
-        path = self._files[name]
-        try:
-            return self._open(path).get_tensor(name)
-        except SafetensorError as error:
-            raise _damaged(path, error) from None
 
     def release(self) -> None:
         self._handles.clear()

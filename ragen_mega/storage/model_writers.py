@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.models.family import VALUE_HEAD
-from ragen_mega.models.layout import model_slots
+from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.storage.model_readers import check_finite
 from ragen_mega.storage.shard_files import DTYPES
@@ -163,11 +163,11 @@ def save_huggingface(
     first = next(stream)
     dtype = first[1].dtype
     shape = ModelShape.of(hf)
-    entries = {
-        name: Entry(name, torch.float32 if name == VALUE_HEAD else dtype, size)
-        for slot in model_slots(shape, is_critic=is_critic)
-        for name, size in zip(slot.names, slot.shapes, strict=True)
-    }
+    expected = expected_tensors(shape, is_critic=is_critic)
+    entries = [
+        Entry(name, torch.float32 if name == VALUE_HEAD else dtype, size)
+        for name, size in expected.items()
+    ]
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf)
     config.architectures, config.dtype = [shape.family.architecture], dtype
@@ -176,15 +176,9 @@ def save_huggingface(
     generation = Path(hf.name_or_path) / "generation_config.json"
     if hf.name_or_path and generation.is_file():
         shutil.copyfile(generation, directory / generation.name)
-    writer = HuggingFaceWriter(directory, list(entries.values()), max_shard_size)
-    for name, tensor in chain([first], stream):
-        found, wanted = (tensor.dtype, tuple(tensor.shape)), entries.pop(name, None)
-        if wanted is None or found != (wanted.dtype, wanted.shape):
-            raise ValueError(
-                f"{name} of {found} is not what is left of the model to write"
-                f" ({wanted or 'no weight of this name'}); export every weight once, in one type"
-            )
+    writer = HuggingFaceWriter(directory, entries, max_shard_size)
+    for name, tensor in complete(chain([first], stream), expected):
+        if name != VALUE_HEAD and tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, and others are {dtype}; export one type")
         writer.write(name, tensor)
-    if entries:
-        raise ValueError(f"the weights ended without {min(entries)}; export the whole model")
     writer.close()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ragen_mega.models.layout import model_slots
+from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -23,6 +22,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 by d ** -0.5.
 """
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
@@ -87,8 +87,8 @@ class Decoder:
             )
         self.shape = shape
         received = _receive(shape, weights, dtype)
-        self.embedding = received["model.embed_tokens.weight"]
-        self.head = received["lm_head.weight"]
+        self.embedding = received[_EMBEDDING]
+        self.head = received[_HEAD]
         self._norm = (
             received["model.norm.weight"] * shape.hidden_size**0.5
         )  # not in the head: that may be the embedding
@@ -215,42 +215,14 @@ def _pair_halves(rows: Tensor, heads: int) -> Tensor:
 def _receive(
     shape: ModelShape, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Copy the stream and check it: exactly the expected names, each once, in their shapes."""
-    expected = {
-        name: size
-        for slot in model_slots(shape)
-        for name, size in zip(slot.names, slot.shapes, strict=True)
+    """Copy the stream and check it: exactly the model's tensors; a tied LM head may be among them."""
+    expected = expected_tensors(shape)
+    wanted = expected | {_HEAD: expected[_EMBEDDING]}
+    received = {
+        name: tensor.detach().to(device="cpu", dtype=dtype, copy=True)
+        for name, tensor in complete(weights, wanted, optional=wanted.keys() - expected.keys())
     }
-    size_of_head = expected["model.embed_tokens.weight"]
-    received: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        size = expected.get(name, size_of_head if name == "lm_head.weight" else None)
-        if size is None:
-            raise ValueError(
-                f"unexpected weight {name!r}; the model has {len(expected)} names, e.g."
-                f" {min(expected)!r}; check that the weights belong to the model config"
-            )
-        if name in received:
-            raise ValueError(
-                f"weight {name!r} arrived twice; each name must be exported by one rank only"
-            )
-        if tuple(tensor.shape) != size:
-            raise ValueError(
-                f"weight {name!r} must have the full shape {size} ({prod(size)} elements), not"
-                f" {tuple(tensor.shape)}; check the model config and that shards were gathered"
-            )
-        received[name] = tensor.detach().to(device="cpu", dtype=dtype, copy=True)
-    missing = sorted(expected.keys() - received.keys())
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(expected)} weights are missing, first {missing[0]!r}; export"
-            " the whole model"
-        )
-    if shape.is_tied:
-        embedding = received["model.embed_tokens.weight"]
-        if not torch.equal(received.setdefault("lm_head.weight", embedding), embedding):
-            raise ValueError(
-                "the model ties its embeddings, but lm_head.weight differs from"
-                " model.embed_tokens.weight"
-            )
+    head = received.setdefault(_HEAD, received[_EMBEDDING])
+    if shape.is_tied and not torch.equal(head, received[_EMBEDDING]):
+        raise ValueError(f"the model ties its embeddings, but {_HEAD} differs from {_EMBEDDING}")
     return received
