@@ -58,7 +58,7 @@ from ragen_mega.storage.model_readers import (
     check_tensors,
     open_model,
 )
-from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, Entry, HuggingFaceWriter
+from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, num_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
@@ -233,17 +233,17 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         check_model(source.hf, parallel)
         slots = list(model_slots(ModelShape.of(source.hf)))
         described = {name: source.reader.describe(name) for slot in slots for name in slot.names}
-        entries = [
-            Entry(name, DTYPES.get(arguments.dtype, dtype), shape)
+        kinds = {
+            name: (DTYPES.get(arguments.dtype, dtype), shape)
             for name, (dtype, shape) in described.items()
-        ]
-        dtypes = {entry.name: entry.dtype for entry in entries}
+        }
+        dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
         carry_along(source.files, directory, set(dtypes.values()))
         shard_size = arguments.max_shard_size or MAX_SHARD_SIZE
         writer = (
             MegatronWriter(directory, ModelShape.of(source.hf), dtypes, parallel)
             if is_megatron
-            else HuggingFaceWriter(directory, entries, shard_size)
+            else HuggingFaceWriter(directory, kinds, shard_size)
         )
         with console.phase("convert", len(slots)) as progress:
             for slot in slots:
@@ -256,13 +256,10 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
                 source.reader.release()
                 progress.advance(note=slot.names[0])
         writer.close()
-    num_bytes, types = (
-        sum(entry.num_bytes for entry in entries),
-        sorted(str(dtype) for dtype in set(dtypes.values())),
-    )
+    total = sum(map(num_bytes, kinds.values()))
     console.say(
-        f"to {arguments.target}: {len(entries)} tensors, {num_bytes / 1e9:.3g} GB,"
-        f" {', '.join(types)}"
+        f"to {arguments.target}: {len(kinds)} tensors, {total / 1e9:.3g} GB,"
+        f" {', '.join(sorted(map(str, set(dtypes.values()))))}"
     )
 
 

@@ -22,7 +22,7 @@ from ragen_mega.models.layout import Slot, model_slots, shard
 from ragen_mega.models.shape import ModelShape, trainer_vocab_size
 from ragen_mega.storage.integrity import describe_file, manifest_sha256
 from ragen_mega.storage.model_readers import FORMAT, MANIFEST, ROLE, VERSION
-from ragen_mega.storage.model_writers import Entry, TensorFile
+from ragen_mega.storage.model_writers import Kind, TensorFile
 from ragen_mega.storage.shard_files import HEADER, file_name
 
 
@@ -49,7 +49,7 @@ class MegatronWriter:
     ) -> None:
         self._directory, self._parallel = directory, parallel
         num_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        entries: list[list[Entry]] = [[] for _ in range(num_ranks)]
+        held: list[dict[str, Kind]] = [{} for _ in range(num_ranks)]
         headers: list[dict[str, dict]] = [{} for _ in range(num_ranks)]
         self._ahead: dict[str, list[tuple[Cut, str]]] = {}
         for slot in model_slots(shape):
@@ -61,19 +61,17 @@ class MegatronWriter:
             lead, stack = ((), ()) if slot.layer is None else ((slot.layer,), (shape.num_layers,))
             cuts = self._ahead[slot.parameter] = []
             for cut in self._cuts(slot):
-                name = f"{len(entries[cut.rank]):05d}"
+                name = f"{len(held[cut.rank]):05d}"
                 cuts.append((cut, name))
-                entries[cut.rank].append(
-                    Entry(name, dtypes[slot.names[0]], (1,) * len(lead) + cut.shape)
-                )
+                held[cut.rank][name] = (dtypes[slot.names[0]], (1,) * len(lead) + cut.shape)
                 headers[cut.rank][name] = {
                     "key": ROLE + slot.key,
                     "offset": lead + cut.offset,
                     "global_shape": stack + self._padded(slot),
                 }
         self._files = [
-            TensorFile(directory / file_name(rank), held, {HEADER: json.dumps(headers[rank])})
-            for rank, held in enumerate(entries)
+            TensorFile(directory / file_name(rank), tensors, {HEADER: json.dumps(headers[rank])})
+            for rank, tensors in enumerate(held)
         ]
 
     def write(self, slot: Slot, tensors: Sequence[Tensor]) -> None:

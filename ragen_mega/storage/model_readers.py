@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,24 +36,6 @@ _FP8, _SCALE = "F8_E4M3", "_scale_inv"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Buffers in old checkpoints that follow from config.json."""
-
-
-class ModelReader(Protocol):
-    """What both formats offer; see the module."""
-
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        ...
-
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Type and shape of a tensor that is there."""
-        ...
-
-    def __call__(self, name: str) -> Tensor | None: ...
-
-    def release(self) -> None:
-        """Unmap the files; tensors that were returned and are still in use keep theirs."""
-        ...
 
 
 def open_model(
@@ -80,11 +62,10 @@ def open_model(
             f" {shape}; give another directory"
         )
     verify = distributed.is_main() if verify is None else verify
-    reader: ModelReader
     if MegatronReader.is_for(directory):
         if verify:
             verify_manifest(directory)
-        reader = MegatronReader(directory, shape)
+        reader: ModelReader = MegatronReader(directory, shape)
     else:
         reader = HuggingFaceReader(directory, own.dtype or torch.bfloat16)
     check_tensors(reader, shape, str(directory), is_critic=is_critic, verify=verify)
@@ -316,6 +297,10 @@ class MegatronReader:
             whole[start : start + count] = box.reshape(count, *shape[1:])
             self._pieces.release()
         return whole
+
+
+ModelReader: TypeAlias = HuggingFaceReader | MegatronReader
+"""What both offer, see the module."""
 
 
 def _stacked(slot: Slot) -> tuple[int, ...]:

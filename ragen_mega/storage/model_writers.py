@@ -13,11 +13,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,17 +34,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BYTES_AT_ONCE = 2**22
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor that a file is going to hold."""
+Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+def num_bytes(kind: Kind) -> int:
+    """Of a tensor's elements."""
+    dtype, shape = kind
+    return math.prod(shape) * dtype.itemsize
 
 
 class TensorFile:
@@ -53,17 +49,19 @@ class TensorFile:
     another name is in the directory.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, Kind], metadata: Mapping[str, str]
+    ) -> None:
         self._path, self._unfinished = path, path.with_name(f".{path.name}.tmp")
-        self._ahead: dict[str, tuple[Entry, int]] = {}
+        self._ahead: dict[str, tuple[Kind, int]] = {}
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         end = 0
-        for entry in entries:
-            start, end = end, end + entry.num_bytes
-            self._ahead[entry.name] = (entry, start)
-            header[entry.name] = {
-                "dtype": _NAMES[entry.dtype],
-                "shape": entry.shape,
+        for name, kind in tensors.items():
+            start, end = end, end + num_bytes(kind)
+            self._ahead[name] = (kind, start)
+            header[name] = {
+                "dtype": _NAMES[kind[0]],
+                "shape": kind[1],
                 "data_offsets": (start, end),
             }
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -73,18 +71,19 @@ class TensorFile:
         self._start = self._file.tell()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, in the type of its entry; rows that it has fewer than the entry are zero.
-        Raises ValueError if a number of it is not finite.
+        """Write a tensor, in the type and shape announced; rows that it has fewer are zero. Raises
+        ValueError if a number of it is not finite.
         """
-        entry, start = self._ahead.pop(name)
-        assert tensor.shape[1:] == entry.shape[1:] and len(tensor) <= entry.shape[0], entry
+        (dtype, shape), start = self._ahead.pop(name)
+        assert tensor.shape[1:] == shape[1:] and len(tensor) <= shape[0], (name, tensor.shape)
         self._file.seek(self._start + start)
         rows = max(1, _BYTES_AT_ONCE * len(tensor) // max(1, tensor.nbytes))
         for part in tensor.detach().split(rows):
             check_finite(name, part)
-            data = part.to(device="cpu", dtype=entry.dtype).contiguous()
+            data = part.to(device="cpu", dtype=dtype).contiguous()
             self._file.write(data.reshape(-1).view(torch.uint8).numpy())
-        self._file.write(bytes(self._start + start + entry.num_bytes - self._file.tell()))
+        end = self._start + start + num_bytes((dtype, shape))
+        self._file.write(bytes(end - self._file.tell()))
 
     def close(self) -> None:
         """Give the file its name, once the disk has it all."""
@@ -101,28 +100,28 @@ class HuggingFaceWriter:
     """
 
     def __init__(
-        self, directory: Path, entries: Sequence[Entry], max_shard_size: int = MAX_SHARD_SIZE
+        self, directory: Path, tensors: Mapping[str, Kind], max_shard_size: int = MAX_SHARD_SIZE
     ) -> None:
-        shards: list[list[Entry]] = [[]]
+        shards: list[dict[str, Kind]] = [{}]
         size = 0
-        for entry in entries:
-            if shards[-1] and size + entry.num_bytes > max_shard_size:
-                shards.append([])
+        for name, kind in tensors.items():
+            if shards[-1] and size + num_bytes(kind) > max_shard_size:
+                shards.append({})
                 size = 0
-            shards[-1].append(entry)
-            size += entry.num_bytes
+            shards[-1][name] = kind
+            size += num_bytes(kind)
         count = len(shards)
-        names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+        files = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
         self._index = directory / "model.safetensors.index.json" if count > 1 else None
-        self._total = sum(entry.num_bytes for entry in entries)
+        self._total = sum(map(num_bytes, tensors.values()))
         self._weight_map: dict[str, str] = {}
         self._files: dict[str, TensorFile] = {}
-        for name, shard in zip(names if count > 1 else ["model.safetensors"], shards, strict=True):
-            self._weight_map |= {entry.name: name for entry in shard}
-            self._files[name] = TensorFile(directory / name, shard, {"format": "pt"})
+        for file, shard in zip(files if count > 1 else ["model.safetensors"], shards, strict=True):
+            self._weight_map |= dict.fromkeys(shard, file)
+            self._files[file] = TensorFile(directory / file, shard, {"format": "pt"})
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one of the entries."""
+        """Write one of the tensors."""
         self._files[self._weight_map[name]].write(name, tensor)
 
     def close(self) -> None:
@@ -164,10 +163,10 @@ def save_huggingface(
     dtype = first[1].dtype
     shape = ModelShape.of(hf)
     expected = expected_tensors(shape, is_critic=is_critic)
-    entries = [
-        Entry(name, torch.float32 if name == VALUE_HEAD else dtype, size)
+    kinds = {
+        name: (torch.float32 if name == VALUE_HEAD else dtype, size)
         for name, size in expected.items()
-    ]
+    }
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf)
     config.architectures, config.dtype = [shape.family.architecture], dtype
@@ -176,7 +175,7 @@ def save_huggingface(
     generation = Path(hf.name_or_path) / "generation_config.json"
     if hf.name_or_path and generation.is_file():
         shutil.copyfile(generation, directory / generation.name)
-    writer = HuggingFaceWriter(directory, entries, max_shard_size)
+    writer = HuggingFaceWriter(directory, kinds, max_shard_size)
     for name, tensor in complete(chain([first], stream), expected):
         if name != VALUE_HEAD and tensor.dtype != dtype:
             raise ValueError(f"{name} is {tensor.dtype}, and others are {dtype}; export one type")

@@ -215,7 +215,7 @@ def _pair_halves(rows: Tensor, heads: int) -> Tensor:
 def _receive(
     shape: ModelShape, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Copy the stream and check it: exactly the model's tensors; a tied LM head may be among them."""
+    """Copy the stream and check it: the model's tensors; a tied LM head may be among them."""
     expected = expected_tensors(shape)
     wanted = expected | {_HEAD: expected[_EMBEDDING]}
     received = {
