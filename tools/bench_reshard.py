@@ -46,8 +46,9 @@ from ragen_mega.data.checksums import check_checksums, check_names, checksums
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.reshard_plan import BUCKET_BYTES, ReshardPlan
 from ragen_mega.megatron.resharding import Traffic, aligned, all_gather, gather
-from ragen_mega.models.layout import Slot, shard, stored_slots
+from ragen_mega.models.layout import Slot, model_slots, shard
 from ragen_mega.models.server_cut import cut_stream, engine_name, head_rows
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import fail
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -59,20 +60,20 @@ def local_weights(hf: Qwen2Config, groups: Any, dtype: torch.dtype) -> list[tupl
     per_stage = hf.num_hidden_layers // stages
     generator = torch.Generator(device=distributed.device()).manual_seed(distributed.rank())
     local = []
-    for stored in stored_slots(hf):
-        if stored.layer is None:
-            owner = 0 if "embedding" in stored.key else stages - 1
+    for slot in model_slots(ModelShape.of(hf)):
+        if slot.layer is None:
+            owner = 0 if "embedding" in slot.key else stages - 1
         else:
-            owner = stored.layer // per_stage
+            owner = slot.layer // per_stage
         if owner == stage:
-            full = [torch.empty(shape, device="meta") for shape in stored.huggingface_shapes(hf)]
-            shape = shard(stored.slot, full, hf, 0, tp).shape
+            full = [torch.empty(shape, device="meta") for shape in slot.shapes]
+            shape = shard(slot, full, 0, tp).shape
             weight = torch.empty(shape, dtype=dtype, device=distributed.device()).normal_(
                 generator=generator
             )
-            if stored.slot.layout == "replicated":
+            if slot.cut == "replicated":
                 weight.fill_(1.0)  # the same on all tensor-parallel ranks
-            local.append((stored.slot, weight))
+            local.append((slot, weight))
     return local
 
 
@@ -128,7 +129,7 @@ def measure(arguments: argparse.Namespace, hf: Qwen2Config) -> dict[str, Any]:
     groups = initialize(parallel)
     local = local_weights(hf, groups, DTYPES[arguments.dtype])
     tensors = {slot.parameter: tensor for slot, tensor in local}
-    plan = ReshardPlan.build(hf, groups, local, bucket_bytes=arguments.bucket_mb * 2**20)
+    plan = ReshardPlan.build(groups, local, bucket_bytes=arguments.bucket_mb * 2**20)
     rollout_tp = arguments.rollout_tensor_parallel_size
     engine_rank = distributed.rank() % rollout_tp
     traffic = {"gather": Traffic(), "aligned": Traffic()}

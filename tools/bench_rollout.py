@@ -35,9 +35,10 @@ from ragen_mega.config import ModelConfig
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import make
-from ragen_mega.models.huggingface import load_tokenizer, random_weights, save_huggingface
+from ragen_mega.models.huggingface import load_tokenizer, random_weights
 from ragen_mega.rollout.collector import Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 

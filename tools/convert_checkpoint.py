@@ -37,9 +37,10 @@ from transformers import PretrainedConfig
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.model import check_model
-from ragen_mega.megatron.model_writers import Entry, HuggingFaceWriter, MegatronWriter
-from ragen_mega.models.huggingface import ARCHITECTURES, load_config, local_directory
-from ragen_mega.models.layout import stored_slots
+from ragen_mega.megatron.model_writer import MegatronWriter
+from ragen_mega.models.huggingface import load_config, local_directory
+from ragen_mega.models.layout import model_slots
+from ragen_mega.models.shape import ModelShape, check_config, find_family
 from ragen_mega.report.console import Console, fail
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,
@@ -50,15 +51,20 @@ from ragen_mega.storage.checkpoints import (
     read_checkpoint,
 )
 from ragen_mega.storage.integrity import sync
-from ragen_mega.storage.model_readers import HuggingFaceReader, MegatronReader, ModelReader
+from ragen_mega.storage.model_readers import (
+    HuggingFaceReader,
+    MegatronReader,
+    ModelReader,
+    check_tensors,
+    open_model,
+)
+from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, num_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 """Endings of the files beside the weights that go along: configs, tokenizer, chat template."""
 NOT_CARRIED = ("config.json", MANIFEST, "metadata.json", "trainer_state.json")
 """Written anew, or of no use beside other weights; indices of weights neither."""
-_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Buffers in old checkpoints that follow from config.json."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 Say = Callable[[str], None]
@@ -88,15 +94,9 @@ def open_source(path: Path, say: Say) -> Source:
             return _open_checkpoint(read_checkpoint(path), say)
         except ValueError as error:
             raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
-    if HuggingFaceReader.is_for(path):
-        return Source(
-            f"Hugging Face directory {path}", HuggingFaceReader(path), _supported(path), path
-        )
-    if MegatronReader.is_for(path):
-        hf = _supported(path)
-        return Source(
-            f"megatron directory {path}", MegatronReader.open(path, verify=True), hf, path
-        )
+    if HuggingFaceReader.is_for(path) or MegatronReader.is_for(path):
+        kind = "megatron" if MegatronReader.is_for(path) else "Hugging Face"
+        return Source(f"{kind} directory {path}", open_model(path), load_config(str(path)), path)
     if (path / CHECKPOINTS).is_dir():
         checkpoint = find_latest(path / CHECKPOINTS, say)
         if checkpoint is None:
@@ -113,13 +113,10 @@ def open_source(path: Path, say: Say) -> Source:
 
 def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
     files = _model_of_run(checkpoint, say)
-    hf = _supported(files)
-    reader = MegatronReader(checkpoint.directory, hf)
-    if unknown := reader.unknown_keys():
-        raise ValueError(
-            f"it holds {unknown[0]}, which the model in {files} does not have; was that model"
-            " changed?"
-        )
+    hf = load_config(str(files))
+    check_config(hf)
+    reader = MegatronReader(checkpoint.directory, ModelShape.of(hf))
+    check_tensors(reader, ModelShape.of(hf), "its actor", verify=True)
     description = (
         f"checkpoint {checkpoint.directory} (actor after {checkpoint.step} steps), tokenizer of"
         f" {files}"
@@ -156,53 +153,6 @@ def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
         return exported[0]
 
 
-def _supported(directory: Path) -> PretrainedConfig:
-    hf = load_config(str(directory))
-    check_model(hf, ParallelConfig())
-    return hf
-
-
-def check_tensors(source: Source) -> None:
-    """Raise ValueError unless the source holds exactly the tensors that its config.json describes."""
-    expected = {
-        name: shape
-        for stored in stored_slots(source.hf)
-        for name, shape in zip(stored.slot.names, stored.huggingface_shapes(source.hf))
-    }
-    names = {name for name in source.reader.names() if not _DERIVED.fullmatch(name)}
-    if source.hf.tie_word_embeddings and "lm_head.weight" in names:
-        names.remove("lm_head.weight")
-        if not torch.equal(
-            source.reader("lm_head.weight"), source.reader("model.embed_tokens.weight")
-        ):
-            raise ValueError(
-                "config.json ties lm_head.weight to the embedding, and the two differ; set"
-                " tie_word_embeddings to false in config.json to keep both"
-            )
-        source.reader.release()
-    if missing := [name for name in expected if name not in names]:
-        raise ValueError(
-            f"{source.description} lacks {missing[0]}{_and_more(missing)}; is it a complete "
-            f"{source.hf.model_type} checkpoint?"
-        )
-    if unknown := sorted(names - expected.keys()):
-        raise ValueError(
-            f"{source.description} holds {unknown[0]}{_and_more(unknown)}, for which a"
-            f" {source.hf.model_type} policy has no place; is config.json of another model?"
-        )
-    for name, shape in expected.items():
-        if (found := source.reader.describe(name)[1]) != shape:
-            raise ValueError(
-                f"{name} has shape {list(found)} in {source.description} and config.json asks for"
-                f" {list(shape)}; is config.json of another model?"
-            )
-    source.reader.release()
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
 @contextmanager
 def appearing_whole(target: Path) -> Iterator[Path]:
     """A directory beside `target` that gets its name when the block is through, and is deleted if
@@ -235,8 +185,8 @@ def appearing_whole(target: Path) -> Iterator[Path]:
 def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
     """Copy what stands beside the weights, byte by byte.
 
-    In config.json the type changes if the weights have another, and the architecture is named where
-    it is not.
+    In config.json the type changes if the weights have another, the architecture is named where it
+    is not, and a quantisation that reading has undone goes.
     """
     for path in sorted(source.iterdir()):
         is_index = path.name.endswith(".index.json")
@@ -256,8 +206,9 @@ def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None
     )
     complete = config | {
         key: dtype,
-        "architectures": config.get("architectures") or [ARCHITECTURES[config["model_type"]]],
+        "architectures": [find_family(config["model_type"]).architecture],
     }
+    complete.pop("quantization_config", None)
     if config == complete:
         shutil.copyfile(source / "config.json", directory / "config.json")
     else:
@@ -280,34 +231,35 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         source = open_source(arguments.source, console.say)
         console.say(f"from {source.description}")
         check_model(source.hf, parallel)
-        check_tensors(source)
-        slots = list(stored_slots(source.hf))
-        described = {
-            name: source.reader.describe(name) for stored in slots for name in stored.slot.names
-        }
-        entries = [
-            Entry(name, DTYPES.get(arguments.dtype, dtype), shape)
+        slots = list(model_slots(ModelShape.of(source.hf)))
+        described = {name: source.reader.describe(name) for slot in slots for name in slot.names}
+        kinds = {
+            name: (DTYPES.get(arguments.dtype, dtype), shape)
             for name, (dtype, shape) in described.items()
-        ]
-        dtypes = {entry.name: entry.dtype for entry in entries}
+        }
+        dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
         carry_along(source.files, directory, set(dtypes.values()))
-        if is_megatron:
-            writer = MegatronWriter(directory, source.hf, dtypes, parallel)
-        else:
-            writer = HuggingFaceWriter(directory, entries, arguments.max_shard_size or 5 * 10**9)
+        shard_size = arguments.max_shard_size or MAX_SHARD_SIZE
+        writer = (
+            MegatronWriter(directory, ModelShape.of(source.hf), dtypes, parallel)
+            if is_megatron
+            else HuggingFaceWriter(directory, kinds, shard_size)
+        )
         with console.progress("convert", len(slots)) as progress:
-            for stored in slots:
-                writer.write([source.reader(name) for name in stored.slot.names])
+            for slot in slots:
+                tensors = [source.reader(name) for name in slot.names]
+                if isinstance(writer, MegatronWriter):
+                    writer.write(slot, tensors)
+                else:
+                    for name, tensor in zip(slot.names, tensors, strict=True):
+                        writer.write(name, tensor)
                 source.reader.release()
-                progress.advance(note=stored.slot.names[0])
+                progress.advance(note=slot.names[0])
         writer.close()
-    num_bytes, types = (
-        sum(entry.num_bytes for entry in entries),
-        sorted(str(dtype) for dtype in set(dtypes.values())),
-    )
+    total = sum(map(num_bytes, kinds.values()))
     console.say(
-        f"to {arguments.target}: {len(entries)} tensors, {num_bytes / 1e9:.3g} GB,"
-        f" {', '.join(types)}"
+        f"to {arguments.target}: {len(kinds)} tensors, {total / 1e9:.3g} GB,"
+        f" {', '.join(sorted(map(str, set(dtypes.values()))))}"
     )
 
 

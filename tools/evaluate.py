@@ -19,7 +19,6 @@ from pathlib import Path
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console, fail
 from ragen_mega.report.metrics import CONFIG_FILE, write_json
@@ -27,6 +26,7 @@ from ragen_mega.rollout.evaluate import EvaluationResult, evaluate
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_boards
 from ragen_mega.run.run import FINAL_EXPORT
+from ragen_mega.storage.model_readers import open_model
 
 
 def settings(arguments: argparse.Namespace) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> EvaluationResult:
             f" ({arguments.samples_per_prompt}) must be positive"
         )
     hf = load_config(str(directory))
-    reader = CheckpointReader(directory)
+    reader = open_model(directory)
     num_prompts = min(len(boards), arguments.num_prompts) if boards else arguments.num_prompts
     per_rank = -(-num_prompts * arguments.samples_per_prompt // distributed.world_size())
     engine = EmbeddedEngine(

@@ -38,9 +38,9 @@ from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, local_directory, random_weights
 from ragen_mega.report.console import fail
+from ragen_mega.storage.model_readers import open_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))  # for `benchmarks`, not installed
 
@@ -304,7 +304,7 @@ def main() -> None:
         recipes = choose_recipes(arguments.recipes, machine)
         if arguments.load:
             directory = local_directory(arguments.load)
-            hf, read = load_config(str(directory)), CheckpointReader(directory)
+            hf, read = load_config(str(directory)), open_model(directory)
         else:
             sizes = SIZES[arguments.model]
             hf = Qwen2Config(

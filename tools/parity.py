@@ -180,7 +180,8 @@ def run_layout(layout: Layout, directory: Path) -> None:
     from ragen_mega.megatron.critic import MegatronCritic
     from ragen_mega.megatron.initialize import initialize
     from ragen_mega.megatron.policy import MegatronPolicy
-    from ragen_mega.megatron.weights import CheckpointReader, export_weights
+    from ragen_mega.megatron.weights import export_weights
+    from ragen_mega.storage.model_readers import open_model
 
     torch.set_num_threads(1)
     groups = initialize(layout.parallel)
@@ -190,7 +191,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
     results: dict[str, dict] = {}
     for architecture in ARCHITECTURES:
         hf = AutoModelForCausalLM.from_pretrained(directory / architecture).config
-        reader = CheckpointReader(directory / architecture)
+        reader = open_model(directory / architecture)
         batch = TokenBatch(**torch.load(directory / f"{architecture}.batch.pt"))
         policy = MegatronPolicy(hf, groups, layout.parallel, train, LOSS, temperature=TEMPERATURE)
         critic = MegatronCritic(hf, groups, layout.parallel, train, LOSS)

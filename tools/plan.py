@@ -24,7 +24,7 @@ from typing import Any
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES, read_flags
 from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan, remedies
-from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import write_json
 
@@ -46,26 +46,6 @@ def find_shape(model: str | None, load: str | None) -> ModelShape:
             f" config.json, or --model one of {', '.join(shapes)}"
         )
     return ModelShape.from_config(shapes[name])
-
-
-def cut_error(shape: ModelShape, tp: int, pp: int) -> str | None:
-    """Why a model cannot be cut so, None if it can; the rule of `megatron.model.check_model`."""
-    for what, count in (
-        ("heads", shape.num_heads),
-        ("key-value heads", shape.num_kv_heads),
-        ("ffn", shape.ffn_size),
-    ):
-        if count % tp:
-            return (
-                f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); lower"
-                " it to a divisor"
-            )
-    if shape.num_layers % pp:
-        return (
-            f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
-            f" ({shape.num_layers}); lower it to a divisor"
-        )
-    return None
 
 
 def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from transformers import AutoConfig, Qwen2Config
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.model import check_model
-from ragen_mega.models.layout import stored_slots
+from ragen_mega.models.layout import model_slots
+from ragen_mega.models.shape import ModelShape
 
 SHAPES = {
     name: shape
@@ -36,8 +37,8 @@ def model_elements(hf: Qwen2Config) -> tuple[int, int]:
     """(elements of all weights, elements of the largest tensor)."""
     sizes = [
         torch.Size(shape).numel()
-        for stored in stored_slots(hf)
-        for shape in stored.huggingface_shapes(hf)
+        for slot in model_slots(ModelShape.of(hf))
+        for shape in slot.shapes
     ]
     return sum(sizes), max(sizes)
 

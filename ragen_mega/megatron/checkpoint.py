@@ -190,7 +190,7 @@ class _AdamState:
         return values
 
     def write(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int) -> None:
-        """Take tensors of the parameter's shape, as `read` gave them after `step` optimizer steps."""
+        """Take tensors of the parameter's shape, as `read` gave them after `step` steps."""
         optimizer, main, part = self._locate(parameter)
         if main is None:
             return

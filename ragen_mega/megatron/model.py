@@ -25,49 +25,23 @@ from ragen_mega.data import distributed
 from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import layer_spec
-from ragen_mega.models.shape import head_dim, rope_parameters, trainer_vocab_size
-
-SUPPORTED = ("qwen2", "qwen3")
+from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
 
 
 def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
-    """Raise ValueError unless this architecture can be cut as `parallel` says."""
-    if hf.model_type not in SUPPORTED:
-        raise ValueError(
-            f"model_type must be one of {', '.join(SUPPORTED)} (dense Qwen2, Qwen2.5, Qwen3), not"
-            f" {hf.model_type!r}; pick another --load"
-        )
+    """Raise ValueError unless everything that the configuration says is computed, and the model can
+    be cut as `parallel` says.
+    """
+    check_config(hf)
+    shape = ModelShape.of(hf)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    for what, count in (
-        ("attention heads", hf.num_attention_heads),
-        ("key-value heads", hf.num_key_value_heads),
-        ("intermediate size", hf.intermediate_size),
-    ):
-        if count % tp:
-            raise ValueError(
-                f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); "
-                "lower --tensor-model-parallel-size to a divisor"
-            )
-    if hf.num_hidden_layers % pp:
-        raise ValueError(
-            f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
-            f" ({hf.num_hidden_layers}); lower --pipeline-model-parallel-size to a divisor"
-        )
-    if getattr(hf, "use_sliding_window", False):
-        raise ValueError(
-            "sliding-window attention is not supported; set use_sliding_window to false in"
-            " config.json"
-        )
-    if rope_parameters(hf).get("rope_type", "default") != "default":
-        raise ValueError(
-            f"rope scaling {rope_parameters(hf)} is not supported; load a checkpoint without it"
-        )
-    heads, groups = hf.num_attention_heads // tp, hf.num_key_value_heads // tp
+    if error := cut_error(shape, tp, pp):
+        raise ValueError(error)
     widths = {
-        "hidden size": hf.hidden_size,
-        "attention width": heads * head_dim(hf),
-        "query, key and value width": (heads + 2 * groups) * head_dim(hf),
-        "intermediate size": hf.intermediate_size // tp,
+        "hidden size": shape.hidden_size,
+        "attention width": shape.q_size // tp,
+        "query, key and value width": (shape.q_size + 2 * shape.kv_size) // tp,
+        "intermediate size": shape.ffn_size // tp,
     }
     precision.check_widths(widths, parallel)
 
@@ -75,6 +49,7 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
 def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model."""
     check_model(hf, parallel)
+    shape = ModelShape.of(hf)
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
     recompute: dict[str, Any] = {}
     if parallel.recompute == "full":
@@ -84,19 +59,19 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
     elif parallel.recompute == "selective":
         recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
     return TransformerConfig(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_dim(hf),
-        ffn_hidden_size=hf.intermediate_size,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
         normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type == "qwen3",
+        layernorm_epsilon=shape.rms_norm_eps,
+        qk_layernorm=shape.family.has("self_attention.q_layernorm.weight"),
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=getattr(hf, "attention_bias", False) or hf.model_type == "qwen2",
+        add_qkv_bias=shape.family.has("self_attention.linear_qkv.bias"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -132,19 +107,20 @@ class QwenModel(GPTModel):
         groups: ProcessGroupCollection,
         share_embeddings: bool,
     ) -> None:
+        shape = ModelShape.of(hf)
         super().__init__(
             config=config,
             transformer_layer_spec=layer_spec(config),
-            vocab_size=trainer_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
+            vocab_size=trainer_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=groups.pp.rank() == 0,
             post_process=groups.pp.rank() == groups.pp.size() - 1,
             share_embeddings_and_output_weights=share_embeddings,
             position_embedding_type="rope",
-            rotary_base=rope_parameters(hf)["rope_theta"],
+            rotary_base=shape.rope_theta,
             pg_collection=groups,
         )
-        self.hf = hf
+        self.hf, self.shape = hf, shape
 
     def setup_embeddings_and_output_layer(self) -> None:
         with cpu.cuda_literals_as_cpu():
@@ -180,7 +156,7 @@ class QwenModel(GPTModel):
         rows = self.vocab_size // self.tp_group.size()
         group = self.tp_group if self.tp_group.size() > 1 else None
         return dict(
-            vocab_start=self.tp_group.rank() * rows, vocab_valid=self.hf.vocab_size, group=group
+            vocab_start=self.tp_group.rank() * rows, vocab_valid=self.shape.vocab_size, group=group
         )
 
 

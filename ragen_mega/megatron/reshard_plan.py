@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from ragen_mega.data import distributed
-from ragen_mega.data.checksums import check_names
-from ragen_mega.models.layout import VALUE_HEAD, Slot, stored_slots
+from ragen_mega.models.family import VALUE_HEAD
+from ragen_mega.models.layout import Slot, expected_tensors
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -91,14 +90,12 @@ class ReshardPlan:
     names or shapes.
     """
 
-    hf: PretrainedConfig
     groups: ProcessGroupCollection
     buckets: tuple[Bucket, ...]
 
     @classmethod
     def build(
         cls,
-        hf: PretrainedConfig,
         groups: ProcessGroupCollection,
         local: Iterable[tuple[Slot, Tensor]],
         *,
@@ -119,15 +116,11 @@ class ReshardPlan:
             stages = [[] for _ in range(groups.pp.size())]
             dist.all_gather_object(stages, mine, group=groups.pp)
         entries = _unique(
-            hf, [Entry(stage, *what) for stage, held in enumerate(stages) for what in held]
+            [Entry(stage, *what) for stage, held in enumerate(stages) for what in held]
         )
-        plan = cls(hf, groups, tuple(_buckets(entries, bucket_bytes // groups.tp.size())))
+        plan = cls(groups, tuple(_buckets(entries, bucket_bytes // groups.tp.size())))
         check_same_on_all_ranks(plan.digest())
-        check_names(
-            plan.names,
-            expected_names(hf, has_value_head=VALUE_HEAD in plan.names),
-            receiver="a weight sync",
-        )
+        _check_complete(plan)
         return plan
 
     @property
@@ -149,20 +142,11 @@ class ReshardPlan:
         how many bytes.
         """
         text = "\n".join(
-            f"{index} {entry.stage} {entry.slot.names} {entry.slot.layout} {entry.shape}"
-            f" {entry.dtype}"
+            f"{index} {entry.stage} {entry.slot.names} {entry.slot.cut} {entry.shape} {entry.dtype}"
             for index, bucket in enumerate(self.buckets)
             for entry in bucket.entries
         )
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def expected_names(hf: PretrainedConfig, *, has_value_head: bool = False) -> set[str]:
-    """Hugging Face names that the config demands, of a critic with its value head in place of the
-    LM head.
-    """
-    names = {name for stored in stored_slots(hf) for name in stored.slot.names}
-    return (names - {"lm_head.weight"}) | {VALUE_HEAD} if has_value_head else names
 
 
 def check_same_on_all_ranks(digest: str) -> None:
@@ -178,13 +162,24 @@ def check_same_on_all_ranks(digest: str) -> None:
         )
 
 
-def _unique(hf: PretrainedConfig, entries: Sequence[Entry]) -> list[Entry]:
+def _check_complete(plan: ReshardPlan) -> None:
+    shape, names = plan.entries[0].slot.shape, plan.names
+    expected = expected_tensors(shape, is_critic=VALUE_HEAD in names).keys()
+    if differing := sorted(expected ^ set(names)):
+        raise ValueError(
+            f"a weight sync must send each of {len(expected)} weights, and all stages together have"
+            f" {len(names)}; the first that is missing or unknown is {differing[0]}; does every"
+            " rank build the same model?"
+        )
+
+
+def _unique(entries: Sequence[Entry]) -> list[Entry]:
     """Sorted; of weights that several stages hold, as the tied embedding, the copy of the first
     stage.
     """
     first: dict[tuple[str, ...], Entry] = {}
     for entry in sorted(entries, key=Entry.order):
-        is_tied_copy = entry.slot.names == ("lm_head.weight",) and hf.tie_word_embeddings
+        is_tied_copy = entry.slot.names == ("lm_head.weight",) and entry.slot.shape.is_tied
         if not is_tied_copy:
             first.setdefault(entry.slot.names, entry)
     return list(first.values())

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from ragen_mega.data import distributed
 from ragen_mega.megatron.reshard_plan import Bucket, ReshardPlan
-from ragen_mega.models import server_cut as engine_shards
-from ragen_mega.models.layout import Slot, unshard
-from ragen_mega.models.shape import engine_vocab_size, head_dim
+from ragen_mega.models.layout import unshard
+from ragen_mega.models.server_cut import engine_name, from_trainer
 
 
 @dataclass(slots=True)
@@ -86,7 +84,7 @@ def gather(
             shards = [bucket.split(part) for part in gathered.chunk(tp.size())]
         _count(bucket, traffic, start)
         for entry, *pieces in zip(bucket.entries, *shards, strict=True):
-            yield from zip(entry.slot.names, unshard(entry.slot, pieces, plan.hf), strict=True)
+            yield from zip(entry.slot.names, unshard(entry.slot, pieces), strict=True)
 
 
 def aligned(
@@ -102,41 +100,19 @@ def aligned(
     where the layouts are one. Raises ValueError unless `rollout_tp` is the trainer's
     tensor-parallel size.
     """
-    check_aligned(plan, rollout_tp)
-    traffic = traffic or Traffic()
-    for bucket in plan.buckets:
-        start = time.perf_counter()
-        pieces = _of_stage(plan, bucket, tensors, traffic)
-        _count(bucket, traffic, start)
-        for entry, piece in zip(bucket.entries, pieces, strict=True):
-            yield (
-                engine_shards.engine_name(entry.slot.names[0]),
-                as_engine_shard(entry.slot, piece, plan.hf, rollout_tp),
-            )
-
-
-def check_aligned(plan: ReshardPlan, rollout_tp: int) -> None:
-    """Raise ValueError unless the shards of trainer and engine are cut alike."""
     if rollout_tp != plan.groups.tp.size():
         raise ValueError(
             f"the aligned path needs rollout_tensor_parallel_size ({rollout_tp}) equal to"
             f" tensor_model_parallel_size ({plan.groups.tp.size()}); make them equal or send full"
             " tensors by the gather path"
         )
-
-
-def as_engine_shard(slot: Slot, piece: Tensor, hf: PretrainedConfig, tp: int) -> Tensor:
-    """Megatron's slice as SGLang's of the same rank: [q, k, v of every group] -> [q_r; k_r; v_r],
-    the rest as it is.
-    """
-    if slot.layout == "qkv":
-        trailing, dim = piece.shape[1:], head_dim(hf)
-        grouped = piece.reshape(hf.num_key_value_heads // tp, -1, *trailing)
-        parts = grouped.split((grouped.shape[1] - 2 * dim, dim, dim), dim=1)
-        return torch.cat([part.reshape(-1, *trailing) for part in parts])
-    if slot.layout == "vocab":  # one process has no rows to fill ranks with
-        return engine_shards.fill_rows(piece, engine_vocab_size(hf.vocab_size, tp) // tp)
-    return piece
+    traffic = traffic or Traffic()
+    for bucket in plan.buckets:
+        start = time.perf_counter()
+        pieces = _of_stage(plan, bucket, tensors, traffic)
+        _count(bucket, traffic, start)
+        for entry, piece in zip(bucket.entries, pieces, strict=True):
+            yield engine_name(entry.slot.names[0]), from_trainer(entry.slot, piece, rollout_tp)
 
 
 def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,13 +1,13 @@
 """The weights of a model on its ranks: filled from a checkpoint directory, streamed out under
 Hugging Face names.
 
-How names and layouts correspond is in `layout`, how directories are read in `model_readers`.
+How names and layouts correspond is in `ragen_mega.models.layout`, how directories are read in
+`ragen_mega.storage.model_readers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,21 +16,22 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from ragen_mega.data import distributed
 from ragen_mega.megatron.model import QwenModel, ValueHead
 from ragen_mega.megatron.reshard_plan import ReshardPlan
 from ragen_mega.megatron.resharding import Traffic, aligned, gather
-from ragen_mega.models.layout import VALUE_HEAD, Slot, find_slot, shard
+from ragen_mega.models.family import VALUE_HEAD
+from ragen_mega.models.layout import Slot, find_slot, shard
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
-from ragen_mega.storage.model_readers import HuggingFaceReader, MegatronReader
+from ragen_mega.storage.model_readers import check_finite
 
 
 def slots(model: QwenModel) -> list[Slot]:
     """One slot per parameter of this rank's part of the model."""
     offset = get_transformer_layer_offset(model.config)
+    is_critic = isinstance(getattr(model, "output_layer", None), ValueHead)
     return [
-        find_slot(name, offset, isinstance(getattr(model, "output_layer", None), ValueHead))
+        find_slot(name, model.shape, offset, is_critic=is_critic)
         for name, _ in model.named_parameters()
     ]
 
@@ -45,72 +46,35 @@ def mark_tensor_parallel(model: QwenModel) -> None:
     parameters = dict(model.named_parameters())
     for slot in slots(model):
         parameter = parameters[slot.parameter]
-        if slot.layout != "replicated" and not getattr(parameter, "tensor_model_parallel", False):
-            set_tensor_model_parallel_attributes(
-                parameter, True, 1 if slot.layout == "row" else 0, 1
-            )
+        if slot.cut != "replicated" and not getattr(parameter, "tensor_model_parallel", False):
+            set_tensor_model_parallel_attributes(parameter, True, int(slot.cut == "row"), 1)
 
 
 def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None:
     """Fill this rank's part of the model. `read(name)` returns a full Hugging Face tensor or None
     if there is none.
 
-    A tied LM head falls back to the embedding. A critic without a stored value head keeps its own.
-    Raises ValueError on a missing or mis-shaped tensor.
+    A tied LM head is the embedding. A critic without a stored value head keeps its own. Raises
+    ValueError on a missing or mis-shaped tensor, and if a number is not finite.
     """
     tp_rank, tp_size = model.tp_group.rank(), model.tp_group.size()
     parameters = dict(model.named_parameters())
     for slot in slots(model):
-        tensors = [read(name) for name in slot.names]
-        if (
-            slot.names == ("lm_head.weight",)
-            and tensors[0] is None
-            and model.hf.tie_word_embeddings
-        ):
-            tensors = [read("model.embed_tokens.weight")]
-        if slot.names == (VALUE_HEAD,) and tensors[0] is None:
+        is_tied_head = slot.names == ("lm_head.weight",) and model.shape.is_tied
+        names = ("model.embed_tokens.weight",) if is_tied_head else slot.names
+        tensors = [read(name) for name in names]
+        if names == (VALUE_HEAD,) and tensors[0] is None:
             continue
-        if missing := [name for name, tensor in zip(slot.names, tensors) if tensor is None]:
+        found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
+        if found != slot.shapes:
             raise ValueError(
-                f"the checkpoint lacks {', '.join(missing)}; is it a complete {model.hf.model_type}"
-                " checkpoint?"
+                f"{', '.join(names)} must have the shapes {slot.shapes} that config.json asks for,"
+                f" not {found}; is the checkpoint complete, and of this model?"
             )
-        parameter = parameters[slot.parameter]
-        try:
-            local = shard(slot, tensors, model.hf, tp_rank, tp_size)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{', '.join(slot.names)} do not fit config.json ({error}); is the checkpoint"
-                " damaged?"
-            ) from None
-        if local.shape != parameter.shape:
-            raise ValueError(
-                f"{', '.join(slot.names)} give shape {list(local.shape)} on this rank where"
-                f" config.json asks for {list(parameter.shape)}; is the checkpoint damaged or of"
-                " another model?"
-            )
+        local = shard(slot, tensors, tp_rank, tp_size)
+        check_finite(", ".join(names), local)
         with torch.no_grad():
-            parameter.copy_(local)
-
-
-class CheckpointReader:
-    """Lazy access by Hugging Face name to the tensors of a checkpoint directory: one of Hugging
-    Face (safetensors, sharded or not), or one that tools/convert_checkpoint.py wrote in megatron
-    format, whose checksums rank 0 verifies.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        if MegatronReader.is_for(directory):
-            self._reader = MegatronReader.open(directory, verify=distributed.is_main())
-        else:
-            self._reader = HuggingFaceReader(directory)
-
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return self._reader.names()
-
-    def __call__(self, name: str) -> Tensor | None:
-        return self._reader(name)
+            parameters[slot.parameter].copy_(local)
 
 
 _plans: WeakKeyDictionary[QwenModel, ReshardPlan] = WeakKeyDictionary()
@@ -128,9 +92,7 @@ def reshard_plan(model: QwenModel, groups: ProcessGroupCollection) -> ReshardPla
 def _build_plan(
     model: QwenModel, groups: ProcessGroupCollection, tensors: Mapping[str, Tensor]
 ) -> ReshardPlan:
-    return ReshardPlan.build(
-        model.hf, groups, [(slot, tensors[slot.parameter]) for slot in slots(model)]
-    )
+    return ReshardPlan.build(groups, [(slot, tensors[slot.parameter]) for slot in slots(model)])
 
 
 def export_weights(

@@ -1,36 +1,55 @@
-"""Hugging Face directories: what a run starts from and what it leaves behind."""
+"""Hugging Face directories: configuration, tokenizer, download, random weights."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Model type -> the class that `architectures` in config.json names, without which SGLang loads no
-model.
-"""
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
+"""Qwen's published FP8 layout, besides the size of a block; what is absent has this value."""
 
 
 def load_config(directory: str) -> PretrainedConfig:
-    """The model configuration of a Hugging Face directory or hub name. Raises ValueError if it
-    cannot be read.
+    """The model configuration of a Hugging Face directory or hub name, as the weights are read: a
+    quantisation, which reading undoes, is not in it. Raises ValueError if it cannot be read.
     """
     try:
-        return AutoConfig.from_pretrained(directory)
+        hf = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(
             f"cannot read a model configuration from {directory}: {_brief(error)}"
         ) from None
+    if fp8_block(vars(hf)):
+        del hf.quantization_config
+    return hf
+
+
+def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a weight that share a scale if config.json states Qwen's FP8 layout, None
+    if no quantisation. Raises ValueError for any other.
+    """
+    stated = config.get("quantization_config")
+    if stated is None:
+        return None
+    block = stated.get("weight_block_size")
+    is_known = {name: stated.get(name, value) for name, value in _FP8.items()} == _FP8
+    is_block = isinstance(block, (list, tuple)) and [type(size) for size in block] == [int, int]
+    if not (is_known and "quant_method" in stated and is_block and min(block) > 0):
+        raise ValueError(
+            f"quantization_config in config.json must be absent or FP8 (e4m3) with"
+            f" weight_block_size and float scales, not {str(stated)[:200]}; load the model"
+            " without quantisation"
+        )
+    return block[0], block[1]
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
@@ -47,7 +66,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 
 def local_directory(name: str) -> Path:
-    """`name` itself if it is a directory, else a download of that model from the Hugging Face hub."""
+    """`name` itself if it is a directory, else a download of that model from the hub."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -62,40 +81,6 @@ def local_directory(name: str) -> Path:
             f"--load {name} is neither a directory nor a model that the hub gives"
             f" ({_brief(error)}); check the name, the network, or give a local directory"
         ) from None
-
-
-def save_huggingface(
-    directory: Path,
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    weights: Iterable[tuple[str, Tensor]],
-    *,
-    is_writer: bool,
-) -> None:
-    """Write a directory that `transformers` loads. Every rank must call it: `weights` is a
-    collective stream.
-    """
-    tensors = {
-        name: tensor.detach().cpu().contiguous().clone()
-        for name, tensor in _drain(weights, is_writer)
-    }
-    if not is_writer:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    if not config.architectures:
-        config = copy.deepcopy(config)
-        config.architectures = [ARCHITECTURES[config.model_type]]
-    config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    temporary = directory / ".model.safetensors.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.replace(directory / "model.safetensors")
-
-
-def _drain(weights: Iterable[tuple[str, Tensor]], is_writer: bool) -> Iterable[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        if is_writer:
-            yield name, tensor
 
 
 def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:

@@ -207,7 +207,7 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
             5 * shape.ffn_size // tp * item
         ),  # gate and up, silu(gate), a copy of up, their product
     }
-    if shape.model_type == "qwen3":
+    if shape.family.has("self_attention.q_layernorm.weight"):
         parts["query and key norms"] = (queries + keys) * (FP32 + item) + (
             shape.num_heads + shape.num_kv_heads
         ) // tp * FP32

@@ -1,5 +1,5 @@
-"""How SGLang lays out Qwen2, Qwen2.5 and Qwen3 over its tensor-parallel ranks: one table, and the
-cut that it implies.
+"""How SGLang lays out the model families over its tensor-parallel ranks: which Hugging Face tensors
+stand in which of its parameters, and the cut of each.
 
 Read in SGLang 0.5.17: models/qwen2.py, models/qwen3.py, layers/linear.py (QKVParallelLinear,
 MergedColumnParallelLinear), layers/vocab_parallel_embedding.py. Nothing of SGLang is imported.
@@ -8,56 +8,48 @@ MergedColumnParallelLinear), layers/vocab_parallel_embedding.py. Nothing of SGLa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.models.shape import engine_vocab_size
+from ragen_mega.models.layout import Slot, fill_rows, split_groups
+from ragen_mega.models.shape import FAMILIES, ModelShape, engine_vocab_size
 
-# SGLang's name in a layer -> (Hugging Face names in it, how it is cut). What is not here keeps its
-# name and is whole.
-_LAYER_TABLE: dict[str, tuple[tuple[str, ...], str]] = {
-    "self_attn.qkv_proj.weight": (
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "qkv",
-    ),
-    "self_attn.qkv_proj.bias": (
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-        "qkv",
-    ),
-    "self_attn.o_proj.weight": (("self_attn.o_proj.weight",), "row"),  # [H, heads * head_dim / tp]
-    "mlp.gate_up_proj.weight": (
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        "gate_up",
-    ),  # [gate_r; up_r]
-    "mlp.down_proj.weight": (("mlp.down_proj.weight",), "row"),
-}
-_TABLE = {"model.embed_tokens.weight": "vocab", "lm_head.weight": "vocab"}
 _CPU_PADDING = 32
-_BY_SOURCE = {source: name for name, (sources, _) in _LAYER_TABLE.items() for source in sources}
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+_WEIGHTS = {
+    weight.server_name: weight
+    for family in FAMILIES.values()
+    for weight in (*family.outer, *family.layer)
+}
+_BY_SOURCE = {source: name for name, weight in _WEIGHTS.items() for source in weight.tensors}
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(the part of a name that says which layer, the rest)."""
+    layer = _LAYER.fullmatch(name)
+    return (layer[1], layer[2]) if layer else ("", name)
 
 
 def engine_name(source: str) -> str:
     """SGLang's parameter that holds the Hugging Face tensor `source`."""
-    layer = _LAYER.fullmatch(source)
-    return layer[1] + _BY_SOURCE.get(layer[2], layer[2]) if layer else source
+    prefix, name = _split(source)
+    return prefix + _BY_SOURCE.get(name, name)
 
 
 def is_linear(name: str) -> bool:
     """Whether SGLang's parameter `name` is the weight of a matrix product in a layer."""
-    layer = _LAYER.fullmatch(name)
-    return layer is not None and layer[2] in _LAYER_TABLE and name.endswith(".weight")
+    prefix, name = _split(name)
+    return bool(prefix) and name in _WEIGHTS and _WEIGHTS[name].is_matrix
 
 
 def sources(name: str) -> tuple[str, ...]:
     """Hugging Face tensors of SGLang's parameter `name`, in the order in which they stand in it."""
-    layer = _LAYER.fullmatch(name)
-    if layer and layer[2] in _LAYER_TABLE:
-        return tuple(layer[1] + source for source in _LAYER_TABLE[layer[2]][0])
-    return (name,)
+    prefix, name = _split(name)
+    parts = _WEIGHTS[name].tensors if name in _WEIGHTS else (name,)
+    return tuple(prefix + part for part in parts)
 
 
 def head_rows(hf: PretrainedConfig, rank: int, size: int) -> tuple[slice, slice]:
@@ -66,14 +58,14 @@ def head_rows(hf: PretrainedConfig, rank: int, size: int) -> tuple[slice, slice]
 
     Raises ValueError where SGLang asserts.
     """
-    heads, groups = hf.num_attention_heads, hf.num_key_value_heads
+    shape = ModelShape.of(hf)
+    heads, groups, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     if heads % size or (groups % size and size % groups):
         raise ValueError(
             f"rollout_tensor_parallel_size ({size}) must divide the model's attention heads"
             f" ({heads}) and divide or be a multiple of its key-value heads ({groups}); choose"
             " another size"
         )
-    dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     copies = max(1, size // groups)  # consecutive ranks that hold the same key-value head
     q_rows, kv_rows = heads // size * dim, max(1, groups // size) * dim
     return slice(rank * q_rows, (rank + 1) * q_rows), slice(
@@ -94,47 +86,37 @@ def check_cpu_cut(hf: PretrainedConfig, size: int) -> None:
         )
 
 
-def _qkv(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
-    q_rows, kv_rows = head_rows(hf, rank, size)
-    query, key, value = tensors
-    return torch.cat([query[q_rows], key[kv_rows], value[kv_rows]])
-
-
-def _gate_up(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
-    return torch.cat([_part(tensor, 0, rank, size) for tensor in tensors])
-
-
-def _row(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
-    return _part(tensors[0], 1, rank, size)
-
-
-def _vocab(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
-    rows = engine_vocab_size(hf.vocab_size, size) // size
-    return fill_rows(tensors[0][rank * rows : (rank + 1) * rows], rows)
-
-
-def _whole(tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
-    return tensors[0]
-
-
-_CUTS: dict[str, Callable[[Sequence[Tensor], PretrainedConfig, int, int], Tensor]] = {
-    "qkv": _qkv,
-    "gate_up": _gate_up,
-    "row": _row,
-    "vocab": _vocab,
-    "whole": _whole,
-}
-
-
 def cut(name: str, tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
     """What rank `rank` of `size` holds of parameter `name`, from the full Hugging Face tensors
     `sources(name)`.
 
     A view of them where it can be one. Raises ValueError where SGLang could not be split so.
     """
-    layer = _LAYER.fullmatch(name)
-    kind = _LAYER_TABLE.get(layer[2], ((), "whole"))[1] if layer else _TABLE.get(name, "whole")
-    return _CUTS[kind](tensors, hf, rank, size)
+    weight = _WEIGHTS.get(_split(name)[1])
+    kind = weight.cut if weight else "replicated"
+    if kind == "qkv":
+        q_rows, kv_rows = head_rows(hf, rank, size)
+        query, key, value = tensors
+        return torch.cat([query[q_rows], key[kv_rows], value[kv_rows]])
+    if kind == "gate_up":  # [gate_r; up_r]
+        return torch.cat([_part(tensor, 0, rank, size) for tensor in tensors])
+    if kind == "row":
+        return _part(tensors[0], 1, rank, size)
+    if kind == "vocab":
+        rows = engine_vocab_size(hf.vocab_size, size) // size
+        return fill_rows(tensors[0][rank * rows : (rank + 1) * rows], rows)
+    return tensors[0]
+
+
+def from_trainer(slot: Slot, piece: Tensor, size: int) -> Tensor:
+    """The trainer's slice of a tensor-parallel rank as SGLang's of the same rank of as many: [q, k,
+    v of every group] -> [q_r; k_r; v_r], the vocabulary filled up, the rest as it is.
+    """
+    if slot.cut == "qkv":
+        return torch.cat(split_groups(piece, slot.shape.head_dim, slot.shape.num_kv_heads // size))
+    if slot.cut == "vocab":  # one process has no rows to fill ranks with
+        return fill_rows(piece, engine_vocab_size(slot.shape.vocab_size, size) // size)
+    return piece
 
 
 def cut_stream(
@@ -163,12 +145,6 @@ def cut_stream(
             f"the weights ended without {missing}, a part of {name}; export every tensor of the"
             " model"
         )
-
-
-def fill_rows(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` with zero rows up to `rows`, itself if it has them."""
-    missing = rows - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
 def _part(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:

@@ -1,16 +1,42 @@
-"""What of a config.json decides how large a dense Qwen model is. Architecture: arXiv:2412.15115,
-arXiv:2505.09388.
-"""
+"""The sizes of a model, from its config.json and its family. No torch: integers and two floats."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PretrainedConfig
+from ragen_mega.models.family import Family, Weight
+from ragen_mega.models.qwen import QWEN2, QWEN3
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3)}
 _VOCAB_MULTIPLE = 64
+
+
+def find_family(model_type: object) -> Family:
+    """The family of this name. Raises ValueError if it is unknown."""
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type must be one of {', '.join(FAMILIES)}, not {model_type!r}; pick another"
+            " --load"
+        )
+    return FAMILIES[model_type]
+
+
+def check_config(hf: PretrainedConfig) -> None:
+    """Raise ValueError unless everything that a configuration says is computed."""
+    values = hf.to_dict()
+    find_family(hf.model_type).check(values)
+    shape = ModelShape.of(hf)
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads ({shape.num_heads}) in config.json must be a multiple of"
+            f" num_key_value_heads ({shape.num_kv_heads}); is the file damaged?"
+        )
 
 
 def engine_vocab_size(vocab_size: int, size: int) -> int:
@@ -35,21 +61,9 @@ def trainer_vocab_size(vocab_size: int, size: int) -> int:
     return vocab_size if size == 1 else engine_vocab_size(vocab_size, size)
 
 
-def rope_parameters(hf: PretrainedConfig) -> dict[str, Any]:
-    """RoPE settings of a transformers config (`rope_theta` moved into a dictionary in transformers
-    5).
-    """
-    return getattr(hf, "rope_parameters", None) or {"rope_theta": hf.rope_theta}
-
-
-def head_dim(hf: PretrainedConfig) -> int:
-    """Channels of one attention head; older configurations leave it to be derived."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a Qwen2, Qwen2.5 or Qwen3 dense model decides its size."""
+    """What decides how large a dense model is, and the numbers of its norms and positions."""
 
     model_type: str
     num_layers: int
@@ -60,17 +74,15 @@ class ModelShape:
     ffn_size: int
     vocab_size: int
     is_tied: bool
+    rms_norm_eps: float
+    rope_theta: float
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ModelShape:
         """From the entries of a config.json. Raises ValueError if one is missing or the model is of
         another kind.
         """
-        if values.get("model_type") not in ("qwen2", "qwen3"):
-            raise ValueError(
-                f"model_type must be qwen2 or qwen3, not {values.get('model_type')!r}; choose"
-                " another model"
-            )
+        find_family(values.get("model_type"))
         try:
             return cls(
                 model_type=values["model_type"],
@@ -83,28 +95,53 @@ class ModelShape:
                 ffn_size=values["intermediate_size"],
                 vocab_size=values["vocab_size"],
                 is_tied=bool(values.get("tie_word_embeddings")),
+                rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+                # transformers 5 has moved it into a dictionary
+                rope_theta=(values.get("rope_parameters") or values).get("rope_theta", 1e4),
             )
         except KeyError as error:
             raise ValueError(f"config.json lacks {error}; use the model's own file") from None
+
+    @classmethod
+    def of(cls, hf: PretrainedConfig) -> ModelShape:
+        """From a configuration of transformers."""
+        return cls.from_config(vars(hf) | {"model_type": hf.model_type})
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def q_size(self) -> int:
+        """Channels of all queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Channels of all keys, or of all values."""
+        return self.num_kv_heads * self.head_dim
+
+    def shapes(self, weight: Weight) -> list[tuple[int, ...]]:
+        """Shapes of the Hugging Face tensors of a weight."""
+        return [
+            tuple(getattr(self, size) if isinstance(size, str) else size for size in shape)
+            for shape in weight.tensors.values()
+        ]
+
+    def num_elements(self, weight: Weight, tp: int = 1) -> int:
+        """Of a weight on a tensor-parallel rank, without rows that fill it up."""
+        total = sum(map(math.prod, self.shapes(weight)))
+        return total if weight.cut == "replicated" else total // tp
 
     def layer_sizes(self, tp: int = 1) -> list[int]:
         """Elements of the parameters of a layer on a tensor-parallel rank, in the order of
         megatron-core's local layer.
         """
-        hidden, dim, ffn = self.hidden_size, self.head_dim, self.ffn_size // tp
-        heads, qkv = (
-            self.num_heads * dim // tp,
-            (self.num_heads + 2 * self.num_kv_heads) * dim // tp,
-        )
-        attention = [hidden, hidden * heads, qkv * hidden]
-        attention += (
-            [qkv] if self.model_type == "qwen2" else [dim, dim]
-        )  # biases, or norms of queries and keys
-        return [*attention, hidden, 2 * ffn * hidden, hidden * ffn]
+        return [self.num_elements(weight, tp) for weight in self.family.layer]
 
     def linear_sizes(self, tp: int = 1) -> list[int]:
         """Elements of those that are matrices of a product."""
-        return [size for size in self.layer_sizes(tp) if size > 3 * self.hidden_size]
+        return [self.num_elements(weight, tp) for weight in self.family.layer if weight.is_matrix]
 
     def engine_weights(self, itemsize: int, tp: int, *, fp8: bool = False) -> int:
         """Bytes of the policy's weights on a rank of an engine; with `fp8` the layers' matrices
@@ -123,5 +160,27 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Of the whole policy."""
-        vocab = self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
-        return self.num_layers * sum(self.layer_sizes()) + self.hidden_size + vocab
+        outer = map(
+            self.num_elements, self.family.outer[:-1] if self.is_tied else self.family.outer
+        )
+        return self.num_layers * sum(self.layer_sizes()) + sum(outer)
+
+
+def cut_error(shape: ModelShape, tp: int, pp: int) -> str | None:
+    """Why the trainer cannot cut a model so, None if it can."""
+    for what, count in (
+        ("attention heads", shape.num_heads),
+        ("key-value heads", shape.num_kv_heads),
+        ("intermediate size", shape.ffn_size),
+    ):
+        if count % tp:
+            return (
+                f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); "
+                "lower --tensor-model-parallel-size to a divisor"
+            )
+    if shape.num_layers % pp:
+        return (
+            f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
+            f" ({shape.num_layers}); lower --pipeline-model-parallel-size to a divisor"
+        )
+    return None

@@ -23,7 +23,6 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.models.memory_plan import Setting, check_fits
 from ragen_mega.models.server_cut import check_cpu_cut, head_rows
@@ -44,6 +43,7 @@ from ragen_mega.storage.checkpoints import (
     find_latest,
     lock_run,
 )
+from ragen_mega.storage.model_readers import open_model
 from ragen_mega.warm_start.small_model import (
     BASE,
     Start,
@@ -136,12 +136,12 @@ def build_models(
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
     )
-    policy.load_weights(CheckpointReader(start.policy))
+    policy.load_weights(open_model(start.policy, verify=False))
     placement.add(ACTOR, policy.trainer.memory)
     if not config.advantage.uses_critic:
         return policy, None
     critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
-    critic.load_weights(CheckpointReader(start.critic or start.policy))
+    critic.load_weights(open_model(start.critic or start.policy, is_critic=True, verify=False))
     placement.add(CRITIC, critic.trainer.memory)
     return policy, critic
 
@@ -217,6 +217,7 @@ def check_model_and_engine(config: StarPOConfig) -> None:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    on_main(lambda: check_weights(config, hf))
     tp = config.rollout.rollout_tensor_parallel_size
     num_engines(config)
     head_rows(hf, 0, tp)
@@ -234,6 +235,14 @@ def check_model_and_engine(config: StarPOConfig) -> None:
     if torch.cuda.is_available():
         setting = Setting.from_config(config, distributed.world_size())
         check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])
+
+
+def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError if a directory to load does not hold this model, whole and undamaged."""
+    if config.model.load is not None:
+        open_model(local_directory(config.model.load))
+    if config.model.critic_load is not None:
+        open_model(local_directory(config.model.critic_load), hf, is_critic=True)
 
 
 def num_engines(config: StarPOConfig) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import CONFIG_FILE
@@ -23,6 +22,7 @@ from ragen_mega.rollout.evaluate import evaluate as play
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_boards
 from ragen_mega.run.run import FINAL_EXPORT
+from ragen_mega.storage.model_readers import open_model
 
 MAX_SESSIONS = 256
 """Trajectories that are decoded at once."""
@@ -55,7 +55,7 @@ def evaluate(
     directory, config, rollout = _settings(load, environment, rules or {})
     states = evaluation_boards(config, environment, boards)
     hf = load_config(str(directory))
-    reader = CheckpointReader(directory)
+    reader = open_model(directory)
     num_states = min(len(states), num_prompts) if states else num_prompts
     per_rank = -(-num_states * samples_per_prompt // distributed.world_size())
     engine = EmbeddedEngine(

@@ -1,23 +1,29 @@
-"""Tensors of a model by Hugging Face name, from either format in which a directory may hold it.
+"""The one loader of model directories: tensors by Hugging Face name, from either format, checked
+against config.json before the first is read.
 
 reader.names()         of all tensors
 reader.describe(name)  type and shape, without reading the tensor
-reader(name)           the tensor, None if there is none of that name; it may be a view of a mapped file
+reader(name)           the tensor, None if there is none; it may be a view of a mapped file
 reader.release()       unmap what was read, so that a caller who goes tensor by tensor stays small
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from ragen_mega.models.layout import StoredSlot, stored_slots, unshard
+from ragen_mega.data import distributed
+from ragen_mega.models.family import VALUE_HEAD
+from ragen_mega.models.huggingface import fp8_block, load_config
+from ragen_mega.models.layout import Slot, expected_tensors, model_slots, unshard
+from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.storage.integrity import describe_file, manifest_sha256
 from ragen_mega.storage.shard_files import DTYPES, PATTERN, PieceReader
 
@@ -26,31 +32,103 @@ MANIFEST = "manifest.json"
 FORMAT = "ragen_mega megatron model"
 VERSION = 1
 _BYTES_AT_ONCE = 2**22
+_FP8, _SCALE = "F8_E4M3", "_scale_inv"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Buffers in old checkpoints that follow from config.json."""
 
 
-class ModelReader(Protocol):
-    """What both formats offer; see the module."""
+def open_model(
+    directory: Path,
+    hf: PretrainedConfig | None = None,
+    *,
+    is_critic: bool = False,
+    verify: bool | None = None,
+) -> ModelReader:
+    """The model in a directory of Hugging Face's format, or of the one that
+    tools/convert_checkpoint.py writes.
 
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        ...
+    Raises ValueError unless everything that its config.json says is computed, its tensors are
+    exactly those that this config (and `hf`, if given) describes, and it is undamaged. A critic may
+    be made from a policy. `verify`, by default on rank 0 alone: also read what costs time,
+    checksums and the LM head that a tied model should not have.
+    """
+    own = load_config(str(directory))
+    check_config(own)
+    shape = ModelShape.of(own)
+    if hf is not None and shape != ModelShape.of(hf):
+        raise ValueError(
+            f"{directory} must hold a model of the policy's shape {ModelShape.of(hf)}, not"
+            f" {shape}; give another directory"
+        )
+    verify = distributed.is_main() if verify is None else verify
+    if MegatronReader.is_for(directory):
+        if verify:
+            verify_manifest(directory)
+        reader: ModelReader = MegatronReader(directory, shape)
+    else:
+        reader = HuggingFaceReader(directory, own.dtype or torch.bfloat16)
+    check_tensors(reader, shape, str(directory), is_critic=is_critic, verify=verify)
+    return reader
 
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Type and shape of a tensor that is there."""
-        ...
 
-    def __call__(self, name: str) -> Tensor | None: ...
+def check_tensors(
+    reader: ModelReader, shape: ModelShape, where: str, *, is_critic: bool = False, verify: bool
+) -> None:
+    """Raise ValueError unless a reader has exactly the tensors of a model of this shape."""
+    expected = expected_tensors(shape)
+    optional: dict[str, tuple[int, ...]] = {}
+    if is_critic:
+        optional[VALUE_HEAD] = (1, shape.hidden_size)
+        expected.pop(_HEAD, None)
+    if _HEAD not in expected:
+        optional[_HEAD] = expected[_EMBEDDING]
+    names = {name for name in reader.names() if not _DERIVED.fullmatch(name)}
+    if missing := [name for name in expected if name not in names]:
+        raise ValueError(
+            f"{where} lacks {missing[0]}{_and_more(missing)}; is it a complete"
+            f" {shape.model_type} checkpoint?"
+        )
+    if unknown := sorted(names - expected.keys() - optional.keys()):
+        raise ValueError(
+            f"{where} holds {unknown[0]}{_and_more(unknown)}, for which a {shape.model_type}"
+            f" {'critic' if is_critic else 'policy'} has no place; is config.json of another model?"
+        )
+    for name, wanted in (expected | optional).items():
+        if name in names and (found := reader.describe(name)[1]) != wanted:
+            raise ValueError(
+                f"{name} has shape {list(found)} in {where} and config.json asks for"
+                f" {list(wanted)}; is config.json of another model?"
+            )
+    if verify and _HEAD in names and shape.is_tied and not is_critic:
+        if not torch.equal(reader(_HEAD), reader(_EMBEDDING)):
+            raise ValueError(
+                f"config.json ties {_HEAD} to the embedding, and the two differ; set"
+                " tie_word_embeddings to false in config.json to keep both"
+            )
+    reader.release()
 
-    def release(self) -> None:
-        """Unmap the files; tensors that were returned and are still in use keep theirs."""
-        ...
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if a weight holds what is no number."""
+    if not tensor.isfinite().all():
+        raise ValueError(
+            f"{name} holds NaN or infinite numbers; the checkpoint is damaged or its training"
+            " diverged, use an earlier one"
+        )
 
 
 class HuggingFaceReader:
-    """A Hugging Face checkpoint directory: `model.safetensors`, or shards and their index."""
+    """A Hugging Face checkpoint directory: `model.safetensors`, or shards and their index.
 
-    def __init__(self, directory: Path) -> None:
+    Block-quantised FP8 weights are dequantised as transformers does it, in float32.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        """`dtype` is the type that quantised weights are said to have."""
+        self._dtype = dtype
         self._handles: dict[Path, safe_open] = {}
+        self._block = fp8_block(json.loads((directory / "config.json").read_text()))
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
         if index.exists():
             try:
@@ -80,28 +158,54 @@ class HuggingFaceReader:
         )
 
     def names(self) -> list[str]:
-        return list(self._files)
+        return [name for name in self._files if not self._is_scale(name)]
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        kind, shape = self._header(name)
+        if self._is_scale(name + _SCALE):
+            self._check_scale(name, kind, shape)
+            return self._dtype, shape
+        if kind not in DTYPES:
+            raise ValueError(
+                f"{name} is {kind} in {self._files[name]}; only {', '.join(DTYPES)} can be read, or"
+                f" {_FP8} with {_SCALE[1:]} and the quantization_config of Qwen"
+            )
+        return DTYPES[kind], shape
+
+    def __call__(self, name: str) -> Tensor | None:
+        if name not in self._files:
+            return None
+        tensor = self._open(self._files[name]).get_tensor(name)
+        if not self._is_scale(name + _SCALE):
+            return tensor
+        scale = self._open(self._files[name + _SCALE]).get_tensor(name + _SCALE).float()
+        blocks = tensor.float().reshape(scale.shape[0], self._block[0], scale.shape[1], -1)
+        return (blocks * scale[:, None, :, None]).reshape(tensor.shape)
+
+    def _is_scale(self, name: str) -> bool:
+        return (
+            self._block is not None
+            and name.endswith(_SCALE)
+            and {name, name.removesuffix(_SCALE)} <= self._files.keys()
+        )
+
+    def _check_scale(self, name: str, kind: str, shape: tuple[int, ...]) -> None:
+        scale_kind, grid = self._header(name + _SCALE)
+        covered = tuple(size * block for size, block in zip(grid, self._block))
+        if kind != _FP8 or scale_kind not in DTYPES or covered != shape:
+            raise ValueError(
+                f"{name} must be {_FP8} with a scale for every block of {list(self._block)}, not"
+                f" {kind} {list(shape)} with {scale_kind} {list(grid)}; load the model without"
+                " quantisation"
+            )
+
+    def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
         path = self._files[name]
         try:
             stored = self._open(path).get_slice(name)
         except SafetensorError as error:
             raise _damaged(path, error) from None
-        if stored.get_dtype() not in DTYPES:
-            raise ValueError(
-                f"{name} is {stored.get_dtype()} in {path}; only {', '.join(DTYPES)} can be read"
-            )
-        return DTYPES[stored.get_dtype()], tuple(stored.get_shape())
-
-    def __call__(self, name: str) -> Tensor | None:
-        path = self._files.get(name)
-        if path is None:
-            return None
-        try:
-            return self._open(path).get_tensor(name)
-        except SafetensorError as error:
-            raise _damaged(path, error) from None
+        return stored.get_dtype(), tuple(stored.get_shape())
 
     def release(self) -> None:
         self._handles.clear()
@@ -120,37 +224,29 @@ class MegatronReader:
     wrote.
     """
 
-    def __init__(self, directory: Path, hf: PretrainedConfig) -> None:
-        self._directory, self._hf = directory, hf
+    def __init__(self, directory: Path, shape: ModelShape) -> None:
         self._pieces = PieceReader(directory)
-        self._where: dict[str, tuple[StoredSlot, int]] = {}
-        for stored in stored_slots(hf):
-            if (found := self._pieces.global_shapes.get(ROLE + stored.key)) is not None:
-                self._check_shape(stored, found)
-                self._where |= {
-                    name: (stored, index) for index, name in enumerate(stored.slot.names)
-                }
-        self._last: tuple[StoredSlot, list[Tensor]] | None = (
-            None  # q, k and v are asked for one after the other
-        )
-
-    def _check_shape(self, stored: StoredSlot, found: tuple[int, ...]) -> None:
-        expected = _stacked(stored, self._hf)
-        is_padded = stored.slot.layout == "vocab" and found[0] >= expected[0]
-        if found != expected and not (is_padded and found[1:] == expected[1:]):
-            raise ValueError(
-                f"{stored.key} has shape {list(found)} in {self._directory} and config.json asks"
-                f" for {list(expected)}; is config.json of another model?"
-            )
-
-    @classmethod
-    def open(cls, directory: Path, *, verify: bool) -> Self:
-        """A self-contained directory in megatron format. `verify`: compare the checksums of all
-        files first.
-        """
-        if verify:
-            verify_manifest(directory)
-        return cls(directory, AutoConfig.from_pretrained(directory))
+        self._slots: dict[str, tuple[Slot, int]] = {}
+        known = set()
+        for slot in model_slots(shape):
+            known.add(key := ROLE + slot.key)
+            if (found := self._pieces.global_shapes.get(key)) is None:
+                continue
+            expected = _stacked(slot)
+            is_padded = slot.cut == "vocab" and found[0] >= expected[0]
+            if found != expected and not (is_padded and found[1:] == expected[1:]):
+                raise ValueError(
+                    f"{slot.key} has shape {list(found)} in {directory} and config.json asks"
+                    f" for {list(expected)}; is config.json of another model?"
+                )
+            self._slots |= {name: (slot, index) for index, name in enumerate(slot.names)}
+        self._unknown = [
+            key
+            for key in self._pieces.global_shapes
+            if key.startswith(ROLE) and not key.startswith(f"{ROLE}optimizer.") and key not in known
+        ]
+        # q, k and v are asked for one after the other
+        self._last: tuple[Slot, list[Tensor]] | None = None
 
     @staticmethod
     def is_for(directory: Path) -> bool:
@@ -159,43 +255,33 @@ class MegatronReader:
         """
         return (directory / "config.json").exists() and any(directory.glob(PATTERN))
 
-    def unknown_keys(self) -> list[str]:
-        """Parameters of the actor that the model described by config.json does not have."""
-        known = {ROLE + stored.key for stored in stored_slots(self._hf)}
-        return [
-            key
-            for key in self._pieces.global_shapes
-            if key.startswith(ROLE) and not key.startswith(f"{ROLE}optimizer.") and key not in known
-        ]
-
     def names(self) -> list[str]:
-        return list(self._where)
+        return [*self._slots, *self._unknown]
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        stored, index = self._where[name]
-        return self._pieces.dtype(ROLE + stored.key), stored.huggingface_shapes(self._hf)[index]
+        slot, index = self._slots[name]
+        return self._pieces.dtype(ROLE + slot.key), slot.shapes[index]
 
     def __call__(self, name: str) -> Tensor | None:
-        if name not in self._where:
+        if name not in self._slots:
             return None
-        stored, index = self._where[name]
-        if self._last is None or self._last[0] != stored:
+        slot, index = self._slots[name]
+        if self._last is None or self._last[0] != slot:
             self._last = None  # before the next one is read
-            whole = self._read(stored)
-            is_fused = len(stored.slot.names) > 1
-            self._last = (stored, unshard(stored.slot, [whole], self._hf) if is_fused else [whole])
+            whole = self._read(slot)
+            self._last = (slot, unshard(slot, [whole]) if len(slot.names) > 1 else [whole])
         return self._last[1][index]
 
     def release(self) -> None:
         self._last = None
         self._pieces.release()
 
-    def _read(self, stored: StoredSlot) -> Tensor:
+    def _read(self, slot: Slot) -> Tensor:
         """One parameter in Megatron's layout, a few rows at a time: the pieces are mapped files and
         count as memory.
         """
-        key, shape = ROLE + stored.key, stored.shape(self._hf)
-        lead = () if stored.layer is None else (stored.layer,)
+        key, shape = ROLE + slot.key, slot.whole
+        lead = () if slot.layer is None else (slot.layer,)
         whole = torch.empty(shape, dtype=self._pieces.dtype(key))
         rows = max(1, _BYTES_AT_ONCE * shape[0] // whole.nbytes)
         for start in range(0, shape[0], rows):
@@ -205,17 +291,21 @@ class MegatronReader:
                 (*lead, start, *(0 for _ in shape[1:])),
                 (*(1 for _ in lead), count, *shape[1:]),
                 dtype=whole.dtype,
-                global_shape=_stacked(stored, self._hf),
-                allow_padding=stored.slot.layout == "vocab",
+                global_shape=_stacked(slot),
+                allow_padding=slot.cut == "vocab",
             )
             whole[start : start + count] = box.reshape(count, *shape[1:])
             self._pieces.release()
         return whole
 
 
-def _stacked(stored: StoredSlot, hf: PretrainedConfig) -> tuple[int, ...]:
+ModelReader: TypeAlias = HuggingFaceReader | MegatronReader
+"""What both offer, see the module."""
+
+
+def _stacked(slot: Slot) -> tuple[int, ...]:
     """Shape of what is under the key, without padding."""
-    return (() if stored.layer is None else (hf.num_hidden_layers,)) + stored.shape(hf)
+    return slot.whole if slot.layer is None else (slot.shape.num_layers, *slot.whole)
 
 
 def verify_manifest(directory: Path) -> dict[str, Any]:
@@ -260,3 +350,7 @@ def verify_manifest(directory: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, error: Exception) -> ValueError:
     return ValueError(f"cannot read {path}: {error}; the file is missing or damaged, copy it again")
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -22,11 +22,12 @@ from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import CheckpointReader
-from ragen_mega.models.huggingface import random_weights, save_huggingface
+from ragen_mega.models.huggingface import random_weights
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
+from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.clone import fit, scripted_texts, scripted_trajectory
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -47,7 +48,7 @@ class Start(NamedTuple):
 
 def is_complete(directory: Path) -> bool:
     """Whether `save_huggingface` has finished there: the weights are its last file."""
-    return (directory / "model.safetensors").exists()
+    return HuggingFaceReader.is_for(directory)
 
 
 def find_warm_start(config: StarPOConfig) -> Start | None:
@@ -126,7 +127,7 @@ def warm_start(
         config.loss,
         temperature=warm.warm_start_temperature,
     )
-    student.load_weights(CheckpointReader(config.run_directory / BASE))
+    student.load_weights(open_model(config.run_directory / BASE))
     first_turns = scripted_play(
         config, renderer, console, 4 * warm.warm_start_trajectories, max_turns=1
     )
@@ -155,7 +156,7 @@ def warm_start(
         return start
     critic = warm_start_critic(config, hf, groups, console, start.policy, episodes)
     start = start._replace(critic=config.run_directory / WARM_START_CRITIC)
-    _export(start.critic, hf, renderer, critic.export_weights())
+    _export(start.critic, hf, renderer, critic.export_weights(), is_critic=True)
     return start
 
 
@@ -174,7 +175,7 @@ def warm_start_critic(
     schedule = _schedule(config, warm.warm_start_critic_steps)
     loss = replace(config.loss, value_clip=None)
     critic = MegatronCritic(hf, groups, config.parallel, schedule, loss)
-    critic.load_weights(CheckpointReader(start))
+    critic.load_weights(open_model(start))
     episodes = [shape_trajectory(episode, config.advantage.reward_terms) for episode in episodes]
     batch = pack(episodes)
     batch = batch.with_fields(values=torch.zeros(batch.num_positions))
@@ -235,8 +236,17 @@ def _export(
     hf: PretrainedConfig,
     renderer: ChatRenderer,
     weights: Iterable[tuple[str, Tensor]],
+    *,
+    is_critic: bool = False,
 ) -> None:
-    save_huggingface(directory, hf, renderer.tokenizer, weights, is_writer=distributed.is_main())
+    save_huggingface(
+        directory,
+        hf,
+        renderer.tokenizer,
+        weights,
+        is_writer=distributed.is_main(),
+        is_critic=is_critic,
+    )
     distributed.barrier()
 
 

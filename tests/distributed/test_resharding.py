@@ -229,7 +229,7 @@ def check_small_buckets(model, groups, plan: ReshardPlan, weights: dict[str, Ten
     """
     limit, parameters = groups.tp.size() * plan.shard_bytes // 10, dict(model.named_parameters())
     local = [(slot, parameters[slot.parameter]) for slot in slots(model)]
-    small = ReshardPlan.build(model.hf, groups, local, bucket_bytes=limit)
+    small = ReshardPlan.build(groups, local, bucket_bytes=limit)
     assert len(small.buckets) > len(plan.buckets)
     assert all(
         len(b.entries) == 1 or b.num_bytes * groups.tp.size() <= limit for b in small.buckets

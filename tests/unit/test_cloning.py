@@ -11,8 +11,8 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.storage.model_readers import open_model
 from ragen_mega.warm_start.small_model import write_small_model
 
 FLAGS = "--environments bandit --hidden-size 16 --ffn-hidden-size 32 --lr 1e-3".split()
@@ -27,7 +27,7 @@ def test_loss_is_the_cross_entropy_at_the_temperature(temperature: float, tmp_pa
     policy = MegatronPolicy(
         hf, groups, config.parallel, config.train, config.loss, temperature=temperature
     )
-    policy.load_weights(CheckpointReader(tmp_path))
+    policy.load_weights(open_model(tmp_path))
     generator = torch.Generator().manual_seed(0)
     trajectories = []
     for length in (3, 9):

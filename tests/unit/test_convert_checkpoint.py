@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.report.console import Console
+from ragen_mega.storage.model_readers import open_model
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 ARCHITECTURES = ("qwen2_tied", "qwen2_untied", "qwen3_tied", "qwen3_untied")
@@ -135,7 +135,7 @@ def test_round_trips_keep_every_bit(tmp_path: Path, architecture: str, dtype: to
                 == (back / name).read_bytes()
                 == (start / name).read_bytes()
             )
-        reader = CheckpointReader(cut)  # what --load of training and evaluation opens
+        reader = open_model(cut)  # what --load of training and evaluation opens
         assert_equal({name: reader(name) for name in reader.names()}, expected)
         before = cut
     assert_equal(
@@ -266,14 +266,14 @@ def test_every_damaged_byte_of_the_megatron_format_is_seen(tmp_path: Path) -> No
         flip_a_byte(intact / name, 0.6)
         for use in (
             lambda: convert(intact, tmp_path / "target", "huggingface"),
-            lambda: CheckpointReader(intact),
+            lambda: open_model(intact),
         ):
             with pytest.raises(ValueError, match="SHA-256|cannot read"):
                 use()
         (intact / name).write_bytes(content)
     (intact / "rank_00001.safetensors").unlink()
     with pytest.raises(ValueError, match="rank_00001.safetensors is missing"):
-        CheckpointReader(intact)
+        open_model(intact)
 
 
 @pytest.mark.parametrize(
@@ -314,8 +314,8 @@ def test_a_target_appears_whole_or_not_at_all(
     (tmp_path / "target" / "precious").unlink()
     written = []
 
-    def interrupt(self, tensors) -> None:
-        written.append(len(list((tmp_path / ".target.unfinished").glob("rank_*"))))
+    def interrupt(self, slot, tensors) -> None:
+        written.append(len(list((tmp_path / ".target.unfinished").glob("*rank_*"))))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from transformers import (
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import kv_cache, slots
-from ragen_mega.engines.embedded.decoder import Decoder, DecoderShape
+from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from tests.support.rounding import exact_logprobs
 
@@ -545,5 +545,5 @@ def test_bad_requests_are_refused(
 def test_variants_that_would_be_computed_wrongly_are_refused(
     config: Qwen2Config | Qwen3Config,
 ) -> None:
-    with pytest.raises(ValueError, match="only|not supported"):
-        DecoderShape.from_config(config)
+    with pytest.raises(ValueError, match="no other is supported"):
+        EmbeddedEngine(config, max_context=8, max_sessions=1)

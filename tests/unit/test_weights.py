@@ -8,8 +8,8 @@ from transformers import Qwen2Config, Qwen3Config
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.model import check_model
-from ragen_mega.models.layout import Slot, shard, unshard
-from ragen_mega.models.shape import trainer_vocab_size
+from ragen_mega.models.layout import Slot, model_slots, shard, unshard
+from ragen_mega.models.shape import ModelShape, trainer_vocab_size
 
 CONFIGS = {
     "qwen2": Qwen2Config(
@@ -38,33 +38,36 @@ def tensors(architecture: str, layout: str) -> list[torch.Tensor]:
     return {
         "qkv": [rand(8 * dim, 32), rand(4 * dim, 32), rand(4 * dim, 32)],
         "gate_up": [rand(48, 32), rand(48, 32)],
-        "row": [rand(32, 48)],
+        "row": [rand(32, 8 * dim)],
         "vocab": [rand(CONFIGS[architecture].vocab_size, 32)],
         "replicated": [rand(32)],
     }[layout]
+
+
+def slot(architecture: str, layout: str) -> Slot:
+    """The first weight of the model that is cut so."""
+    slots = model_slots(ModelShape.of(CONFIGS[architecture]))
+    return next(slot for slot in slots if slot.cut == layout)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("layout", ["qkv", "gate_up", "row", "vocab", "replicated"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_round_trip(architecture: str, layout: str, tp: int) -> None:
-    hf, slot, full = (
-        CONFIGS[architecture],
-        Slot("p", ("a", "b", "c"), layout),
-        tensors(architecture, layout),
-    )
-    shards = [shard(slot, full, hf, rank, tp) for rank in range(tp)]
+    one, full = slot(architecture, layout), tensors(architecture, layout)
+    assert one.shapes == [tuple(tensor.shape) for tensor in full]
+    shards = [shard(one, full, rank, tp) for rank in range(tp)]
     assert len({piece.shape for piece in shards}) == 1
-    for expected, got in zip(full, unshard(slot, shards, hf), strict=True):
+    for expected, got in zip(full, unshard(one, shards), strict=True):
         assert torch.equal(expected, got)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_fused_qkv_holds_whole_groups(tp: int) -> None:
-    hf, dim = CONFIGS["qwen3"], 6
+    dim = 6
     q, k, v = tensors("qwen3", "qkv")
     for rank in range(tp):
-        local = shard(Slot("p", ("q", "k", "v"), "qkv"), [q, k, v], hf, rank, tp)
+        local = shard(slot("qwen3", "qkv"), [q, k, v], rank, tp)
         rows = []
         for group in range(
             rank * 4 // tp, (rank + 1) * 4 // tp
@@ -76,17 +79,17 @@ def test_fused_qkv_holds_whole_groups(tp: int) -> None:
 
 def test_gate_and_up_are_fused_per_rank() -> None:
     gate, up = tensors("qwen2", "gate_up")
-    local = shard(Slot("p", ("g", "u"), "gate_up"), [gate, up], CONFIGS["qwen2"], 1, 2)
+    local = shard(slot("qwen2", "gate_up"), [gate, up], 1, 2)
     assert torch.equal(local, torch.cat([gate[24:], up[24:]]))
 
 
 def test_vocabulary_is_padded_with_zero_rows_as_the_engine_pads_it() -> None:
     hf = CONFIGS["qwen3"]  # 93 rows over 4 ranks, filled up to a multiple of 64
     (weight,) = tensors("qwen3", "vocab")
-    third, last = (shard(Slot("p", ("e",), "vocab"), [weight], hf, rank, 4) for rank in (2, 3))
+    third, last = (shard(slot("qwen3", "vocab"), [weight], rank, 4) for rank in (2, 3))
     assert trainer_vocab_size(hf.vocab_size, 4) == 128 and third.shape == last.shape == (32, 32)
     assert torch.equal(third[:29], weight[64:]) and not third[29:].any() and not last.any()
-    alone = shard(Slot("p", ("e",), "vocab"), [weight], hf, 0, 1)
+    alone = shard(slot("qwen3", "vocab"), [weight], 0, 1)
     assert trainer_vocab_size(hf.vocab_size, 1) == 93 and torch.equal(alone, weight)
 
 

@@ -9,112 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen2Config, Qwen3Config
+
+from ragen_mega.models.layout import complete, expected_tensors
+from ragen_mega.models.shape import ModelShape
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [W, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [W, heads * d]. q is scaled
 by d ** -0.5.
 """
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Sizes and variants of the architecture."""
-
-    num_layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    qkv_bias: bool
-    qk_norm: bool
-    tied: bool
-    rms_norm_eps: float
-    rope_theta: float
-
-    @classmethod
-    def from_config(cls, config: Qwen2Config | Qwen3Config) -> DecoderShape:
-        """Raises ValueError for an architecture or a variant that this decoder does not compute."""
-        if config.model_type not in ("qwen2", "qwen3"):
-            raise ValueError(
-                f"model_type must be qwen2 or qwen3, not {config.model_type!r}; load a dense Qwen2,"
-                " Qwen2.5 or Qwen3"
-            )
-        rope = config.rope_parameters
-        if (
-            config.hidden_act != "silu"
-            or rope["rope_type"] != "default"
-            or any(kind != "full_attention" for kind in config.layer_types)
-        ):
-            raise ValueError(
-                "the embedded engine computes silu, default rotary embeddings and full attention"
-                f" only, not hidden_act {config.hidden_act}, rope_type {rope['rope_type']},"
-                f" layer_types {sorted(set(config.layer_types))}; load a checkpoint without these"
-                " variants"
-            )
-        is_qwen3 = config.model_type == "qwen3"
-        if is_qwen3 and config.attention_bias:
-            raise ValueError(
-                "Qwen3 with attention_bias=True is not supported; no released checkpoint has it"
-            )
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        return cls(
-            num_layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
-            intermediate=config.intermediate_size,
-            vocab=config.vocab_size,
-            qkv_bias=not is_qwen3,
-            qk_norm=is_qwen3,
-            tied=config.tie_word_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=rope["rope_theta"],
-        )
-
-    def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor under its Hugging Face name, `lm_head.weight` included."""
-        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (self.hidden,),
-            "self_attn.q_proj.weight": (q_rows, self.hidden),
-            "self_attn.k_proj.weight": (kv_rows, self.hidden),
-            "self_attn.v_proj.weight": (kv_rows, self.hidden),
-            "self_attn.o_proj.weight": (self.hidden, q_rows),
-            "post_attention_layernorm.weight": (self.hidden,),
-            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
-            "mlp.up_proj.weight": (self.intermediate, self.hidden),
-            "mlp.down_proj.weight": (self.hidden, self.intermediate),
-        }
-        if self.qkv_bias:
-            projections = (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
-            layer |= {f"self_attn.{name}_proj.bias": (rows,) for name, rows in projections}
-        if self.qk_norm:
-            layer |= {
-                "self_attn.q_norm.weight": (self.head_dim,),
-                "self_attn.k_norm.weight": (self.head_dim,),
-            }
-        expected = {
-            f"model.layers.{i}.{name}": shape
-            for i in range(self.num_layers)
-            for name, shape in layer.items()
-        }
-        expected["model.embed_tokens.weight"] = (self.vocab, self.hidden)
-        expected["model.norm.weight"] = (self.hidden,)
-        expected["lm_head.weight"] = (self.vocab, self.hidden)
-        return expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +45,21 @@ class Workspace:
     arithmetic.
     """
 
-    def __init__(self, shape: DecoderShape, num_tokens: int, dtype: torch.dtype) -> None:
-        num_qk = shape.heads + shape.kv_heads
+    def __init__(self, shape: ModelShape, num_tokens: int, dtype: torch.dtype) -> None:
+        num_qk = shape.num_heads + shape.num_kv_heads
         self.num_tokens = num_tokens
         self.norm = torch.empty(num_tokens, 1, dtype=dtype)
-        self.normalized = torch.empty(num_tokens, shape.hidden, dtype=dtype)
-        self.qkv = torch.empty(num_tokens, (num_qk + shape.kv_heads) * shape.head_dim, dtype=dtype)
+        self.normalized = torch.empty(num_tokens, shape.hidden_size, dtype=dtype)
+        self.qkv = torch.empty(num_tokens, shape.q_size + 2 * shape.kv_size, dtype=dtype)
         heads = self.qkv.view(num_tokens, -1, shape.head_dim)
         self.q, self.k, self.v = heads.split(
-            [shape.heads, shape.kv_heads, shape.kv_heads], dim=1
+            [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1
         )  # [T, _, d]
         self.rotated = self.qkv.view(_COMPLEX[dtype])[
             :, : num_qk * shape.head_dim // 2
         ]  # q and k as complex pairs
         self.rotations = torch.empty(self.rotated.shape, dtype=_COMPLEX[dtype])
-        self.gate_up = torch.empty(num_tokens, 2 * shape.intermediate, dtype=dtype)
+        self.gate_up = torch.empty(num_tokens, 2 * shape.ffn_size, dtype=dtype)
         self.gate, self.up = self.gate_up.chunk(2, dim=1)
 
 
@@ -165,7 +74,7 @@ class Decoder:
 
     def __init__(
         self,
-        shape: DecoderShape,
+        shape: ModelShape,
         weights: Iterable[tuple[str, Tensor]],
         *,
         max_context: int,
@@ -178,12 +87,14 @@ class Decoder:
             )
         self.shape = shape
         received = _receive(shape, weights, dtype)
-        self.embedding = received["model.embed_tokens.weight"]
-        self.head = received["lm_head.weight"]
+        self.embedding = received[_EMBEDDING]
+        self.head = received[_HEAD]
         self._norm = (
-            received["model.norm.weight"] * shape.hidden**0.5
+            received["model.norm.weight"] * shape.hidden_size**0.5
         )  # not in the head: that may be the embedding
-        self._norm_floor = torch.tensor((shape.hidden * shape.rms_norm_eps) ** 0.5, dtype=dtype)
+        self._norm_floor = torch.tensor(
+            (shape.hidden_size * shape.rms_norm_eps) ** 0.5, dtype=dtype
+        )
         self._qk_norm_floor = torch.tensor(
             (shape.head_dim * shape.rms_norm_eps) ** 0.5, dtype=dtype
         )
@@ -196,21 +107,23 @@ class Decoder:
         )
         rotations = torch.polar(torch.ones_like(angles), angles).to(_COMPLEX[dtype])
         self._rotations = rotations.repeat(
-            1, shape.heads + shape.kv_heads
+            1, shape.num_heads + shape.num_kv_heads
         )  # [max_context, (heads + kv_heads) * d / 2]
 
     def _fuse(self, received: dict[str, Tensor], prefix: str) -> _Layer:
         shape = self.shape
         scale = shape.head_dim**-0.5
+        has_qk_norm = shape.family.has("self_attention.q_layernorm.weight")
+        has_bias = shape.family.has("self_attention.linear_qkv.bias")
 
         def stack(kind: str) -> Tensor:
             q, k, v = (received[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
             # With q norm the scale belongs behind the norm.
-            q = _pair_halves(q, shape.heads) * (1.0 if shape.qk_norm else scale)
-            return torch.cat([q, _pair_halves(k, shape.kv_heads), v])
+            q = _pair_halves(q, shape.num_heads) * (1.0 if has_qk_norm else scale)
+            return torch.cat([q, _pair_halves(k, shape.num_kv_heads), v])
 
         qk_norm = None
-        if shape.qk_norm:
+        if has_qk_norm:
             q_norm, k_norm = (
                 _pair_halves(received[f"{prefix}self_attn.{x}_norm.weight"], 1) for x in "qk"
             )
@@ -223,7 +136,7 @@ class Decoder:
         )
         return _Layer(
             qkv=_behind_norm(stack("weight"), received[f"{prefix}input_layernorm.weight"]).t(),
-            qkv_bias=stack("bias") if shape.qkv_bias else None,
+            qkv_bias=stack("bias") if has_bias else None,
             qk_norm=qk_norm,
             output=received[f"{prefix}self_attn.o_proj.weight"].t(),
             gate_up=_behind_norm(gate_up, received[f"{prefix}post_attention_layernorm.weight"]).t(),
@@ -300,39 +213,16 @@ def _pair_halves(rows: Tensor, heads: int) -> Tensor:
 
 
 def _receive(
-    shape: DecoderShape, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+    shape: ModelShape, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Copy the stream and check it: exactly the expected names, each once, in the expected shapes."""
-    expected = shape.expected_weights()
-    received: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        if name not in expected:
-            raise ValueError(
-                f"unexpected weight {name!r}; the model has {len(expected)} names, e.g."
-                f" {min(expected)!r}; check that the weights belong to the model config"
-            )
-        if name in received:
-            raise ValueError(
-                f"weight {name!r} arrived twice; each name must be exported by one rank only"
-            )
-        if tuple(tensor.shape) != expected[name]:
-            raise ValueError(
-                f"weight {name!r} must have the full shape {expected[name]} ({prod(expected[name])}"
-                f" elements), not {tuple(tensor.shape)}; check the model config and that shards"
-                " were gathered"
-            )
-        received[name] = tensor.detach().to(device="cpu", dtype=dtype, copy=True)
-    if shape.tied and (embedding := received.get("model.embed_tokens.weight")) is not None:
-        head = received.setdefault("lm_head.weight", embedding)
-        if head is not embedding and not torch.equal(head, embedding):
-            raise ValueError(
-                "the model ties its embeddings, but lm_head.weight differs from"
-                " model.embed_tokens.weight"
-            )
-    missing = sorted(expected.keys() - received.keys())
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(expected)} weights are missing, first {missing[0]!r}; export"
-            " the whole model"
-        )
+    """Copy the stream and check it: the model's tensors; a tied LM head may be among them."""
+    expected = expected_tensors(shape)
+    wanted = expected | {_HEAD: expected[_EMBEDDING]}
+    received = {
+        name: tensor.detach().to(device="cpu", dtype=dtype, copy=True)
+        for name, tensor in complete(weights, wanted, optional=wanted.keys() - expected.keys())
+    }
+    head = received.setdefault(_HEAD, received[_EMBEDDING])
+    if shape.is_tied and not torch.equal(head, received[_EMBEDDING]):
+        raise ValueError(f"the model ties its embeddings, but {_HEAD} differs from {_EMBEDDING}")
     return received

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen3Config
 
 from ragen_mega.data.types import Completion, SamplingParams
-from ragen_mega.engines.embedded.decoder import Decoder, DecoderShape
+from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.slots import Prefill, SlotTable
+from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.rollout.engine import EngineCounts
 
 
@@ -54,7 +55,8 @@ class EmbeddedEngine:
         self.weight_version = 0
         self.shard = None
         self.counts = EngineCounts()
-        self._shape = DecoderShape.from_config(model_config)
+        check_config(model_config)
+        self._shape = ModelShape.of(model_config)
         self._max_context = max_context
         self._max_sessions = max_sessions
         self._dtype = dtype
@@ -122,7 +124,7 @@ class EmbeddedEngine:
             raise RuntimeError(
                 "the engine has no weights; call load_weights inside `with engine.awake()` first"
             )
-        sampling.check(tokens, vocab=self._shape.vocab)
+        sampling.check(tokens, vocab=self._shape.vocab_size)
         if session in self._running or session in self._waiting:
             raise ValueError(
                 f"session {session} already generates; await one completion before asking for the"

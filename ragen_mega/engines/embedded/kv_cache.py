@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragen_mega.engines.embedded.decoder import Attend, DecoderShape
+from ragen_mega.engines.embedded.decoder import Attend
+from ragen_mega.models.shape import ModelShape
 
 _MIN_SHARED = 16
 """Shorter prefixes are not worth the extra operations."""
@@ -54,7 +55,7 @@ class _Padding:
         num_keys: int,
         dtype: torch.dtype,
     ) -> _Padding:
-        """Row i has counts[i] queries; a query sees the keys up to its last_key [T], of `num_keys`."""
+        """Row i has counts[i] queries; one sees the keys up to its last_key [T], of `num_keys`."""
         num_rows, longest = len(counts), int(counts.max())
         row = np.repeat(np.arange(num_rows), counts)
         query = np.arange(len(row))
@@ -89,12 +90,12 @@ class KVCache:
     """
 
     def __init__(
-        self, shape: DecoderShape, *, num_slots: int, max_context: int, dtype: torch.dtype
+        self, shape: ModelShape, *, num_slots: int, max_context: int, dtype: torch.dtype
     ) -> None:
         self._shape = shape
         self._max_context = max_context
         self._dtype = dtype
-        layers, rows = range(shape.num_layers), (num_slots, shape.kv_heads)
+        layers, rows = range(shape.num_layers), (num_slots, shape.num_kv_heads)
         width = min(_FIRST_WIDTH, max_context)
         # per layer [slots, kv_heads, d, width] and [slots, kv_heads, max_context, d]
         self._keys = [_lazy_zeros(*rows, shape.head_dim, width, dtype=dtype) for _ in layers]
@@ -167,7 +168,7 @@ class KVCache:
                 keys, values = (x.index_select(0, index) for x in (keys, values))
             padding = every if q.shape[0] == len(positions) else last
             queries = padding.pad(
-                q.unflatten(1, (self._shape.kv_heads, -1))
+                q.unflatten(1, (self._shape.num_kv_heads, -1))
             )  # [m, kv_heads, group, Lq, d]
             scores = queries.flatten(2, 3) @ keys
             scores.view(*queries.shape[:4], end)[..., seen:].add_(padding.mask)
@@ -179,14 +180,14 @@ class KVCache:
     def decode(self, positions: NDArray[np.int64], prefix: SharedPrefix | None) -> Attend:
         """Attention of one new token in each of the rows [0, n), at its position [n]."""
         shape, num_rows = self._shape, len(positions)
-        group = shape.heads // shape.kv_heads
+        group = shape.num_heads // shape.num_kv_heads
         start = prefix.length if prefix else 0
         end = int(positions.max()) + 1
         self._reserve(end)
         rows, position = torch.arange(num_rows), torch.from_numpy(positions)
         self._mask.numpy()[:num_rows, 0][np.arange(num_rows), positions] = 0.0
         mask = self._mask[:num_rows, :, start:end]  # [n, 1, L]
-        weights = torch.empty(num_rows * shape.kv_heads, group, end, dtype=self._dtype)
+        weights = torch.empty(num_rows * shape.num_kv_heads, group, end, dtype=self._dtype)
         own_weights = (
             weights[..., start:].unflatten(0, (num_rows, -1)).flatten(1, 2)
         )  # [n, heads, L], a view
@@ -195,7 +196,7 @@ class KVCache:
             self._write(layer, rows, position, k, v)
             keys = self._keys[layer][:num_rows].flatten(0, 1)[..., start:end]
             values = self._values[layer][:num_rows].flatten(0, 1)[:, start:end]
-            queries = q.reshape(num_rows * shape.kv_heads, group, shape.head_dim)
+            queries = q.reshape(num_rows * shape.num_kv_heads, group, shape.head_dim)
             torch.add(torch.bmm(queries, keys).view_as(own_weights), mask, out=own_weights)
             if prefix is None:
                 return torch.bmm(torch.softmax(weights, -1, out=weights), values).view(num_rows, -1)
@@ -226,7 +227,7 @@ class KVCache:
         prefix_length = _best_prefix_length(shared)
         if prefix_length == 0:
             return None
-        num_rows, kv_heads = len(order), self._shape.kv_heads
+        num_rows, kv_heads = len(order), self._shape.num_kv_heads
         class_of_sorted = np.concatenate([[0], np.cumsum(shared < prefix_length)])
         first = np.searchsorted(class_of_sorted, np.arange(class_of_sorted[-1] + 1))  # [C]
         place_of_sorted = np.arange(num_rows) - first[class_of_sorted]

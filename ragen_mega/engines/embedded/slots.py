@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import sampling as sampler
-from ragen_mega.engines.embedded.decoder import Decoder, DecoderShape, Workspace
+from ragen_mega.engines.embedded.decoder import Decoder, Workspace
 from ragen_mega.engines.embedded.kv_cache import KVCache, SharedPrefix
+from ragen_mega.models.shape import ModelShape
 
 _MIN_COPIED = 16
 """A shared beginning has to be this much longer before it is worth waiting for the row that
@@ -97,10 +98,10 @@ class SlotTable:
 
     @torch.inference_mode()
     def __init__(
-        self, shape: DecoderShape, *, num_slots: int, max_context: int, dtype: torch.dtype
+        self, shape: ModelShape, *, num_slots: int, max_context: int, dtype: torch.dtype
     ) -> None:
         self._max_context = max_context
-        self._rows = _Rows.create(num_slots, max_context, shape.vocab, dtype)
+        self._rows = _Rows.create(num_slots, max_context, shape.vocab_size, dtype)
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
         self._num_slots = 0
         self.computed_tokens = 0

@@ -25,7 +25,7 @@ from ragen_mega.data import checksums
 from ragen_mega.engines.sglang import supervisor, weight_loader
 from ragen_mega.engines.sglang.fp8_blocks import QUANTIZATION_CONFIG
 from ragen_mega.engines.sglang.http_json import HOST, ConnectionLost, JSONClient, RequestRefused
-from ragen_mega.models.huggingface import ARCHITECTURES
+from ragen_mega.models.shape import find_family
 from ragen_mega.rollout.engine import EngineError
 
 _SPARE_CONTEXT = 8
@@ -308,7 +308,7 @@ def _write_model_config(
     values["max_position_embeddings"] = max(
         values["max_position_embeddings"], context
     )  # the size of a table
-    values["architectures"] = values.get("architectures") or [ARCHITECTURES[config.model_type]]
+    values["architectures"] = [find_family(config.model_type).architecture]
     directory.mkdir(mode=0o700, exist_ok=True)
     _write_private(directory / "config.json", json.dumps(values, indent=1, default=str))
 

@@ -1,0 +1,183 @@
+"""Models written tensor by tensor in Hugging Face's format; what is in memory is one tensor at a
+time.
+
+All types and shapes are known first, and with them the header of every file, so that no file has to
+be in memory to be written. Source of the file format:
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ragen_mega.models.family import VALUE_HEAD
+from ragen_mega.models.layout import complete, expected_tensors
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.storage.model_readers import check_finite
+from ragen_mega.storage.shard_files import DTYPES
+
+MAX_SHARD_SIZE = 5 * 10**9
+"""Bytes of a file, unless told otherwise."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BYTES_AT_ONCE = 2**22
+
+
+Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor."""
+
+
+def num_bytes(kind: Kind) -> int:
+    """Of a tensor's elements."""
+    dtype, shape = kind
+    return math.prod(shape) * dtype.itemsize
+
+
+class TensorFile:
+    """A safetensors file whose tensors are written one by one, in any order. Until it is closed
+    another name is in the directory.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, Kind], metadata: Mapping[str, str]
+    ) -> None:
+        self._path, self._unfinished = path, path.with_name(f".{path.name}.tmp")
+        self._ahead: dict[str, tuple[Kind, int]] = {}
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        end = 0
+        for name, kind in tensors.items():
+            start, end = end, end + num_bytes(kind)
+            self._ahead[name] = (kind, start)
+            header[name] = {
+                "dtype": _NAMES[kind[0]],
+                "shape": kind[1],
+                "data_offsets": (start, end),
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+        self._file = self._unfinished.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._start = self._file.tell()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, in the type and shape announced; rows that it has fewer are zero. Raises
+        ValueError if a number of it is not finite.
+        """
+        (dtype, shape), start = self._ahead.pop(name)
+        assert tensor.shape[1:] == shape[1:] and len(tensor) <= shape[0], (name, tensor.shape)
+        self._file.seek(self._start + start)
+        rows = max(1, _BYTES_AT_ONCE * len(tensor) // max(1, tensor.nbytes))
+        for part in tensor.detach().split(rows):
+            check_finite(name, part)
+            data = part.to(device="cpu", dtype=dtype).contiguous()
+            self._file.write(data.reshape(-1).view(torch.uint8).numpy())
+        end = self._start + start + num_bytes((dtype, shape))
+        self._file.write(bytes(end - self._file.tell()))
+
+    def close(self) -> None:
+        """Give the file its name, once the disk has it all."""
+        assert not self._ahead, f"{self._path} is not complete"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._unfinished.replace(self._path)
+
+
+class HuggingFaceWriter:
+    """`model.safetensors`, or shards of at most `max_shard_size` bytes (but of one tensor at least)
+    and their index.
+    """
+
+    def __init__(
+        self, directory: Path, tensors: Mapping[str, Kind], max_shard_size: int = MAX_SHARD_SIZE
+    ) -> None:
+        shards: list[dict[str, Kind]] = [{}]
+        size = 0
+        for name, kind in tensors.items():
+            if shards[-1] and size + num_bytes(kind) > max_shard_size:
+                shards.append({})
+                size = 0
+            shards[-1][name] = kind
+            size += num_bytes(kind)
+        count = len(shards)
+        files = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+        self._index = directory / "model.safetensors.index.json" if count > 1 else None
+        self._total = sum(map(num_bytes, tensors.values()))
+        self._weight_map: dict[str, str] = {}
+        self._files: dict[str, TensorFile] = {}
+        for file, shard in zip(files if count > 1 else ["model.safetensors"], shards, strict=True):
+            self._weight_map |= dict.fromkeys(shard, file)
+            self._files[file] = TensorFile(directory / file, shard, {"format": "pt"})
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one of the tensors."""
+        self._files[self._weight_map[name]].write(name, tensor)
+
+    def close(self) -> None:
+        """Finish the shards; the index, without which nobody reads them, comes last."""
+        for file in self._files.values():
+            file.close()
+        if self._index:
+            index = {
+                "metadata": {"total_size": self._total},
+                "weight_map": dict(sorted(self._weight_map.items())),
+            }
+            unfinished = self._index.with_name(f".{self._index.name}.tmp")
+            unfinished.write_text(json.dumps(index, indent=2) + "\n")
+            unfinished.replace(self._index)
+
+
+def save_huggingface(
+    directory: Path,
+    hf: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    is_writer: bool,
+    is_critic: bool = False,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> None:
+    """Write a directory that `transformers` loads; its weights get their name last, when all is
+    there. Every rank must call it: `weights` is a collective stream.
+
+    The generation config is that of the directory from which `hf` was loaded. Raises ValueError if
+    the weights are not those of the model, or not all of the type of the first.
+    """
+    stream = iter(weights)
+    if not is_writer:
+        for _ in stream:
+            pass
+        return
+    first = next(stream)
+    dtype = first[1].dtype
+    shape = ModelShape.of(hf)
+    expected = expected_tensors(shape, is_critic=is_critic)
+    kinds = {
+        name: (torch.float32 if name == VALUE_HEAD else dtype, size)
+        for name, size in expected.items()
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(hf)
+    config.architectures, config.dtype = [shape.family.architecture], dtype
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    generation = Path(hf.name_or_path) / "generation_config.json"
+    if hf.name_or_path and generation.is_file():
+        shutil.copyfile(generation, directory / generation.name)
+    writer = HuggingFaceWriter(directory, kinds, max_shard_size)
+    for name, tensor in complete(chain([first], stream), expected):
+        if name != VALUE_HEAD and tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, and others are {dtype}; export one type")
+        writer.write(name, tensor)
+    writer.close()

@@ -1,0 +1,404 @@
+"""What a model directory says is computed or refused, by --load and by conversion alike; what is
+accepted gives the logits of transformers in float64.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.quantizers import quantizer_finegrained_fp8
+
+from ragen_mega.config import ParallelConfig, parse
+from ragen_mega.engines.embedded.decoder import Decoder
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.weights import export_weights, load_weights
+from ragen_mega.models.huggingface import load_config
+from ragen_mega.models.shape import FAMILIES, ModelShape
+from ragen_mega.report.console import Console
+from ragen_mega.run.build import build
+from ragen_mega.storage.model_readers import open_model
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+CLASSES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
+SIZES = dict(
+    vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+BLOCK = (8, 16)
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK),
+}
+TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+
+
+def load_tool():
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["convert_checkpoint"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+def convert(source: Path, target: Path, dtype: str | None = None) -> Path:
+    arguments = argparse.Namespace(
+        source=source, target=target, format="huggingface", dtype=dtype, max_shard_size=None,
+        tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
+    )  # fmt: skip
+    tool.convert(arguments, Console(is_writer=True, num_steps=0))
+    return target
+
+
+def model_config(family: str, **changes) -> PretrainedConfig:
+    extra = {"head_dim": 12} if family == "qwen3" else {}
+    return CLASSES[family](**SIZES | extra | changes)
+
+
+def write_model(directory: Path, family: str = "qwen2", **changes) -> Path:
+    """What transformers saves of a model with random weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(family, **changes), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
+def edit_config(**changes) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_tensors(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, {"format": "pt"})
+
+    return edit
+
+
+def quantise(tensors: dict[str, Tensor]) -> None:
+    """Qwen's published layout: matrices of layers in FP8, a scale for every block."""
+    for name, weight in list(tensors.items()):
+        if name.startswith("model.layers.") and weight.dim() == 2:
+            rows, columns = weight.shape[0] // BLOCK[0], weight.shape[1] // BLOCK[1]
+            blocks = weight.reshape(rows, BLOCK[0], columns, BLOCK[1])
+            scale = blocks.abs().amax((1, 3)) / 448
+            quantised = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            tensors[name] = quantised.reshape(weight.shape)
+            tensors[f"{name}_scale_inv"] = scale.bfloat16()  # the type in Qwen's files
+        else:
+            tensors[name] = weight.bfloat16()
+
+
+def write_fp8(directory: Path, family: str = "qwen2", **changes) -> Path:
+    write_model(directory, family, **changes)
+    edit_tensors(quantise)(directory)
+    edit_config(quantization_config=FP8, dtype="bfloat16")(directory)
+    return directory
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[Path], None]:
+    return edit_tensors(lambda tensors: tensors.update({name: value(tensors).contiguous()}))
+
+
+# harm, what the error says; on an untied Qwen2, or on what "on" names
+REFUSED: dict[str, tuple] = {
+    "activation": (edit_config(hidden_act="gelu"), "hidden_act in config.json must be 'silu'"),
+    "window": (edit_config(use_sliding_window=True), "use_sliding_window .* must be false"),
+    "layers with a window": (
+        edit_config(layer_types=["full_attention", "sliding_attention"]),
+        r"layer_types .* must be 'full_attention' in every layer, not \['full_attention', 'sliding",
+    ),
+    "dropout": (edit_config(attention_dropout=0.1), "attention_dropout .* must be 0.0, not 0.1"),
+    "rope scaling": (
+        edit_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "rope_parameters .* must be of rope_type 'default'",
+    ),
+    "rope of some channels": (
+        edit_config(
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            }
+        ),
+        "rope_parameters",
+    ),  # fmt: skip
+    "no causal mask": (edit_config(is_causal=False), "is_causal in config.json must be true"),
+    "layers of their own": (
+        edit_config(per_layer_config={"0": {"intermediate_size": 96}}),
+        "per_layer_config in config.json must be absent",
+    ),
+    "class": (
+        edit_config(architectures=["Qwen2ForSequenceClassification"]),
+        r"architectures .* must be \['Qwen2ForCausalLM'\]",
+    ),
+    "heads": (edit_config(num_attention_heads=3, head_dim=8), r"must be a multiple of num_key"),
+    "zero": (edit_config(rms_norm_eps=0.0), "rms_norm_eps in config.json must be above 0, not 0.0"),
+    "other family": (edit_config(model_type="llama"), "model_type must be one of qwen2, qwen3"),
+    "quantisation": (
+        edit_config(quantization_config={"quant_method": "awq", "bits": 4}),
+        "quantization_config in config.json must be absent or FP8",
+    ),
+    "biases in Qwen3": (
+        edit_config(attention_bias=True), "attention_bias .* must be false", "qwen3",
+    ),
+    "rows in the vocabulary": (
+        edit_config(vocab_size=80), r"embed_tokens.weight has shape \[67, 32\] .* \[80, 32\]",
+    ),
+    "more layers in the file": (
+        edit_config(num_hidden_layers=1, layer_types=["full_attention"]),
+        "holds model.layers.1.input_layernorm.weight and 11 more, for which a qwen2 policy",
+    ),
+    "more layers in the config": (
+        edit_config(num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        "lacks model.layers.2.input_layernorm.weight and 11 more",
+    ),
+    "extra tensor": (
+        put("model.layers.0.mlp.gate_proj.bias", lambda _: torch.zeros(48)),
+        "holds model.layers.0.mlp.gate_proj.bias, for which",
+    ),
+    "missing tensor": (edit_tensors(lambda tensors: tensors.pop(K_PROJ)), f"lacks {K_PROJ}; is it"),
+    "shape": (put(K_PROJ, lambda tensors: tensors[K_PROJ].t()), rf"{K_PROJ} has shape \[32, 16\]"),
+    "integers": (put(K_PROJ, lambda tensors: tensors[K_PROJ].int()), f"{K_PROJ} is I32 in"),
+    "FP8 that no config explains": (
+        put(K_PROJ, lambda tensors: tensors[K_PROJ].to(torch.float8_e4m3fn)), "is F8_E4M3 in",
+    ),
+    "scale that no config explains": (
+        put(f"{K_PROJ}_scale_inv", lambda tensors: torch.ones(2, 2)), "holds .*_inv, for which",
+    ),
+    "tied head": (
+        put("lm_head.weight", lambda tensors: tensors["model.embed_tokens.weight"] + 1),
+        "ties lm_head.weight to the embedding, and the two differ", "tied",
+    ),
+    "FP8 without scale": (
+        edit_tensors(lambda tensors: tensors.pop(f"{K_PROJ}_scale_inv")), "is F8_E4M3 in", "fp8",
+    ),
+    "scale of another grid": (
+        put(f"{K_PROJ}_scale_inv", lambda _: torch.ones(1, 2)),
+        r"must be F8_E4M3 with a scale for every block of \[8, 16\]", "fp8",
+    ),
+    "scale of no FP8": (
+        put(K_PROJ, lambda tensors: tensors[K_PROJ].float()), "must be F8_E4M3 with a scale", "fp8",
+    ),
+    "other scales": (
+        edit_config(quantization_config=FP8 | {"scale_fmt": "ue8m0"}),
+        "must be absent or FP8", "fp8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_training_and_conversion_in_the_same_words(case: str, tmp_path: Path) -> None:
+    harm, message, *on = REFUSED[case]
+    write = write_fp8 if on == ["fp8"] else write_model
+    start = write(
+        tmp_path / "start",
+        "qwen3" if on == ["qwen3"] else "qwen2",
+        tie_word_embeddings=on == ["tied"],
+    )
+    convert(start, tmp_path / "good")
+    harm(start)
+    flags = ["--load", str(start), "--output", str(tmp_path), "--environments", "bandit"]
+    with pytest.raises(ValueError, match=message) as training:
+        build(parse(flags))
+    with pytest.raises(ValueError, match=message) as conversion:
+        convert(start, tmp_path / "target")
+    assert str(training.value) == str(conversion.value) and "\n" not in str(training.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "start"]  # nothing begun
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_numbers_that_are_none_are_refused_when_they_are_read(value: float, tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start")
+    edit_tensors(lambda tensors: tensors[K_PROJ].view(-1)[5:6].fill_(value))(start)
+    hf, parallel = load_config(str(start)), ParallelConfig()
+    model = build_policy_model(hf, transformer_config(hf, parallel), initialize(parallel))
+    for use in (
+        lambda: load_weights(model, open_model(start)),
+        lambda: convert(start, tmp_path / "target"),
+    ):
+        with pytest.raises(ValueError, match=f"{K_PROJ}.* holds NaN or infinite numbers"):
+            use()
+    assert not (tmp_path / "target").exists()
+
+
+# Entries of config.json that are said to be neutral, with another value; transformers itself fails
+# where return_dict is false.
+OTHER_VALUES = {
+    "transformers_version": "4.0.0", "dtype": "bfloat16", "initializer_range": 1.0,
+    "use_cache": False, "output_hidden_states": True, "return_dict": True,
+    "chunk_size_feed_forward": 1, "id2label": {"0": "a"}, "label2id": {"a": 0},
+    "problem_type": "regression", "pad_token_id": 3, "bos_token_id": 3, "eos_token_id": 3,
+    "sliding_window": 2, "max_window_layers": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_every_field_of_the_config_class_is_listed_once(family: str) -> None:
+    ours = FAMILIES[family]
+    assert FAMILIES.keys() == CLASSES.keys() and ours.neutral == OTHER_VALUES.keys()
+    listed = [*ours.computed, *ours.limits, *ours.neutral]
+    assert len(listed) == len(set(listed))
+    fields = {field.name for field in dataclasses.fields(CLASSES[family])}
+    assert fields <= set(listed), fields - set(listed)
+
+
+@torch.no_grad()
+def transformers_logits(directory: Path, **options) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **options)
+    return model.eval()(TOKENS[None], return_dict=True).logits[0]
+
+
+def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Over the whole sequence; q is scaled already."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k)
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+@torch.no_grad()
+def our_logits(directory: Path) -> Tensor:
+    """By the trainer's load and export and the embedded decoder, in float64."""
+    hf, parallel, read = load_config(str(directory)), ParallelConfig(), open_model(directory)
+    groups = initialize(parallel)
+    model = build_policy_model(hf, transformer_config(hf, parallel), groups)
+    load_weights(model, read)
+    exported = dict(export_weights(model, groups))
+    for name, tensor in exported.items():  # every tensor went in and came out
+        assert torch.equal(tensor, read(name).float())
+    decoder = Decoder(
+        ModelShape.of(hf), exported.items(), max_context=len(TOKENS), dtype=torch.float64
+    )
+    hidden = decoder.forward(TOKENS, torch.arange(len(TOKENS)), causal_attention)
+    return decoder.logits(hidden)
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    # transformers and we hold frequencies and angles of RoPE in float32, in another order
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+ACCEPTED: dict[str, tuple[dict, Callable[[Path], None]]] = {
+    "plain": ({}, lambda path: None),
+    "tied": ({"tie_word_embeddings": True}, lambda path: None),
+    "tied head that is the embedding": (
+        {"tie_word_embeddings": True},
+        put("lm_head.weight", lambda tensors: tensors["model.embed_tokens.weight"].clone()),
+    ),
+    "buffers of old files": (
+        {}, put("model.layers.0.self_attn.rotary_emb.inv_freq", lambda _: torch.ones(4)),
+    ),
+    "base and epsilon": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 17.0}, "rms_norm_eps": 0.3},
+        lambda path: None,
+    ),
+    "entries of transformers 4": (
+        {}, edit_config(rope_parameters=None, rope_theta=23.0, rope_scaling=None),
+    ),
+    "no class": ({}, edit_config(architectures=None)),
+    "width of heads": ({"head_dim": 10}, lambda path: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_what_is_accepted_is_computed_as_transformers_does(
+    case: str, family: str, tmp_path: Path
+) -> None:
+    changes, edit = ACCEPTED[case]
+    start = write_model(tmp_path / "start", family, **changes)
+    edit(start)
+    assert_close(our_logits(start), transformers_logits(start))
+
+
+def test_neutral_entries_change_nothing(tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start")
+    expected = transformers_logits(start)
+    edit_config(**OTHER_VALUES)(start)
+    assert torch.equal(transformers_logits(start), expected)
+    assert_close(our_logits(start), expected)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_fp8_blocks_are_read_as_transformers_reads_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = {"head_dim": 16} if family == "qwen3" else {}
+    start = write_fp8(tmp_path / "start", family, **heads)
+    stored, read = load_file(start / "model.safetensors"), open_model(start)
+    assert not any("scale" in name for name in read.names())
+    for name in read.names():
+        expected = stored[name]
+        if (scale := stored.get(f"{name}_scale_inv")) is not None:
+            parts = {"weight": expected, "weight_scale_inv": scale.float()}
+            (expected,) = Fp8Dequantize(None).convert(parts).values()
+            assert expected.dtype == torch.float32 and not torch.equal(
+                expected, stored[name].float()
+            )
+        assert torch.equal(read(name), expected), name
+
+    # the whole model by transformers' own loading, which wants a library that is not needed for it
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, read(name).float()), name
+    assert_close(our_logits(start), model.double()(TOKENS[None]).logits[0].detach())
+
+    # and out again: plain weights, of the type that config.json says or of the one asked for
+    for dtype, directory in (("bfloat16", "as_said"), ("float32", "exact")):
+        out = convert(start, tmp_path / directory, None if dtype == "bfloat16" else dtype)
+        config = json.loads((out / "config.json").read_text())
+        assert "quantization_config" not in config and config["dtype"] == dtype
+        for name, tensor in load_file(out / "model.safetensors").items():
+            assert torch.equal(tensor, read(name).to(getattr(torch, dtype))), name
+    assert_close(our_logits(tmp_path / "exact"), our_logits(start))
+    assert "quantization_config" in AutoConfig.from_pretrained(start).to_dict()
+    assert "quantization_config" not in load_config(str(start)).to_dict()
+
+
+def test_a_critic_may_start_from_a_policy_and_a_policy_not_from_a_critic(tmp_path: Path) -> None:
+    policy = write_model(tmp_path / "policy")
+    assert "lm_head.weight" in open_model(policy, is_critic=True).names()
+    critic = write_model(tmp_path / "critic")
+    edit_tensors(lambda tensors: tensors.pop("lm_head.weight"))(critic)
+    put("value_head.weight", lambda _: torch.zeros(1, 32))(critic)
+    hf = load_config(str(policy))
+    assert open_model(critic, hf, is_critic=True)("value_head.weight") is not None
+    with pytest.raises(ValueError, match="lacks lm_head.weight"):
+        open_model(critic)
+    edit_config(rms_norm_eps=1e-3)(critic)
+    with pytest.raises(ValueError, match="must hold a model of the policy's shape"):
+        open_model(critic, hf, is_critic=True)
