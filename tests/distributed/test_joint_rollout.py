@@ -20,8 +20,8 @@ from ragen_mega.rollout.all_ranks import collect_on_all_ranks
 from ragen_mega.rollout.collector import collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
-from tests.integration.forked_ranks import fork_ranks
-from tests.small_policy import lake_tokenizer, tiny_qwen2
+from tests.support.forked_ranks import on_ranks
+from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
 pytestmark = pytest.mark.forks
 NUM_RANKS = 3
@@ -102,10 +102,7 @@ def play_on_ranks(
             )
         assert engine.weight_version == 1
 
-    processes = fork_ranks(rank, NUM_RANKS)
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * NUM_RANKS
+    on_ranks(rank, NUM_RANKS)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from ragen_mega.megatron.weights import (
 )
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
-from tests.integration.forked_ranks import fork_ranks
+from tests.support import forked_ranks
 
 SIZES = (1, 2, 4)
 pytestmark = [pytest.mark.forks, pytest.mark.timeout(600)]
@@ -246,13 +245,7 @@ def on_ranks(work: Callable[[], None], num_ranks: int) -> None:
         work()
         distributed.barrier()
 
-    processes = fork_ranks(rank, num_ranks)
-    while alive := [process.sentinel for process in processes if process.is_alive()]:
-        wait(alive)  # never of an empty list, which would wait for ever
-        if any(process.exitcode for process in processes):  # the others would wait for it
-            for process in processes:
-                process.kill()
-    assert [process.exitcode for process in processes] == [0] * num_ranks
+    forked_ranks.on_ranks(rank, num_ranks)
 
 
 LAYOUTS = [

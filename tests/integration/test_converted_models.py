@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import fork_ranks
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from safetensors import safe_open
@@ -28,6 +27,7 @@ from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 from ragen_mega.train import train
 from ragen_mega.warm_start.small_model import write_small_model
+from tests.support.forked_ranks import on_ranks
 
 FLAGS = """
     --environments bandit --prompt-style compact --max-response-length 8 --max-context-length 200 --eval-prompts 4
@@ -99,10 +99,7 @@ def on_two_ranks(work) -> None:
         work()
         distributed.barrier()
 
-    processes = fork_ranks(rank, 2)
-    for process in processes:
-        process.join(250)
-    assert [process.exitcode for process in processes] == [0, 0]
+    on_ranks(rank, 2)
 
 
 def some_batch(vocab_size: int) -> TokenBatch:

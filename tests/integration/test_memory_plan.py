@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import fork_ranks
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
@@ -20,6 +19,7 @@ from ragen_mega.megatron.model import build_policy_model, model_inputs, transfor
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.memory_plan import Setting, activations, state_of
 from ragen_mega.models.shape import ModelShape
+from tests.support.forked_ranks import on_ranks
 from tools.parity import make_batch, random_model, random_trajectories
 
 SHAPES = Path(__file__).parents[2] / "tools" / "model_shapes.json"
@@ -160,10 +160,7 @@ def test_two_ranks_hold_what_the_plan_says() -> None:
             )
         distributed.barrier()
 
-    ranks = fork_ranks(work, 2)
-    for rank in ranks:
-        rank.join(250)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    on_ranks(work, 2)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

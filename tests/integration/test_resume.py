@@ -9,20 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.context import ForkProcess as Process
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from forked_ranks import fork_ranks
-from safetensors.torch import load_file
 
 from ragen_mega.config import parse
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
-from ragen_mega.train import main, train
+from ragen_mega.train import train
+from tests.support.runs import finish, launch, metrics, start_ranks, state
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.forks
@@ -48,15 +46,6 @@ LAYOUTS = {
 
 def open_run(output: Path, name: str, *flags: str) -> Run:
     return build(parse([*FLAGS, "--output", str(output), "--name", name, *flags]))
-
-
-def finish(run: Run) -> Path:
-    """Train to the end; returns the directory."""
-    try:
-        train(run)
-    finally:
-        run.close()
-    return run.logger.directory
 
 
 def stop(run: Run) -> None:
@@ -87,22 +76,6 @@ def send_sigterm_after(target: object, name: str, is_time) -> None:
     setattr(target, name, calling)
 
 
-def start_ranks(output: Path, name: str, num_ranks: int, *flags: str) -> list[Process]:
-    """Start the program on `num_ranks` forked ranks."""
-    return fork_ranks(
-        lambda: main([*FLAGS, "--output", str(output), "--name", name, *flags]), num_ranks
-    )
-
-
-def launch(output: Path, name: str, num_ranks: int, *flags: str) -> Path:
-    """Run the program on so many ranks to its end; returns the run directory."""
-    processes = start_ranks(output, name, num_ranks, *flags)
-    for process in processes:
-        process.join(400)
-    assert [process.exitcode for process in processes] == [0] * num_ranks
-    return output / name
-
-
 def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> None:
     """Start a run and end all its processes by SIGKILL as soon as its first checkpoint is there."""
     processes = start_ranks(output, name, num_ranks, *flags)
@@ -113,26 +86,6 @@ def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> Non
         process.kill()
         process.join()
     assert not (output / name / "summary.json").exists()
-
-
-def metrics(run: Path) -> list[dict]:
-    """What was logged, without what depends on the clock or the process."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "memory/", "engine/")
-    return [
-        {
-            key: value
-            for key, value in row.items()
-            if not key.startswith(measured) and "per_second" not in key
-        }
-        for row in rows
-    ]
-
-
-def state(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint: parameters and moments of both models, as the ranks wrote them."""
-    files = (run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors")
-    return {f"{path.name}/{key}": value for path in files for key, value in load_file(path).items()}
 
 
 def assert_equal_runs(one: Path, other: Path) -> None:
@@ -154,7 +107,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small warm-started model."""
-    return launch(tmp_path_factory.mktemp("start"), "run", 1, *WARM_START) / "warm_start"
+    return launch(tmp_path_factory.mktemp("start"), "run", 1, *FLAGS, *WARM_START) / "warm_start"
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +194,10 @@ def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2_distributed_optimizer"])
 def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout: str) -> None:
     num_ranks, flags = LAYOUTS[layout]
-    straight = launch(tmp_path, "straight", num_ranks, "--load", str(start), *flags)
-    launch_and_kill(tmp_path, "killed", num_ranks, "--load", str(start), *flags)
-    resumed = launch(tmp_path, "killed", num_ranks, "--load", str(start), "--resume", *flags)
+    flags = (*FLAGS, "--load", str(start), *flags)
+    straight = launch(tmp_path, "straight", num_ranks, *flags)
+    launch_and_kill(tmp_path, "killed", num_ranks, *flags)
+    resumed = launch(tmp_path, "killed", num_ranks, *flags, "--resume")
     assert_equal_runs(straight, resumed)
 
 
@@ -254,6 +208,7 @@ def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
 
     def common(steps: int) -> tuple[str, ...]:
         return (
+            *FLAGS,
             "--load",
             str(start),
             "--lr-decay",
@@ -270,9 +225,8 @@ def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
     for layout in ("tp2_pp2", "one", "dp2_distributed_optimizer", "pp4"):
         num_ranks, flags = LAYOUTS[layout]
         shutil.copytree(saved, tmp_path / layout)
-        rows[layout] = metrics(launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags))[
-            3
-        ]
+        run = launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags)
+        rows[layout] = metrics(run)[3]
     expected = rows.pop("tp2_pp2")
     for layout, row in rows.items():
         assert row["rollout/reward"] == expected["rollout/reward"], layout
@@ -320,5 +274,5 @@ def test_sigterm_of_two_ranks(start: Path, tmp_path: Path) -> None:
         assert process.wait(120) == 128 + signal.SIGTERM
     assert not any(member.is_running() for member in family)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
-    resumed = launch(tmp_path, "run", 2, "--load", str(start), "--resume")
+    resumed = launch(tmp_path, "run", 2, *FLAGS, "--load", str(start), "--resume")
     assert [row["step"] for row in metrics(resumed)] == list(range(6))

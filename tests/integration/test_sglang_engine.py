@@ -40,7 +40,7 @@ from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.collector import collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.rollout.renderer import ChatRenderer
-from tests.small_policy import lake_tokenizer
+from tests.support.small_policy import lake_tokenizer
 
 PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON") and os.path.abspath(
     os.environ["RAGEN_SGLANG_PYTHON"]

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from forked_ranks import fork_ranks
 from test_sglang_engine import (
     CONFIG,
     PYTHON,
@@ -30,7 +29,6 @@ from test_sglang_engine import (
     pytestmark,
     settings,
 )
-from test_training import launch, read_metrics
 from transformers import PreTrainedModel
 
 from ragen_mega.data import distributed
@@ -40,6 +38,8 @@ from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.follower import SGLangFollower
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
+from tests.support.forked_ranks import fork_ranks
+from tests.support.training import launch, read_metrics
 
 __all__ = ["pytestmark"]
 SMALL_BUCKETS = 32 * 1024

@@ -19,7 +19,7 @@ from ragen_mega.environments.protocol import make
 from ragen_mega.rollout.collector import Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
-from tests.small_policy import lake_tokenizer, tiny_qwen2
+from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
 BOARD = ("SFFG", "FFFF", "FFFF", "FFFF")
 COMPACT = EpisodeConfig(prompt_style="compact")
