@@ -237,7 +237,7 @@ def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
             "critic/grad_norm",
             "actor/entropy",
         ):
-            assert row[key] == pytest.approx(expected[key], abs=1e-5), (layout, key)
+            assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-4), (layout, key)
 
 
 @pytest.mark.slow
