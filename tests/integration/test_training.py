@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.training import launch, read_metrics
+from tests.support.runs import launch as launch_ranks
+from tests.support.training import FLAGS, launch, read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,15 +102,16 @@ def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
     assert set(result["pass_at_k"]) == {"pass@1", "pass@2"} and result["num_prompts"] == 8
 
 
+@pytest.mark.forks
 def test_layouts_train_alike(run: Path, tmp_path: Path) -> None:
     """Two ranks, data- or tensor-parallel, log the first step of one rank: same trajectories, same
     losses.
     """
     first = read_metrics(run)[0]
     for flags in ((), ("--tensor-model-parallel-size", "2")):
-        other = read_metrics(
-            launch(tmp_path / str(len(flags)), 2, "--load", str(run / "warm_start"), *flags)
-        )[0]
+        name = f"run{len(flags)}"
+        start = ("--load", str(run / "warm_start"), "--num-steps", "1")
+        other = read_metrics(launch_ranks(tmp_path, name, 2, *FLAGS, *start, *flags))[0]
         assert other["rollout/reward"] == pytest.approx(first["rollout/reward"], abs=1e-6)
         for key in ("critic/loss", "actor/loss", "actor/entropy", "actor/grad_norm"):
             assert other[key] == pytest.approx(first[key], rel=1e-3, abs=1e-4), key
