@@ -70,23 +70,29 @@ def crash_at(run: Run, step: int) -> None:
     run.close()
 
 
+@pytest.fixture(scope="module")
+def crashed(output: Path) -> Path:
+    """A run that ended in the updates of step 3; to be copied, not resumed."""
+    crash_at(open_run(output, "crashed"), 3)
+    return output / "crashed"
+
+
 def test_a_crash_in_training_repeats_its_steps_from_the_disk(
-    output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    output: Path, crashed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """Step 2 has a damaged file and is sampled again, step 3 is not; nothing differs from a run
     without a crash.
     """
-    crash_at(open_run(output, "crashed"), 3)
-    store = RolloutStore(output / "crashed" / "rollouts")
+    shutil.copytree(crashed, output / "resumed")
+    store = RolloutStore(output / "resumed" / "rollouts")
     assert store.steps() == [0, 1, 2, 3]
-    shutil.copytree(output / "crashed", output / "other_settings")
     path = store.directory / "step_00000002.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     steps = sampled_steps(monkeypatch)
     capfd.readouterr()
-    run = finish(open_run(output, "crashed", "--resume"))
+    run = finish(open_run(output, "resumed", "--resume"))
     assert steps == [2]
     said = capfd.readouterr().out
     assert (
@@ -103,10 +109,9 @@ def test_a_crash_in_training_repeats_its_steps_from_the_disk(
 
 
 def test_a_rollout_of_other_weights_or_settings_is_not_used(
-    output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    output: Path, crashed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    if not (output / "other_settings").exists():
-        pytest.skip("needs the crashed run of the test before")
+    shutil.copytree(crashed, output / "other_settings")
     steps = sampled_steps(monkeypatch)
     finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4"))
     assert steps == [
@@ -130,8 +135,8 @@ def load_replay():
 
 def replay_arguments(run: Path, step: int) -> argparse.Namespace:
     return argparse.Namespace(
-        run=str(run), step=step, tolerance=1e-4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-        use_distributed_optimizer=False, json=None,
+        run=str(run), step=step, tolerance=1e-4, tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1, use_distributed_optimizer=False, json=None,
     )  # fmt: skip
 
 

@@ -41,8 +41,8 @@ PUBLISHED = {
     "Qwen3-32B": 32_762_123_264,
 }
 SIZES = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-    max_position_embeddings=512,
+    vocab_size=97, hidden_size=64, intermediate_size=176, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
 )  # fmt: skip
 CONFIGS = (
     Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -93,8 +93,8 @@ def check_bytes(parallel: ParallelConfig) -> None:
             model.load_weights(weights.get)
             model.update(batch)
             expected = state_of(
-                shape_of(hf), setting(parallel, distributed.world_size()), groups.pp.rank(), is_critic=bool(is_critic),
-                dp_rank=groups.dp.rank(),
+                shape_of(hf), setting(parallel, distributed.world_size()), groups.pp.rank(),
+                is_critic=bool(is_critic), dp_rank=groups.dp.rank(),
             )  # fmt: skip
             assert model.trainer.memory.on_device() == expected._asdict(), (
                 architecture,

@@ -42,7 +42,8 @@ def test_other_ranks_leave_when_one_is_killed_and_the_run_goes_on(
     output: Path, capfd: pytest.CaptureFixture
 ) -> None:
     flags = (
-        *FLAGS, "--load", str(start_of(output)), "--use-distributed-optimizer", "--num-steps", "30", "--save-interval", "1",
+        *FLAGS, "--load", str(start_of(output)), "--use-distributed-optimizer", "--num-steps", "30",
+        "--save-interval", "1",
     )  # fmt: skip
     processes = start_ranks(output, "killed", 2, *flags)
     while not (output / "killed" / "checkpoints" / "step_00000002").exists():
@@ -125,9 +126,10 @@ def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:
         "2",
     )
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval",
-        "0.2", "-m", "ragen_mega.train", *FLAGS, "--load", str(start_of(output)), "--output", str(output),
-        "--name", "restarted", "--num-steps", "12", "--save-interval", "1", "--resume",
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts",
+        "1", "--monitor-interval", "0.2", "-m", "ragen_mega.train", *FLAGS, "--load",
+        str(start_of(output)), "--output", str(output), "--name", "restarted", "--num-steps", "12",
+        "--save-interval", "1", "--resume",
     ]  # fmt: skip
     with subprocess.Popen(command, env=environment, cwd=ROOT) as process:
         while not (output / "restarted" / "checkpoints" / "step_00000004").exists():
@@ -145,9 +147,9 @@ def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:
 
 def test_replay_on_two_ranks(output: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--", str(ROOT / "tools" / "replay.py"),
-        "--run", str(output / "straight"), "--step", "3", "--tensor-model-parallel-size", "2",
-        "--json", str(tmp_path / "out.json"),
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--",
+        str(ROOT / "tools" / "replay.py"), "--run", str(output / "straight"), "--step", "3",
+        "--tensor-model-parallel-size", "2", "--json", str(tmp_path / "out.json"),
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)

@@ -25,14 +25,17 @@ from tests.support.runs import finish, launch, metrics, start_ranks, state
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.forks
 FLAGS = """
-    --environments bandit:1,frozen_lake:1 --environment-options {"frozen_lake":{"observation":"cells"}}
-    --prompt-style compact --max-response-length 48 --max-context-length 400 --eval-prompts 8 --eval-interval 2
-    --hidden-size 32 --ffn-hidden-size 64 --num-layers 4 --num-groups 4 --group-size 4 --minibatch-size 4
-    --filter-strategy none --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 6 --save-interval 3 --keep-last 0
+    --environments bandit:1,frozen_lake:1
+    --environment-options {"frozen_lake":{"observation":"cells"}}
+    --prompt-style compact --max-response-length 48 --max-context-length 400
+    --eval-prompts 8 --eval-interval 2 --hidden-size 32 --ffn-hidden-size 64 --num-layers 2
+    --num-groups 4 --group-size 4 --minibatch-size 4 --filter-strategy none
+    --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 6 --save-interval 3 --keep-last 0
     --kl-kind k3 --kl-coef 0.01
 """.split()
 WARM_START = """
-    --warm-start-first-turn-steps 60 --warm-start-steps 30 --warm-start-trajectories 100 --num-steps 1 --save-interval 0
+    --warm-start-first-turn-steps 60 --warm-start-steps 30 --warm-start-trajectories 100
+    --num-steps 1 --save-interval 0
 """.split()
 LAYOUTS = {
     "one": (1, ()),
@@ -96,7 +99,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     assert all(torch.equal(last[key], others[key]) for key in last)
     assert not all(
         torch.equal(value, last[key]) for key, value in state(one, 3).items()
-    )  # training did something
+    ), "training did nothing"
     summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
     assert (
         summaries[0]["sets"] == summaries[1]["sets"]
@@ -203,8 +206,9 @@ def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
+def test_resumed_on_another_layout(tmp_path: Path) -> None:
     """Saved at TP2 x PP2 after three steps; the loss of the fourth is that of the same layout."""
+    start = launch(tmp_path, "start", 1, *FLAGS, *WARM_START, "--num-layers", "4") / "warm_start"
 
     def common(steps: int) -> tuple[str, ...]:
         return (

@@ -1,4 +1,5 @@
-"""A tiny run on the bandit whose updates are spoiled on purpose, and a record of which of them moved
+"""A tiny run on the bandit whose updates are spoiled on purpose, and a record of which of them
+moved anything.
 anything.
 """
 
@@ -13,10 +14,10 @@ from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 
 FLAGS = """
-    --environments bandit --environment-options {} --prompt-style compact --max-turns 2 --max-response-length 12
-    --max-context-length 120
-    --hidden-size 32 --ffn-hidden-size 64 --num-layers 2 --num-groups 2 --group-size 4 --minibatch-size 2
-    --filter-strategy none --format-penalty -0.5 --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 4
+    --environments bandit --environment-options {} --prompt-style compact --max-turns 2
+    --max-response-length 12 --max-context-length 120 --hidden-size 32 --ffn-hidden-size 64
+    --num-layers 2 --num-groups 2 --group-size 4 --minibatch-size 2 --filter-strategy none
+    --format-penalty -0.5 --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 4
     --eval-prompts 2 --eval-interval 0 --save-interval 2 --keep-last 0 --keep-rollouts 0
     --kl-kind k3 --kl-coef 0.01
 """.split()

@@ -7,11 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FLAGS = """
-    --environments bandit:1,frozen_lake:1 --environment-options {"frozen_lake":{"observation":"cells"}}
-    --prompt-style compact --max-response-length 48 --max-context-length 400 --eval-prompts 16 --eval-interval 2
+    --environments bandit:1,frozen_lake:1
+    --environment-options {"frozen_lake":{"observation":"cells"}} --prompt-style compact
+    --max-response-length 48 --max-context-length 400 --eval-prompts 16 --eval-interval 2
     --hidden-size 32 --ffn-hidden-size 64 --warm-start-first-turn-steps 60 --warm-start-steps 30
-    --warm-start-trajectories 100 --num-groups 4 --group-size 4 --minibatch-size 4 --filter-strategy none
-    --num-steps 3 --lr 1e-3 --critic-lr 1e-3
+    --warm-start-trajectories 100 --num-groups 4 --group-size 4 --minibatch-size 4
+    --filter-strategy none --num-steps 3 --lr 1e-3 --critic-lr 1e-3
 """.split()
 
 

@@ -68,7 +68,8 @@ def bits(groups: list[TrajectoryGroup]) -> list:
         )
 
     return [
-        (group.group_id, t.group_id, t.environment, t.seed, t.outcome_seed, t.weight_version, t.terminated, t.truncated,
+        (group.group_id, t.group_id, t.environment, t.seed, t.outcome_seed, t.weight_version,
+         t.terminated, t.truncated,
          exact(t.tokens), exact(t.loss_mask), exact(t.rollout_logprobs),
          [(turn.start, turn.end, exact(turn.reward), exact(turn.info)) for turn in t.turns])
         for group in groups
@@ -167,7 +168,7 @@ def test_prune(tmp_path: Path) -> None:
     ],
 )
 def test_which_rollouts_a_run_keeps(tmp_path: Path, flags: list[str], kept: list[int]) -> None:
-    """Without a flag those since the oldest checkpoint; one that is being written does not count."""
+    """Without a flag those since the oldest checkpoint; one that is being written is none."""
     rollouts = DurableRollouts(tmp_path, parse(flags))
     for step in range(5):
         rollouts.write(step, small(), ORIGIN)
