@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.engines.sglang import supervisor
+from tests.support.processes import is_alive, wait_until
 
 # A command with a child, and with a grandchild in a session of its own whose parent is gone: the
 # hardest to find again.
@@ -35,20 +36,6 @@ import subprocess, sys, time
 process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
 time.sleep(600)
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition: object, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 class Family:
@@ -119,7 +106,7 @@ def test_further_signals_do_not_stop_the_killing(family: Family) -> None:
         time.sleep(0.0005)
         if not is_alive(family.supervisor):
             break
-    wait_until(lambda: not any(map(is_alive, family.members)), seconds=10.0)
+    wait_until(lambda: not any(map(is_alive, family.members)))
 
 
 def test_the_command_ends_when_the_supervisor_is_killed(family: Family) -> None:
