@@ -21,9 +21,12 @@ from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import checkpoint
+from ragen_mega.models.huggingface import load_tokenizer, random_weights, save_huggingface
+from ragen_mega.report.console import Console
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 from ragen_mega.train import train
+from ragen_mega.warm_start.small_model import write_small_model
 from tests.support.converted_models import ARCHITECTURES, FLAGS, convert, write_start
 from tests.support.forked_ranks import on_ranks
 from tests.support.rounding import float32_bound

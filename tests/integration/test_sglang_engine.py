@@ -28,12 +28,15 @@ from ragen_mega.engines.sglang.http_json import RequestRefused
 from ragen_mega.engines.sglang.server import (
     WEIGHT_LOADER,
     ServerFailed,
+    ServerSettings,
     SGLangServer,
 )
 from ragen_mega.engines.sglang.weights import Message, WeightSender
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import make
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.support.processes import command_of, is_alive, wait_until
 from tests.support.sglang_server import (
