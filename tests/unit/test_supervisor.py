@@ -25,7 +25,8 @@ sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 child = subprocess.Popen(sleeper)
 start = (
     "import subprocess, sys; from subprocess import DEVNULL;"
-    "print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=DEVNULL, stderr=DEVNULL).pid)"
+    "quiet = dict(stdout=DEVNULL, stderr=DEVNULL);"
+    "print(subprocess.Popen(sys.argv[1:], start_new_session=True, **quiet).pid)"
 )
 orphan = subprocess.run([sys.executable, "-c", start, *sleeper], stdout=subprocess.PIPE, text=True)
 open(sys.argv[1], "w").write(f"{child.pid} {orphan.stdout.strip()} ")
@@ -125,7 +126,8 @@ def test_what_the_command_leaves_behind_ends_with_it(family: Family) -> None:
 SHARING = """
 from multiprocessing import get_context, shared_memory
 lock = get_context("spawn").Lock()
-kept = [shared_memory.SharedMemory(name + f"test_{os.getpid()}", create=True, size=64) for name in ("sgl_shm_mq_", "other_")]
+names = (prefix + f"test_{os.getpid()}" for prefix in ("sgl_shm_mq_", "other_"))
+kept = [shared_memory.SharedMemory(name, create=True, size=64) for name in names]
 time.sleep(600)
 """
 
