@@ -120,15 +120,15 @@ def test_lost_weights_change_nothing(
     faults: dict[int, dict[str, Any]], num_sent_again: int
 ) -> None:
     model, renderer = build()
-    engine = EmbeddedEngine(model.config, max_context=256, max_sessions=12)
-    with engine.awake():
-        engine.load_weights(model.state_dict().items())
+    alone = EmbeddedEngine(model.config, max_context=256, max_sessions=12)
+    with alone.awake():
+        alone.load_weights(model.state_dict().items())
         expected = collect(
-            engine, renderer, [task for group in GROUPS for task in group], **SAMPLING
+            alone, renderer, [task for group in GROUPS for task in group], **SAMPLING
         )
-    alone = [one for group in expected for one in group.trajectories]
-    assert sum(len(one.turns) for one in alone) > 24
-    bound = 2 * max(exact_logprobs(model, one.tokens, 1.0)[1] for one in alone)
+    assert sum(len(one.turns) for group in expected for one in group.trajectories) > 24
+    played = [one for group in expected for one in group.trajectories]
+    bound = 2 * max(exact_logprobs(model, one.tokens, 1.0)[1] for one in played)
 
     def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
         groups = play()

@@ -97,9 +97,9 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     last, others = state(one, 6), state(other, 6)
     assert last.keys() == others.keys()
     assert all(torch.equal(last[key], others[key]) for key in last)
-    assert not all(
-        torch.equal(value, last[key]) for key, value in state(one, 3).items()
-    ), "training did nothing"
+    assert not all(torch.equal(value, last[key]) for key, value in state(one, 3).items()), (
+        "training did nothing"
+    )
     summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
     assert (
         summaries[0]["sets"] == summaries[1]["sets"]
