@@ -32,8 +32,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Forks first: neither CUDA nor the threads of a process that has trained survive a fork.
 
-    Workers take whole files from the front, so the files that fork, which take longest, are the
-    first of every worker.
+    Workers take whole files from the front, so those that fork, which take longest, come first. A
+    worker may train in one file and fork in the next: `fork_ranks` sees to what is left.
     """
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
     if torch.cuda.is_available():

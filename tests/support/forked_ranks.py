@@ -2,6 +2,7 @@
 are marked `forks`.
 """
 
+import gc
 import multiprocessing
 import os
 import random
@@ -40,12 +41,16 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
         work()
 
     shutdown()  # what a test before has started in this process
+    # What is left of it is destroyed here or never: a fork has not the threads that it waits for.
+    gc.collect()
+    gc.freeze()
     processes = [
         multiprocessing.get_context("fork").Process(target=rank, args=(index,))
         for index in range(num_ranks)
     ]
     for process in processes:
         process.start()
+    gc.unfreeze()
     return processes
 
 
