@@ -55,6 +55,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.

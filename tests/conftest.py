@@ -15,11 +15,26 @@ import pytest
 import torch
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-    import tests.kernels.interpreter_shim  # noqa: F401 before transformers imports triton, which then decides for good
+    # Before transformers imports triton, which then decides for good.
+    import tests.kernels.interpreter_shim  # noqa: F401
+
+MAX_WORKERS = 8
+"""Of `-n auto`: each imports torch and megatron-core anew, and some tests start four ranks."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker per core; none beside this process where tests would share a GPU."""
+    cores = len(os.sched_getaffinity(0))
+    return 0 if torch.cuda.is_available() or cores == 1 else min(cores, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The threads of a process that has trained do not survive a fork.
+    """Forks first: neither CUDA nor the threads of a process that has trained survive a fork.
+
+    Workers take whole files from the front, so those that fork, which take longest, come first. A
+    worker may train in one file and fork in the next: `fork_ranks` sees to what is left.
+    """
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
     if torch.cuda.is_available():
         return

@@ -49,6 +49,7 @@ BROAD_EXCEPT = {
 """`path::function` -> why it may catch every exception."""
 
 MIN_DOCUMENTED = 0.95
+MAX_ROOT_ENTRIES = 14
 
 
 @cache
@@ -398,6 +399,34 @@ def test_every_module_says_what_it_is():
             if path.read_text().strip() and not ast.get_docstring(tree(path))
         ]
     )
+
+
+def test_every_folder_and_module_begins_with_a_sentence():
+    """What it is for, in words that a reader takes in at once; folders say it in `__init__.py`."""
+    sentence = re.compile(r".{10,250}?[.:](\s|$)", re.DOTALL)
+    folders = {path.parent for path in sources().values() if within_package(path)}
+    missing = [folder for folder in folders if not (folder / "__init__.py").exists()]
+    report([f"{folder.relative_to(ROOT)} has no __init__.py" for folder in missing])
+    report(
+        [
+            str(path.relative_to(ROOT))
+            for path in sources().values()
+            if not sentence.match(ast.get_docstring(tree(path)) or "")
+        ]
+    )
+
+
+def within_package(path: Path) -> bool:
+    return path.is_relative_to(ROOT / "ragen_mega")
+
+
+def test_the_root_of_the_package_fits_a_glance():
+    entries = {
+        path.relative_to(ROOT / "ragen_mega").parts[0]
+        for path in sources().values()
+        if within_package(path)
+    }
+    assert len(entries) <= MAX_ROOT_ENTRIES, sorted(entries)
 
 
 def test_public_names_are_annotated():

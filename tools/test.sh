@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Set up as the examples do, with what the tests need, and run the tests: bash tools/test.sh [pytest arguments]
-# Tests that take minutes or need a GPU are left out; add -m slow or -m gpu for them.
+# Tests that take minutes or need a GPU are left out; add -m slow or -m gpu for them. A worker per core: -n 0 for none.
 set -e
 . "$(dirname "$0")/setup_env.sh"
 setup_env test
 cd "$REPOSITORY"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the layouts under test start several ranks
-exec "$PYTHON" -m pytest "$@"
+# Each worker takes the next file, in the order of tests/conftest.py.
+exec "$PYTHON" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"

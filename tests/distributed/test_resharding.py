@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from ragen_mega.megatron.weights import (
 )
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
-from tests.integration.forked_ranks import fork_ranks
+from tests.support import forked_ranks
 
 SIZES = (1, 2, 4)
 pytestmark = [pytest.mark.forks, pytest.mark.timeout(600)]
@@ -49,9 +48,9 @@ def random_config(kind: str, seed: int) -> PretrainedConfig:
         2 * draw.choice((1, 2, 3)),
     )
     sizes = dict(
-        vocab_size=draw.randrange(65, 400), hidden_size=heads * dim, intermediate_size=4 * draw.randrange(3, 12),
-        num_hidden_layers=4 * draw.choice((1, 3)), num_attention_heads=heads, num_key_value_heads=groups,
-        max_position_embeddings=64,
+        vocab_size=draw.randrange(65, 400), hidden_size=heads * dim,
+        intermediate_size=4 * draw.randrange(3, 12), num_hidden_layers=4 * draw.choice((1, 3)),
+        num_attention_heads=heads, num_key_value_heads=groups, max_position_embeddings=64,
     )  # fmt: skip
     if kind == "qwen3":
         return Qwen3Config(**sizes, head_dim=dim + 2, tie_word_embeddings=draw.random() < 0.5)
@@ -132,9 +131,11 @@ def engine_truth(
 def counted() -> Iterator[Counter]:
     """Payload bytes and calls of every collective of torch.distributed inside, by (what, group)."""
     names = (
-        "broadcast", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter", "scatter", "gather",
-        "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv",
-        "all_gather_object", "broadcast_object_list", "gather_object", "barrier", "all_gather_single", "reduce_scatter_single",
+        "broadcast", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce",
+        "reduce_scatter", "scatter", "gather", "reduce_scatter_tensor", "all_to_all",
+        "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv",
+        "all_gather_object", "broadcast_object_list", "gather_object", "barrier",
+        "all_gather_single", "reduce_scatter_single",
     )  # fmt: skip
     counts, originals = (
         Counter(),
@@ -246,13 +247,7 @@ def on_ranks(work: Callable[[], None], num_ranks: int) -> None:
         work()
         distributed.barrier()
 
-    processes = fork_ranks(rank, num_ranks)
-    while alive := [process.sentinel for process in processes if process.is_alive()]:
-        wait(alive)  # never of an empty list, which would wait for ever
-        if any(process.exitcode for process in processes):  # the others would wait for it
-            for process in processes:
-                process.kill()
-    assert [process.exitcode for process in processes] == [0] * num_ranks
+    forked_ranks.on_ranks(rank, num_ranks)
 
 
 LAYOUTS = [

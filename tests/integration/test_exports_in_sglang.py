@@ -9,14 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_converted_models import ARCHITECTURES, convert, write_start
-from test_sglang_engine import DEVICE, DTYPE, PYTHON, START_TIMEOUT, check_close, pytestmark
 from transformers import AutoModelForCausalLM
 
 from ragen_mega.engines.sglang.server import ServerSettings, SGLangServer
 from ragen_mega.models.huggingface import load_config, load_tokenizer
+from tests.support.converted_models import ARCHITECTURES, convert, write_start
+from tests.support.sglang_server import (
+    DEVICE,
+    DTYPE,
+    PYTHON,
+    START_TIMEOUT,
+    check_close,
+    needs_sglang,
+)
 
-__all__ = ["pytestmark"]
+pytestmark = needs_sglang
 TEXT = "<|im_start|>user\nWhich arm?<|im_end|>\n"
 
 

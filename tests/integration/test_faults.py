@@ -9,38 +9,25 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from test_resume import metrics, state
 
-from ragen_mega.config import parse
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments import protocol as base
 from ragen_mega.environments.protocol import Registration, StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.rollout.collector import Task
-from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.sealed_files import read_sealed
 from ragen_mega.train import starpo
+from tests.support.faulty_runs import WARM_START, open_run, poison, record_moves
+from tests.support.runs import finish, metrics, state
 
 ROOT = Path(__file__).parents[2]
-FLAGS = """
-    --environments bandit --environment-options {} --prompt-style compact --max-turns 2 --max-response-length 12
-    --max-context-length 120
-    --hidden-size 32 --ffn-hidden-size 64 --num-layers 2 --num-groups 2 --group-size 4 --minibatch-size 2
-    --filter-strategy none --format-penalty -0.5 --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 4
-    --eval-prompts 2 --eval-interval 0 --save-interval 2 --keep-last 0 --keep-rollouts 0
-    --kl-kind k3 --kl-coef 0.01
-""".split()
-WARM_START = (
-    "--warm-start-first-turn-steps 100 --warm-start-steps 4 --warm-start-trajectories 20"
-    " --num-steps 1".split()
-)
 
 
 class Crash(Exception):
@@ -54,21 +41,6 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finish(open_run(output, "start", *WARM_START))
     finish(open_run(output, "straight"))
     return output
-
-
-def open_run(output: Path, name: str, *flags: str) -> Run:
-    load = () if name == "start" else ("--load", str(start_of(output)))
-    return build(parse([*FLAGS, *load, "--output", str(output), "--name", name, *flags]))
-
-
-def start_of(output: Path) -> Path:
-    return output / "start" / "warm_start"
-
-
-def finish(run: Run) -> Path:
-    with run:
-        starpo(run)
-    return run.logger.directory
 
 
 def sampled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -100,23 +72,29 @@ def crash_at(run: Run, step: int) -> None:
     run.close()
 
 
+@pytest.fixture(scope="module")
+def crashed(output: Path) -> Path:
+    """A run that ended in the updates of step 3; to be copied, not resumed."""
+    crash_at(open_run(output, "crashed"), 3)
+    return output / "crashed"
+
+
 def test_a_crash_in_training_repeats_its_steps_from_the_disk(
-    output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    output: Path, crashed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """Step 2 has a damaged file and is sampled again, step 3 is not; nothing differs from a run
     without a crash.
     """
-    crash_at(open_run(output, "crashed"), 3)
-    store = RolloutStore(output / "crashed" / "rollouts")
+    shutil.copytree(crashed, output / "resumed")
+    store = RolloutStore(output / "resumed" / "rollouts")
     assert store.steps() == [0, 1, 2, 3]
-    shutil.copytree(output / "crashed", output / "other_settings")
     path = store.directory / "step_00000002.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     steps = sampled_steps(monkeypatch)
     capfd.readouterr()
-    run = finish(open_run(output, "crashed", "--resume"))
+    run = finish(open_run(output, "resumed", "--resume"))
     assert steps == [2]
     said = capfd.readouterr().out
     assert (
@@ -133,10 +111,9 @@ def test_a_crash_in_training_repeats_its_steps_from_the_disk(
 
 
 def test_a_rollout_of_other_weights_or_settings_is_not_used(
-    output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    output: Path, crashed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    if not (output / "other_settings").exists():
-        pytest.skip("needs the crashed run of the test before")
+    shutil.copytree(crashed, output / "other_settings")
     steps = sampled_steps(monkeypatch)
     finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4"))
     assert steps == [
@@ -160,8 +137,8 @@ def load_replay():
 
 def replay_arguments(run: Path, step: int) -> argparse.Namespace:
     return argparse.Namespace(
-        run=str(run), step=step, tolerance=1e-4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-        use_distributed_optimizer=False, json=None,
+        run=str(run), step=step, tolerance=1e-4, tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1, use_distributed_optimizer=False, json=None,
     )  # fmt: skip
 
 
@@ -202,72 +179,6 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
         tool.replay(replay_arguments(moved, 9))
     with pytest.raises(ValueError, match="holds no run .*; give a run directory"):
         tool.replay(replay_arguments(tmp_path, 0))
-
-
-def poison(run: Run, changes: dict[int, tuple[str, float]]) -> None:
-    """Spoil the n-th minibatch of a run, of four a step: a field on its first sampled token, or during its updates a weight
-    of `actor` or `critic`.
-    """
-    minibatches = run.minibatches
-
-    def poisoned(batch, step) -> Iterator:
-        for number, minibatch in enumerate(minibatches(batch, step), start=4 * step):
-            where, value = changes.get(number, ("", 0.0))
-            if where in run.trainers:
-                weight = list(run.trainers[where].module.parameters())[-1].data.view(-1)[:1]
-                healthy = weight.clone()
-                weight.fill_(value)
-                yield minibatch
-                assert math.isnan(weight) or weight == value
-                weight.copy_(healthy)
-                continue
-            if where:
-                getattr(minibatch, where)[int(minibatch.loss_mask.nonzero()[0])] = value
-            yield minibatch
-
-    run.minibatches = poisoned
-
-
-def snapshot(trainer) -> list[torch.Tensor]:
-    """The bits of all parameters and of every tensor of the optimizer."""
-    inner = (
-        trainer.optimizer.chained_optimizers[0]
-        if hasattr(trainer.optimizer, "chained_optimizers")
-        else trainer.optimizer
-    )
-    moments = [
-        value for parameter in inner.optimizer.state.values() for value in parameter.values()
-    ]
-    return [
-        value.detach().clone().view(torch.int32)
-        for value in (*trainer.module.parameters(), *moments)
-    ]
-
-
-def record_moves(run: Run) -> dict[str, list[bool]]:
-    """Model -> whether each of its updates changes anything of weights and optimizer, filled while
-    the run trains.
-    """
-    moves: dict[str, list[bool]] = {}
-
-    def watch(name: str, owner) -> None:
-        update = owner.update
-
-        def watched(minibatch):
-            before = snapshot(owner.trainer)
-            result = update(minibatch)
-            after = snapshot(owner.trainer)
-            moves.setdefault(name, []).append(
-                len(before) != len(after)
-                or not all(torch.equal(one, other) for one, other in zip(before, after))
-            )
-            return result
-
-        owner.update = watched
-
-    watch("actor", run.policy)
-    watch("critic", run.critic)
-    return moves
 
 
 def test_bad_updates_change_nothing_and_are_kept(

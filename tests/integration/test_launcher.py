@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ class TestPolyglot:
         "command", [("bash",), ("torchrun", "--nproc-per-node", "2")], ids=["bash", "torchrun"]
     )
     def test_help(self, command):
-        process = execute(*command, SCRIPT, "--help")
+        process = execute(*command, SCRIPT, "--help", NPROC_PER_NODE="1")  # for bash alone
         assert process.returncode == 0, process.stderr
         assert process.stdout.count("usage:") == 1, "one rank prints the help"
         assert "--tensor-model-parallel-size" in process.stdout
@@ -81,15 +80,14 @@ class TestPolyglot:
         process = execute(sys.executable, "-c", program)
         assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
-    @pytest.mark.parametrize("num_ranks", ["1", "2"])
-    def test_unknown_flag_is_one_line_and_a_failure(self, num_ranks):
-        process = execute("bash", SCRIPT, "--learning-rat", "1", NPROC_PER_NODE=num_ranks)
+    def test_unknown_flag_is_one_line_of_two_ranks_and_a_failure(self):
+        process = execute("bash", SCRIPT, "--learning-rat", "1", NPROC_PER_NODE="2")
         assert process.returncode == 2
         assert len(process.stderr.splitlines()) == 1, process.stderr
         assert "--learning-rat" in process.stderr
 
     def test_unknown_recipe_is_one_line_and_a_failure(self):
-        process = execute("bash", SCRIPT, "--recipe", "chess", NPROC_PER_NODE="2")
+        process = execute("bash", SCRIPT, "--recipe", "chess", NPROC_PER_NODE="1")
         assert process.returncode == 2
         assert len(process.stderr.splitlines()) == 1, process.stderr
         assert "frozen_lake" in process.stderr and "'chess'" in process.stderr
@@ -145,13 +143,11 @@ class TestLaunch:
             import os, sys, time
             if os.environ["RANK"] == "1":
                 sys.exit("error: the reason")
-            time.sleep(60)
+            time.sleep(600)  # longer than the test may take
             """,
         )
-        start = time.monotonic()
         process = execute(*LAUNCH, "--nproc-per-node", 2, script)
         assert (process.returncode, process.stderr) == (1, "error: the reason\n")
-        assert time.monotonic() - start < 30
 
     def test_a_killed_rank_is_reported(self, tmp_path):
         script = program(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
@@ -165,17 +161,21 @@ class TestLaunch:
             tmp_path,
             """
             import os, sys, time
-            os.write(1, f"{os.getpid()}\\n".encode())  # at once: ranks run unbuffered, and their lines would mix
-            time.sleep(60)
+            # at once: ranks run unbuffered, and their lines would mix
+            os.write(1, f"{os.getpid()}\\n".encode())
+            time.sleep(600)
             """,
         )
         process = subprocess.Popen(
-            [*LAUNCH, "--nproc-per-node", "2", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*LAUNCH, "--nproc-per-node", "2", str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env=environment(),
-        )  # fmt: skip
+        )
         ranks = [int(process.stdout.readline()) for _ in range(2)]
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate()
         assert process.returncode == 128 + number
         assert "torch/distributed" not in stderr
         for rank in ranks:
@@ -211,7 +211,8 @@ class TestSetup:
                 #!/usr/bin/env bash
                 case "$*" in
                 *"pip --version"*) ;;
-                *"pip install"*) if [ -e {copy}/fail-pip ]; then echo "ERROR: no route to the index" >&2; exit 1; fi ;;
+                *"pip install"*)
+                    if [ -e {copy}/fail-pip ]; then echo "ERROR: no route" >&2; exit 1; fi ;;
                 "- "*) if [ -e {copy}/lacks ]; then echo numpy; exit 3; fi ;;
                 *) echo "started" ;;
                 esac

@@ -75,10 +75,10 @@ FRAGMENTS = (
 )
 PACKAGED = Path(__file__).parents[2] / "ragen_mega/environments/worlds"
 FLAGS = """
-    --environments bandit --max-turns 1 --max-actions-per-turn 1 --max-actions 1 --prompt-style compact
-    --max-response-length 8 --max-context-length 96 --eval-prompts 2 --eval-interval 0 --hidden-size 16
-    --ffn-hidden-size 32 --num-layers 1 --num-groups 2 --group-size 2 --minibatch-size 4 --filter-strategy none
-    --num-steps 1 --save-interval 0
+    --environments bandit --max-turns 1 --max-actions-per-turn 1 --max-actions 1
+    --prompt-style compact --max-response-length 8 --max-context-length 96 --eval-prompts 2
+    --eval-interval 0 --hidden-size 16 --ffn-hidden-size 32 --num-layers 1 --num-groups 2
+    --group-size 2 --minibatch-size 4 --filter-strategy none --num-steps 1 --save-interval 0
 """.split()
 
 

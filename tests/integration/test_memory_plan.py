@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import fork_ranks
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
@@ -20,6 +19,7 @@ from ragen_mega.megatron.model import build_policy_model, model_inputs, transfor
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.memory_plan import Setting, activations, state_of
 from ragen_mega.models.shape import ModelShape
+from tests.support.forked_ranks import on_ranks
 from tools.parity import make_batch, random_model, random_trajectories
 
 SHAPES = Path(__file__).parents[2] / "tools" / "model_shapes.json"
@@ -41,8 +41,8 @@ PUBLISHED = {
     "Qwen3-32B": 32_762_123_264,
 }
 SIZES = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-    max_position_embeddings=512,
+    vocab_size=97, hidden_size=64, intermediate_size=176, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
 )  # fmt: skip
 CONFIGS = (
     Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -93,8 +93,8 @@ def check_bytes(parallel: ParallelConfig) -> None:
             model.load_weights(weights.get)
             model.update(batch)
             expected = state_of(
-                shape_of(hf), setting(parallel, distributed.world_size()), groups.pp.rank(), is_critic=bool(is_critic),
-                dp_rank=groups.dp.rank(),
+                shape_of(hf), setting(parallel, distributed.world_size()), groups.pp.rank(),
+                is_critic=bool(is_critic), dp_rank=groups.dp.rank(),
             )  # fmt: skip
             assert model.trainer.memory.on_device() == expected._asdict(), (
                 architecture,
@@ -160,10 +160,7 @@ def test_two_ranks_hold_what_the_plan_says() -> None:
             )
         distributed.barrier()
 
-    ranks = fork_ranks(work, 2)
-    for rank in ranks:
-        rank.join(250)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    on_ranks(work, 2)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

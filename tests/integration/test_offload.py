@@ -1,14 +1,11 @@
 """Memory handover on CPU tensors: what is freed, and training that does not notice, to the bit."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from forked_ranks import fork_ranks
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
@@ -22,9 +19,10 @@ from ragen_mega.megatron.offload import KINDS, Offloadable
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Phase
+from tests.support.forked_ranks import on_ranks
+from tests.support.runs import start_ranks
 from tools.parity import make_batch, random_model
 
-ROOT = Path(__file__).parents[2]
 TRAIN = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=128)
 LOSS = LossConfig(kl_kind="k3", kl_coef=0.05)
 LAYOUTS = {
@@ -144,10 +142,7 @@ def test_two_ranks_train_as_if_nothing_had_moved(name: str, case: tuple) -> None
         check_layout(*case, LAYOUTS[name])
         distributed.barrier()
 
-    ranks = fork_ranks(work, 2)
-    for rank in ranks:
-        rank.join(200)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    on_ranks(work, 2)
 
 
 def test_quantised_copies_leave_with_whatever_leaves_first(case: tuple) -> None:
@@ -169,10 +164,15 @@ def test_one_storage_moves_once_and_aliases_stay() -> None:
     view, tied = flat[10:30].view(4, 5), flat[10:30]
     moment, gradient = torch.randn(7, dtype=torch.float64), torch.full((9,), 3.0)
     memory = Offloadable(
-        lambda: [("parameters", "a", view), ("parameters", "b", tied), ("gradients", "g", gradient), ("optimizer", "a", view),
-                 ("optimizer", "m", moment)],
+        lambda: [
+            ("parameters", "a", view),
+            ("parameters", "b", tied),
+            ("gradients", "g", gradient),
+            ("optimizer", "a", view),
+            ("optimizer", "m", moment),
+        ],
         "actor",
-    )  # fmt: skip
+    )
     before = [tensor.clone() for tensor in (flat, view, moment)]
     assert memory.on_device() == {"parameters": 400, "gradients": 36, "optimizer": 56}
     assert memory.offload() == 492 and memory.offload() == 0
@@ -304,23 +304,26 @@ def test_weights_that_are_sent_again_come_back_and_leave_again(mode: str, case: 
     assert torch.equal(actor.logprobs(batch), before)
 
 
-def test_no_memory_at_wake_is_one_line_and_ends_every_rank(tmp_path: Path) -> None:
+@pytest.mark.forks
+def test_no_memory_at_wake_is_one_line_of_a_rank_and_ends_every_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The engine asks for a context that no machine has."""
-    command = [
-        sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", "2",
-        str(ROOT / "examples" / "pretrain_starpo.sh"), "--recipe", "none", "--environments", "bandit", "--max-turns", "1",
-        "--max-actions-per-turn", "1", "--max-actions", "1", "--prompt-style", "compact", "--hidden-size", "16",
-        "--ffn-hidden-size", "32", "--num-layers", "1", "--warm-start-first-turn-steps", "1", "--warm-start-steps", "1",
-        "--warm-start-trajectories", "4", "--output", str(tmp_path), "--max-context-length", str(10**12),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(errors) == 1 and "Traceback" not in done.stderr, (
-        done.stderr[-2000:]
-    )
-    assert re.match(
-        r"error: out of memory in phase SYNC \(rank [01]: resident \d+\.\d+ GiB; of it models:"
-        r" actor",
-        errors[0],
-    )
-    assert "set --offload rollout, or lower --kv-cache-tokens" in errors[0]
+    flags = """
+        --environments bandit --max-turns 1 --max-actions-per-turn 1 --max-actions 1
+        --prompt-style compact --hidden-size 16 --ffn-hidden-size 32 --num-layers 1
+        --warm-start-first-turn-steps 1 --warm-start-steps 1 --warm-start-trajectories 4
+    """.split()
+    ranks = start_ranks(tmp_path, "run", 2, *flags, "--max-context-length", str(10**12))
+    for rank in ranks:
+        rank.join()
+    errors = capfd.readouterr().err.splitlines()
+    assert [rank.exitcode for rank in ranks] == [2, 2], errors
+    assert len(errors) == 2, errors
+    for error in errors:
+        assert re.match(
+            r"error: out of memory in phase SYNC \(rank [01]: resident \d+\.\d+ GiB; of it"
+            r" models: actor",
+            error,
+        )
+        assert "set --offload rollout, or lower --kv-cache-tokens" in error

@@ -9,32 +9,33 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.context import ForkProcess as Process
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from forked_ranks import fork_ranks
-from safetensors.torch import load_file
 
 from ragen_mega.config import parse
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
-from ragen_mega.train import main, starpo
+from ragen_mega.train import starpo
+from tests.support.runs import finish, launch, metrics, start_ranks, state
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.forks
 FLAGS = """
-    --environments bandit:1,frozen_lake:1 --environment-options {"frozen_lake":{"observation":"cells"}}
-    --prompt-style compact --max-response-length 48 --max-context-length 400 --eval-prompts 8 --eval-interval 2
-    --hidden-size 32 --ffn-hidden-size 64 --num-layers 4 --num-groups 4 --group-size 4 --minibatch-size 4
-    --filter-strategy none --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 6 --save-interval 3 --keep-last 0
+    --environments bandit:1,frozen_lake:1
+    --environment-options {"frozen_lake":{"observation":"cells"}}
+    --prompt-style compact --max-response-length 48 --max-context-length 400
+    --eval-prompts 8 --eval-interval 2 --hidden-size 32 --ffn-hidden-size 64 --num-layers 2
+    --num-groups 4 --group-size 4 --minibatch-size 4 --filter-strategy none
+    --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 6 --save-interval 3 --keep-last 0
     --kl-kind k3 --kl-coef 0.01
 """.split()
 WARM_START = """
-    --warm-start-first-turn-steps 60 --warm-start-steps 30 --warm-start-trajectories 100 --num-steps 1 --save-interval 0
+    --warm-start-first-turn-steps 60 --warm-start-steps 30 --warm-start-trajectories 100
+    --num-steps 1 --save-interval 0
 """.split()
 LAYOUTS = {
     "one": (1, ()),
@@ -48,13 +49,6 @@ LAYOUTS = {
 
 def open_run(output: Path, name: str, *flags: str) -> Run:
     return build(parse([*FLAGS, "--output", str(output), "--name", name, *flags]))
-
-
-def finish(run: Run) -> Path:
-    """Train to the end; returns the directory."""
-    with run:
-        starpo(run)
-    return run.logger.directory
 
 
 def stop(run: Run) -> None:
@@ -81,22 +75,6 @@ def send_sigterm_after(target: object, name: str, is_time) -> None:
     setattr(target, name, calling)
 
 
-def start_ranks(output: Path, name: str, num_ranks: int, *flags: str) -> list[Process]:
-    """Start the program on `num_ranks` forked ranks."""
-    return fork_ranks(
-        lambda: main([*FLAGS, "--output", str(output), "--name", name, *flags]), num_ranks
-    )
-
-
-def launch(output: Path, name: str, num_ranks: int, *flags: str) -> Path:
-    """Run the program on so many ranks to its end; returns the run directory."""
-    processes = start_ranks(output, name, num_ranks, *flags)
-    for process in processes:
-        process.join(400)
-    assert [process.exitcode for process in processes] == [0] * num_ranks
-    return output / name
-
-
 def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> None:
     """Start a run and end all its processes by SIGKILL as soon as its first checkpoint is there."""
     processes = start_ranks(output, name, num_ranks, *flags)
@@ -109,35 +87,15 @@ def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> Non
     assert not (output / name / "summary.json").exists()
 
 
-def metrics(run: Path) -> list[dict]:
-    """What was logged, without what depends on the clock or the process."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "memory/", "engine/")
-    return [
-        {
-            key: value
-            for key, value in row.items()
-            if not key.startswith(measured) and "per_second" not in key
-        }
-        for row in rows
-    ]
-
-
-def state(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint: parameters and moments of both models, as the ranks wrote them."""
-    files = (run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors")
-    return {f"{path.name}/{key}": value for path in files for key, value in load_file(path).items()}
-
-
 def assert_equal_runs(one: Path, other: Path) -> None:
     assert [row["step"] for row in metrics(one)] == list(range(6))
     assert metrics(one) == metrics(other)
     last, others = state(one, 6), state(other, 6)
     assert last.keys() == others.keys()
     assert all(torch.equal(last[key], others[key]) for key in last)
-    assert not all(
-        torch.equal(value, last[key]) for key, value in state(one, 3).items()
-    )  # training did something
+    assert not all(torch.equal(value, last[key]) for key, value in state(one, 3).items()), (
+        "training did nothing"
+    )
     summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
     assert (
         summaries[0]["sets"] == summaries[1]["sets"]
@@ -148,7 +106,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small warm-started model."""
-    return launch(tmp_path_factory.mktemp("start"), "run", 1, *WARM_START) / "warm_start"
+    return launch(tmp_path_factory.mktemp("start"), "run", 1, *FLAGS, *WARM_START) / "warm_start"
 
 
 @pytest.fixture(scope="module")
@@ -235,19 +193,22 @@ def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2_distributed_optimizer"])
 def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout: str) -> None:
     num_ranks, flags = LAYOUTS[layout]
-    straight = launch(tmp_path, "straight", num_ranks, "--load", str(start), *flags)
-    launch_and_kill(tmp_path, "killed", num_ranks, "--load", str(start), *flags)
-    resumed = launch(tmp_path, "killed", num_ranks, "--load", str(start), "--resume", *flags)
+    flags = (*FLAGS, "--load", str(start), *flags)
+    straight = launch(tmp_path, "straight", num_ranks, *flags)
+    launch_and_kill(tmp_path, "killed", num_ranks, *flags)
+    resumed = launch(tmp_path, "killed", num_ranks, *flags, "--resume")
     assert_equal_runs(straight, resumed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
+def test_resumed_on_another_layout(tmp_path: Path) -> None:
     """Saved at TP2 x PP2 after three steps; the loss of the fourth is that of the same layout."""
+    start = launch(tmp_path, "start", 1, *FLAGS, *WARM_START, "--num-layers", "4") / "warm_start"
 
     def common(steps: int) -> tuple[str, ...]:
         return (
+            *FLAGS,
             "--load",
             str(start),
             "--lr-decay",
@@ -264,9 +225,8 @@ def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
     for layout in ("tp2_pp2", "one", "dp2_distributed_optimizer", "pp4"):
         num_ranks, flags = LAYOUTS[layout]
         shutil.copytree(saved, tmp_path / layout)
-        rows[layout] = metrics(launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags))[
-            3
-        ]
+        run = launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags)
+        rows[layout] = metrics(run)[3]
     expected = rows.pop("tp2_pp2")
     for layout, row in rows.items():
         assert row["rollout/reward"] == expected["rollout/reward"], layout
@@ -277,7 +237,7 @@ def test_resumed_on_another_layout(start: Path, tmp_path: Path) -> None:
             "critic/grad_norm",
             "actor/entropy",
         ):
-            assert row[key] == pytest.approx(expected[key], abs=1e-5), (layout, key)
+            assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-4), (layout, key)
 
 
 @pytest.mark.slow
@@ -314,5 +274,5 @@ def test_sigterm_of_two_ranks(start: Path, tmp_path: Path) -> None:
         assert process.wait(120) == 128 + signal.SIGTERM
     assert not any(member.is_running() for member in family)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
-    resumed = launch(tmp_path, "run", 2, "--load", str(start), "--resume")
+    resumed = launch(tmp_path, "run", 2, *FLAGS, "--load", str(start), "--resume")
     assert [row["step"] for row in metrics(resumed)] == list(range(6))

@@ -15,98 +15,48 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.http_json import RequestRefused
-from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
+from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
 from ragen_mega.engines.sglang.weights import Message, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import make
-from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.collector import collect, tasks_for_group
-from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.rollout.renderer import ChatRenderer
-from tests.small_policy import lake_tokenizer
-
-PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON") and os.path.abspath(
-    os.environ["RAGEN_SGLANG_PYTHON"]
+from tests.support.processes import command_of, is_alive, wait_until
+from tests.support.sglang_server import (
+    CONFIG,
+    IS_CUDA,
+    MAX_CONTEXT,
+    PYTHON,
+    TOLERANCE,
+    VOCAB,
+    build_model,
+    check_logprobs,
+    converse,
+    converse_all,
+    needs_sglang,
+    random_tokens,
+    settings,
+    shards,
 )
-pytestmark = [
-    pytest.mark.skipif(
-        not PYTHON,
-        reason=(
-            "RAGEN_SGLANG_PYTHON names no Python with SGLang; build one: bash"
-            " tools/setup_sglang_cpu.sh"
-        ),
-    ),
-    pytest.mark.timeout(1500),
-]
+from tests.support.small_policy import lake_tokenizer
+
+pytestmark = needs_sglang
+
 ROOT = Path(__file__).parents[2]
-IS_CUDA = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if IS_CUDA else ("cpu", torch.float32)
-TOLERANCE, MEAN_TOLERANCE = (1.0, 0.15) if IS_CUDA else (1e-4, 1e-4)
-"""Of one log-probability and of the mean of a completion's. The expected ones are computed in
-float32 from the weights as the server holds them. In bfloat16 these models, whose weights are
-large, are that far off in transformers too: over 6400 sampled tokens at temperature 0.7 by 0.54 at
-most and 0.045 in the mean. Under other weights the mean would be above 1."""
-START_TIMEOUT = 120.0 if IS_CUDA else 1200.0
 same_on_a_cpu = pytest.mark.skipif(
     IS_CUDA, reason="the device makes no difference, and each server takes its time to start"
 )
-VOCAB = 400
-MAX_CONTEXT = 400
-CONFIG = Qwen2Config(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    initializer_range=0.2,
-    max_position_embeddings=512,
-)
-
-
-def build_model(seed: int) -> PreTrainedModel:
-    """In float32, with weights that the server's type holds exactly."""
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(CONFIG).eval()
-    with torch.no_grad():  # biases start at 0 and norms at 1, which would hide a mistake
-        for name, parameter in model.named_parameters():
-            if "bias" in name or "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            parameter.copy_(parameter.to(DTYPE))
-    return model
-
-
-def shards(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    return cut_stream(model.state_dict().items(), CONFIG, *EngineShard())
-
-
-def settings(directory: Path, **changes: object) -> ServerSettings:
-    values = {
-        "python": Path(PYTHON),
-        "directory": directory,
-        "max_context": MAX_CONTEXT,
-        "max_running_requests": 16,
-        "kv_cache_tokens": 8192,
-        "device": DEVICE,
-        "dtype": str(DTYPE).removeprefix("torch."),
-        "start_timeout": START_TIMEOUT,
-        "hang_timeout": 120.0,
-    }
-    return ServerSettings(**(values | changes))
 
 
 @pytest.fixture(scope="module")
@@ -127,57 +77,6 @@ def start_once(
     engine = SGLangEngine(CONFIG, settings(directory), transfer=transfer, bucket_bytes=64 * 1024)
     yield engine
     engine.shutdown()
-
-
-def random_tokens(generator: random.Random, count: int) -> list[int]:
-    return [generator.randrange(VOCAB) for _ in range(count)]
-
-
-def check_logprobs(
-    model: PreTrainedModel, prompt: list[int], answer: Completion, temperature: float
-) -> None:
-    with torch.inference_mode():
-        logits = (
-            model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
-            / temperature
-        )
-    expected = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(answer.tokens)[:, None])[
-        :, 0
-    ]
-    check_close(torch.tensor(answer.logprobs), expected)
-
-
-def check_close(logprobs: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(logprobs, expected, atol=TOLERANCE, rtol=0.0)
-    assert float((logprobs - expected).abs().sum()) <= MEAN_TOLERANCE * len(expected)
-
-
-async def converse(
-    engine: SGLangEngine, session: int, *, temperature: float
-) -> list[tuple[list[int], Completion]]:
-    """Three turns with random observations: (prompt, answer) of each."""
-    generator = random.Random(session)
-    tokens, turns = random_tokens(random.Random(0), 30) + random_tokens(generator, 5), []
-    for turn in range(3):
-        sampling = SamplingParams(
-            12, temperature=temperature, stop_token_ids=(7, 8), seed=10 * session + turn
-        )
-        answer = await engine.generate(list(tokens), sampling, session=session)
-        turns.append((list(tokens), answer))
-        tokens += answer.tokens + random_tokens(generator, 3)
-    engine.release(session)
-    return turns
-
-
-def converse_all(
-    engine: SGLangEngine, *, temperature: float = 1.0
-) -> list[list[tuple[list[int], Completion]]]:
-    async def everything() -> list[list[tuple[list[int], Completion]]]:
-        return await asyncio.gather(
-            *(converse(engine, session, temperature=temperature) for session in range(6))
-        )
-
-    return asyncio.run(everything())
 
 
 def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLangEngine) -> None:
@@ -468,34 +367,13 @@ def test_a_rollout_survives_sigkill_of_the_server(
             check_logprobs(model, trajectory.tokens[: turn.start], answer, 1.0)
 
 
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def test_shutdown_leaves_nothing(engine: SGLangEngine) -> None:
     with engine.awake():
         pids = [engine.server.pid, *supervisor.descendants(engine.server.pid)]
     store = engine._transfer.directory
     assert store.is_dir()
     engine.shutdown()
-    wait_until(lambda: not any(map(is_alive, pids)), 30)
+    wait_until(lambda: not any(map(is_alive, pids)))
     assert not store.exists()
 
 
@@ -503,8 +381,9 @@ TRAINER = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
-import test_sglang_engine as test
-engine = test.SGLangEngine(test.CONFIG, test.settings(Path(sys.argv[1])))
+from ragen_mega.engines.sglang.engine import SGLangEngine
+from tests.support import sglang_server as test
+engine = SGLangEngine(test.CONFIG, test.settings(Path(sys.argv[1])))
 with engine.awake():
     engine.load_weights(test.shards(test.build_model(1)))
     print(engine._transfer.directory, flush=True)
@@ -514,7 +393,7 @@ with engine.awake():
 
 @same_on_a_cpu
 def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
-    program = TRAINER.replace("{path!r}", repr([str(ROOT), str(Path(__file__).parent)]))
+    program = TRAINER.replace("{path!r}", repr([str(ROOT)]))
     trainer = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -526,7 +405,7 @@ def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
         assert len(pids) >= 4
         trainer.kill()
         trainer.wait()
-        wait_until(lambda: not any(map(is_alive, pids)), 30)
+        wait_until(lambda: not any(map(is_alive, pids)))
         assert not weights.exists()
     finally:
         trainer.kill()

@@ -18,19 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from forked_ranks import fork_ranks
-from test_sglang_engine import (
-    CONFIG,
-    PYTHON,
-    build_model,
-    check_logprobs,
-    command_of,
-    converse,
-    converse_all,
-    pytestmark,
-    settings,
-)
-from test_training import launch, read_metrics
 from transformers import PreTrainedModel
 
 from ragen_mega.data import distributed
@@ -39,8 +26,21 @@ from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
+from tests.support.forked_ranks import fork_ranks
+from tests.support.processes import command_of
+from tests.support.sglang_server import (
+    CONFIG,
+    PYTHON,
+    build_model,
+    check_logprobs,
+    converse,
+    converse_all,
+    needs_sglang,
+    settings,
+)
+from tests.support.training import launch, read_metrics
 
-__all__ = ["pytestmark"]
+pytestmark = needs_sglang
 SMALL_BUCKETS = 32 * 1024
 SHORT = """
     --num-steps 2 --num-groups 2 --eval-interval 0 --eval-prompts 2 --eval-samples 1

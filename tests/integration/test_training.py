@@ -11,45 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.runs import launch as launch_ranks
+from tests.support.training import FLAGS, launch, read_metrics
+
 ROOT = Path(__file__).parents[2]
-FLAGS = """
-    --environments bandit:1,frozen_lake:1 --environment-options {"frozen_lake":{"observation":"cells"}}
-    --prompt-style compact --max-response-length 48 --max-context-length 400 --eval-prompts 16 --eval-interval 2
-    --hidden-size 32 --ffn-hidden-size 64 --warm-start-first-turn-steps 60 --warm-start-steps 30
-    --warm-start-trajectories 100 --num-groups 4 --group-size 4 --minibatch-size 4 --filter-strategy none
-    --num-steps 3 --lr 1e-3 --critic-lr 1e-3
-""".split()
-
-
-def launch(directory: Path, num_ranks: int, *flags: str, timeout: float = 280) -> Path:
-    """Train under torchrun; returns the run directory."""
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "launch.py"),
-        "--nproc-per-node",
-        str(num_ranks),
-        str(ROOT / "examples" / "pretrain_starpo.sh"),
-        "--recipe",
-        "none",
-        *FLAGS,
-        "--output",
-        str(directory),
-        "--name",
-        "run",
-        *flags,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return directory / "run"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launch(tmp_path_factory.mktemp("single"), 1)
-
-
-def read_metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_every_step_is_logged_and_engine_agrees_with_trainer(run: Path) -> None:
@@ -132,15 +102,16 @@ def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
     assert set(result["pass_at_k"]) == {"pass@1", "pass@2"} and result["num_prompts"] == 8
 
 
+@pytest.mark.forks
 def test_layouts_train_alike(run: Path, tmp_path: Path) -> None:
     """Two ranks, data- or tensor-parallel, log the first step of one rank: same trajectories, same
     losses.
     """
     first = read_metrics(run)[0]
     for flags in ((), ("--tensor-model-parallel-size", "2")):
-        other = read_metrics(
-            launch(tmp_path / str(len(flags)), 2, "--load", str(run / "warm_start"), *flags)
-        )[0]
+        name = f"run{len(flags)}"
+        start = ("--load", str(run / "warm_start"), "--num-steps", "1")
+        other = read_metrics(launch_ranks(tmp_path, name, 2, *FLAGS, *start, *flags))[0]
         assert other["rollout/reward"] == pytest.approx(first["rollout/reward"], abs=1e-6)
         for key in ("critic/loss", "actor/loss", "actor/entropy", "actor/grad_norm"):
             assert other[key] == pytest.approx(first[key], rel=1e-3, abs=1e-4), key

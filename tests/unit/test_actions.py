@@ -1,7 +1,6 @@
 """Parsing of responses against the expression that defines the accepted language."""
 
 import re
-import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,14 +84,12 @@ def test_same_language_as_the_defining_expression(text, think, max_actions):
     assert parsed.has_invalid_action == (len(expected) != len(pieces))
 
 
-def test_adversarial_text_takes_linear_time():
-    # The defining expression needs time cubic in the number of repetitions on these.
+def test_adversarial_text_ends():
+    # The defining expression needs time cubic in the number of repetitions on these: years.
     for text in (
         "<think></think><answer>" * 20_000,
         ("</think>" + " " * 200) * 2_000,
         "<answer>" * 100_000,
     ):
-        started = time.perf_counter()
         assert not parse(text).is_format_valid
         assert not parse(text, think=False).is_format_valid
-        assert time.perf_counter() - started < 1.0

@@ -19,7 +19,8 @@ from ragen_mega.environments.protocol import make
 from ragen_mega.rollout.collector import Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
-from tests.small_policy import lake_tokenizer, tiny_qwen2
+from tests.support.rounding import exact_logprobs
+from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
 BOARD = ("SFFG", "FFFF", "FFFF", "FFFF")
 COMPACT = EpisodeConfig(prompt_style="compact")
@@ -159,15 +160,11 @@ def test_mask_covers_exactly_what_the_engine_returned(
             expected_mask[turn.start : turn.end] = [True] * len(completion.tokens)
         assert trajectory.loss_mask == expected_mask
         assert trajectory.loss_mask[-1] and not trajectory.loss_mask[0]
-        with torch.inference_mode():
-            logits = model(torch.tensor([trajectory.tokens])).logits[0, :-1] / 0.8
-        picked = logits.log_softmax(-1).gather(-1, torch.tensor(trajectory.tokens[1:])[:, None])[
-            :, 0
-        ]
+        exact, bound = exact_logprobs(model, trajectory.tokens, 0.8)
+        picked = exact[:-1].gather(-1, torch.tensor(trajectory.tokens[1:])[:, None])[:, 0]
         mask = torch.tensor(trajectory.loss_mask[1:])
-        torch.testing.assert_close(
-            torch.tensor(trajectory.rollout_logprobs[1:])[mask], picked[mask], atol=1e-5, rtol=0
-        )
+        recorded = torch.tensor(trajectory.rollout_logprobs[1:], dtype=torch.float64)
+        torch.testing.assert_close(recorded[mask], picked[mask], atol=bound, rtol=0)
 
 
 def test_between_turns_stands_what_the_environment_said(
@@ -186,7 +183,8 @@ def test_between_turns_stands_what_the_environment_said(
         assert (turn.info["finish_reason"] == "stop") == ended
         between = tokenizer.decode(trajectory.tokens[turn.end : following.start])
         opening = "" if ended else "<|im_end|>"
-        said = f"\n<|im_start|>user\n{result.message.content}<|im_end|>\n<|im_start|>assistant\n<think>"
+        said = f"\n<|im_start|>user\n{result.message.content}<|im_end|>\n"
+        said += "<|im_start|>assistant\n<think>"
         assert between == opening + said
     assert trajectory.truncated and not trajectory.terminated
 

@@ -12,10 +12,10 @@ import pytest
 from ragen_mega.report.console import COLUMNS, ROWS_BETWEEN_HEADERS, Console, fail
 
 METRICS = {
-    "rollout/success": 0.3125, "rollout/random": 0.212, "rollout/optimum": 0.477, "rollout/reward": 0.25,
-    "rollout/in_group_std": 0.4, "actor/entropy": 1.5, "actor/grad_norm": 0.75, "actor/clip_fraction_low": 0.01,
-    "actor/clip_fraction_high": 0.02, "mismatch/logprob_mean_abs_diff": 3e-6, "time/step": 4.2,
-    "rollout/tokens_per_second": 1234.0,
+    "rollout/success": 0.3125, "rollout/random": 0.212, "rollout/optimum": 0.477,
+    "rollout/reward": 0.25, "rollout/in_group_std": 0.4, "actor/entropy": 1.5,
+    "actor/grad_norm": 0.75, "actor/clip_fraction_low": 0.01, "actor/clip_fraction_high": 0.02,
+    "mismatch/logprob_mean_abs_diff": 3e-6, "time/step": 4.2, "rollout/tokens_per_second": 1234.0,
 }  # fmt: skip
 
 

@@ -380,7 +380,7 @@ def test_the_command(
 
 
 def memory(field: str) -> int:
-    """Bytes of this process that the kernel counts under `field`: VmRSS now, VmHWM at the highest."""
+    """Bytes of this process that the kernel counts: VmRSS now, VmHWM at the highest."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 

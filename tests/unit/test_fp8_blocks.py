@@ -1,4 +1,4 @@
-"""FP8 blocks for the rollout engine: against loops in float64, and cut over ranks before or after."""
+"""FP8 blocks for the rollout engine: against loops in float64, and cut before or after."""
 
 import pytest
 import torch

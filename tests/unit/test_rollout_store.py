@@ -5,8 +5,6 @@ are kept.
 import json
 import resource
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,7 +66,8 @@ def bits(groups: list[TrajectoryGroup]) -> list:
         )
 
     return [
-        (group.group_id, t.group_id, t.environment, t.seed, t.outcome_seed, t.weight_version, t.terminated, t.truncated,
+        (group.group_id, t.group_id, t.environment, t.seed, t.outcome_seed, t.weight_version,
+         t.terminated, t.truncated,
          exact(t.tokens), exact(t.loss_mask), exact(t.rollout_logprobs),
          [(turn.start, turn.end, exact(turn.reward), exact(turn.info)) for turn in t.turns])
         for group in groups
@@ -186,23 +185,13 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     store.write(3, small(), ORIGIN)
     size = (tmp_path / "step_00000003.safetensors").stat().st_size
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, size - 100))
-
-    program = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from pathlib import Path
-from test_rollout_store import *
-RolloutStore(Path({str(tmp_path)!r})).write(3, small(), ORIGIN)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, preexec_fn=limit
-    )
-    assert (
-        "OSError: cannot write" in done.stderr.splitlines()[-1]
-        and "File too large; free space" in done.stderr
-    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, before[1]))
+    try:
+        with pytest.raises(OSError, match="cannot write .*File too large; free space"):
+            store.write(3, small(), ORIGIN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert store.recall(3, ORIGIN, pytest.fail) == small() and len(list(tmp_path.iterdir())) == 1
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.engines.sglang import supervisor
+from tests.support.processes import is_alive, wait_until
 
 # A command with a child, and with a grandchild in a session of its own whose parent is gone: the
 # hardest to find again.
@@ -24,7 +25,8 @@ sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 child = subprocess.Popen(sleeper)
 start = (
     "import subprocess, sys; from subprocess import DEVNULL;"
-    "print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=DEVNULL, stderr=DEVNULL).pid)"
+    "quiet = dict(stdout=DEVNULL, stderr=DEVNULL);"
+    "print(subprocess.Popen(sys.argv[1:], start_new_session=True, **quiet).pid)"
 )
 orphan = subprocess.run([sys.executable, "-c", start, *sleeper], stdout=subprocess.PIPE, text=True)
 open(sys.argv[1], "w").write(f"{child.pid} {orphan.stdout.strip()} ")
@@ -35,20 +37,6 @@ import subprocess, sys, time
 process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
 time.sleep(600)
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition: object, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 class Family:
@@ -119,7 +107,7 @@ def test_further_signals_do_not_stop_the_killing(family: Family) -> None:
         time.sleep(0.0005)
         if not is_alive(family.supervisor):
             break
-    wait_until(lambda: not any(map(is_alive, family.members)), seconds=10.0)
+    wait_until(lambda: not any(map(is_alive, family.members)))
 
 
 def test_the_command_ends_when_the_supervisor_is_killed(family: Family) -> None:
@@ -138,7 +126,8 @@ def test_what_the_command_leaves_behind_ends_with_it(family: Family) -> None:
 SHARING = """
 from multiprocessing import get_context, shared_memory
 lock = get_context("spawn").Lock()
-kept = [shared_memory.SharedMemory(name + f"test_{os.getpid()}", create=True, size=64) for name in ("sgl_shm_mq_", "other_")]
+names = (prefix + f"test_{os.getpid()}" for prefix in ("sgl_shm_mq_", "other_"))
+kept = [shared_memory.SharedMemory(name, create=True, size=64) for name in names]
 time.sleep(600)
 """
 

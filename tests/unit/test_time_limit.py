@@ -213,7 +213,8 @@ def fresh_threads() -> list[threading.Thread]:
     frames = sys._current_frames()
     return [
         thread for thread in threading.enumerate()
-        if thread.name == "environment" and frames[thread.ident].f_code.co_name not in ("step", "<lambda>")
+        if thread.name == "environment"
+        and frames[thread.ident].f_code.co_name not in ("step", "<lambda>")
     ]  # fmt: skip
 
 
