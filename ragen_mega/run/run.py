@@ -28,6 +28,7 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import save_huggingface
 from ragen_mega.report.console import Console
+from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
 from ragen_mega.rollout.all_ranks import count_engines, engine_metrics
@@ -278,6 +279,7 @@ class Run:
             "steps": self.step,
             "seconds": time.monotonic() - self.started,
             **self.throughput.summary(),
+            "hardware": describe(),
             "warm_start": self._evaluations,
         }
         on_main(lambda: self.logger.write_summary(summary))
