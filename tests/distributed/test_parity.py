@@ -2,23 +2,17 @@
 (tools/parity.py).
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tools import parity as tool
 
 TOOL = Path(__file__).parents[2] / "tools" / "parity.py"
-
-
-def load_tool():
-    spec = importlib.util.spec_from_file_location("parity", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["parity"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.timeout(900)
@@ -56,7 +50,6 @@ def test_layouts_agree(tmp_path: Path) -> None:
     ],
 )
 def test_a_difference_fails(key: str) -> None:
-    tool = load_tool()
     row = {"name": "x"} | {name: tolerance / 2 for name, tolerance in tool.TOLERANCES.items()}
     report = {"layouts": [row], "transformers": {"max_diff_logprobs": 0.0}}
     assert tool.is_within_tolerance(report)
@@ -67,10 +60,39 @@ def test_a_difference_fails(key: str) -> None:
 def test_layouts_of_more_processes_than_gpus_are_left_out_or_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tool = load_tool()
     assert tool.choose_layouts(None, 0) == list(tool.LAYOUTS)[1:]
     assert tool.choose_layouts(None, 1) == ["microbatch_of_one", "one_microbatch", "recompute_full"]
     assert "more processes than the 1 GPU(s) here: tp2, " in capsys.readouterr().out
     assert tool.choose_layouts(["pp2"], 2) == ["pp2"]
-    with pytest.raises(SystemExit, match="error: pp2 need a GPU per process, not 1"):
+    with pytest.raises(ValueError, match="pp2 need a GPU per process, not 1"):
         tool.choose_layouts(["recompute_full", "pp2"], 1)
+
+
+def computed(**changes: float) -> dict:
+    """What a layout of two tensors a kind may have computed."""
+    keys = [
+        tool.Key(kind, "qwen2", model, name)
+        for kind in tool.COLUMNS
+        for model, name in (("policy", "step 0"), ("critic", "step 0"))
+    ]
+    return {key: torch.tensor([2.0, 4.0 + changes.get(key.kind, 0.0)]) for key in keys}
+
+
+@pytest.mark.parametrize("kind", list(tool.COLUMNS))
+def test_differences_are_the_largest_of_their_kind(kind: str) -> None:
+    """Absolute, but of gradients relative to the largest element."""
+    layout, baseline = tool.LAYOUTS["pp2"], computed()
+    unfused = {key: baseline[key] for key in baseline if key[:3] == ("gradient", "qwen2", "policy")}
+    row = tool.compare(layout, computed(**{kind: 0.5}), baseline, unfused)
+    changed = {tool.COLUMNS[kind]} | ({"max_rel_diff_unfused"} if kind == "gradient" else set())
+    for column in tool.TOLERANCES:
+        expected = 0.125 if "_rel_" in column else 0.5
+        assert row[column] == (expected if column in changed else 0.0)
+
+
+def test_a_missing_tensor_is_no_agreement() -> None:
+    baseline = computed()
+    missing = {key: value for key, value in baseline.items() if key.kind != "gradient"}
+    with pytest.raises(ValueError, match="pp2 computes other tensors than expected"):
+        tool.compare(tool.LAYOUTS["pp2"], missing, baseline, {})
+    assert tool.compare(tool.LAYOUTS["dp2_distributed_optimizer"], missing, baseline, {})
