@@ -1,8 +1,8 @@
 """Time whole StarPO-S steps of a model of a real size: rollout, weight sync, advantages and
 updates, phase by phase.
 
-    python tools/bench_step.py --json step.json                          # Qwen2.5-0.5B, on a GPU with SGLang's rollouts
-    python tools/bench_step.py --keep 0.25 --json step.json -- --rollout-engine sglang --sglang-python PYTHON --offload turns
+    python tools/bench_step.py --json step.json   # Qwen2.5-0.5B, on a GPU with SGLang's rollouts
+    python tools/bench_step.py --keep 0.25 -- --sglang-python PYTHON --offload turns
 
 The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic,
 32 trajectories per optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a
@@ -28,31 +28,26 @@ the H100 class.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from random_checkpoint import model_config, write_checkpoint
+from benchmark import OUTPUTS, provenance, publish, spread, table
+from command_line import TRAINING, command, flag, ranks_command
+from random_models import model_config, write_checkpoint
 
-from ragen_mega.report.console import fail
-from ragen_mega.report.metrics import METRICS_FILE, read_metrics
+from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 
-ROOT = Path(__file__).parents[1]
 NUM_TURNS = 5
 TARGETS = {0.25: (6.0, 23.5), 1.0: (15.0, 68.7)}
 """Share of the groups that is kept -> seconds per step (what we aim at, what the original took)."""
@@ -60,27 +55,45 @@ TARGET_MODEL, TARGET_TRAJECTORIES = "Qwen2.5-0.5B", 128
 """What those are for."""
 _POLL_SECONDS = 0.02
 _LOG_LINES = 15
+FLAGS = (
+    *OUTPUTS,
+    flag(
+        "--model",
+        "a name in tools/model_shapes.json, or a directory with a config.json, of which only the"
+        " shape counts",
+        TARGET_MODEL,
+    ),
+    flag("--steps", "per run; the first does not count", 3),
+    flag("--num-groups", "initial states a step", 8),
+    flag("--group-size", "trajectories of each", 16),
+    flag("--response-length", "sampled tokens a turn", 68),
+    flag("--keep", "of the groups", [0.25, 1.0], type=float, nargs="+", metavar="SHARE"),
+    flag(
+        "--rollout-engine",
+        "what samples; without CUDA embedded",
+        "sglang" if torch.cuda.is_available() else "embedded",
+        choices=("sglang", "embedded"),
+    ),
+    flag("--output", "checkpoint, runs and logs", Path("bench_step")),
+    ("training", {"nargs": "*", "metavar": "-- FLAGS", "help": "of the training program"}),
+)
 
 
 def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> list[str]:
     """Flags of one run: no warm start, no checkpoint, one evaluated episode before it."""
-    kept = ["--filter-strategy", "none"]
+    kept = "--filter-strategy none"
     if keep < 1:
-        kept = [
-            "--filter-strategy",
-            "top_fraction",
-            "--filter-value",
-            str(keep),
-            "--filter-keep-zero",
-        ]
-    return [
-        "--recipe", "none", "--load", str(checkpoint), "--environments", "sokoban", "--max-turns", str(NUM_TURNS),
-        "--num-groups", str(arguments.num_groups), "--group-size", str(arguments.group_size),
-        "--max-response-length", str(arguments.response_length), "--num-steps", str(arguments.steps), *kept,
-        "--rollout-engine", arguments.rollout_engine, *(["--bf16"] if torch.cuda.is_available() else []),
-        "--eval-interval", "0", "--eval-prompts", "1", "--eval-samples", "1", "--save-interval", "0",
-        "--output", str(arguments.output), "--name", run_name(keep), "--overwrite", *arguments.training,
-    ]  # fmt: skip
+        kept = f"--filter-strategy top_fraction --filter-value {keep} --filter-keep-zero"
+    flags = (
+        f"--recipe none --environments sokoban --max-turns {NUM_TURNS} {kept}"
+        f" --num-groups {arguments.num_groups} --group-size {arguments.group_size}"
+        f" --max-response-length {arguments.response_length} --num-steps {arguments.steps}"
+        f" --rollout-engine {arguments.rollout_engine} --save-interval 0 --eval-interval 0"
+        f" --eval-prompts 1 --eval-samples 1 --name {run_name(keep)} --overwrite"
+    ).split()
+    flags += ["--bf16"] if torch.cuda.is_available() else []
+    places = ("--load", str(checkpoint), "--output", str(arguments.output))
+    return [*flags, *places, *arguments.training]
 
 
 def run_name(keep: float) -> str:
@@ -91,53 +104,57 @@ def run_name(keep: float) -> str:
 def train(
     arguments: argparse.Namespace, checkpoint: Path, keep: float
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """One run; returns its rows of metrics and the wall-clock seconds between them. Raises
-    RuntimeError if it fails.
+    """One run; returns its rows of metrics and the wall-clock seconds between them. If it fails,
+    leave with the end of its log.
     """
     run, log = arguments.output / run_name(keep), arguments.output / f"{run_name(keep)}.log"
     metrics = run / METRICS_FILE
     metrics.unlink(missing_ok=True)
-    command = [
-        sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", "1",
-        str(ROOT / "examples" / "pretrain_starpo.sh"), *training_flags(arguments, checkpoint, keep),
-    ]  # fmt: skip
     stamps: list[float] = []
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
+        process = subprocess.Popen(
+            ranks_command(1, TRAINING, *training_flags(arguments, checkpoint, keep)),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        with ended(process):
             while process.poll() is None and len(stamps) < arguments.steps:
                 if metrics.exists() and metrics.read_bytes().count(b"\n") > len(stamps):
                     stamps.append(time.monotonic())
                 time.sleep(_POLL_SECONDS)
-        finally:
-            end(process)
-            for directory in (CHECKPOINTS, FINAL_EXPORT):  # the kill may come when they have begun
-                shutil.rmtree(run / directory, ignore_errors=True)
+    for directory in (CHECKPOINTS, FINAL_EXPORT):  # the kill may come when they have begun
+        shutil.rmtree(run / directory, ignore_errors=True)
     if len(stamps) < arguments.steps:
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        raise RuntimeError(
-            f"training with --keep {keep:g} ended with status {process.returncode}; {log} ends"
-            f" with:\n{last}"
+        print(
+            *log.read_text(errors="replace").splitlines()[-_LOG_LINES:], sep="\n", file=sys.stderr
         )
-    rows = read_metrics(metrics)
-    return rows, [later - earlier for earlier, later in zip(stamps, stamps[1:])]
+        print(
+            f"error: training with --keep {keep:g} ended with status {process.returncode}; the end"
+            f" of {log} is above",
+            file=sys.stderr,
+        )
+        raise SystemExit(1)
+    return read_metrics(metrics), [later - earlier for earlier, later in zip(stamps, stamps[1:])]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a run before it writes its last checkpoint and its export, which nobody wants and are
-    many GB.
+@contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill a run at the end of the block, before it writes its last checkpoint and its export,
+    which nobody wants and are many GB.
     """
-    everything: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):  # what has ended by itself
-        launcher = psutil.Process(process.pid)
-        everything = launcher.children(recursive=True)
-        for rank in launcher.children():
-            rank.kill()
-    process.kill()
-    process.wait()
-    psutil.wait_procs(
-        everything, timeout=60
-    )  # servers end with their ranks, and the next run needs their memory
+    try:
+        yield
+    finally:
+        everything: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):  # what has ended by itself
+            launcher = psutil.Process(process.pid)
+            everything = launcher.children(recursive=True)
+            for rank in launcher.children():
+                rank.kill()
+        process.kill()
+        process.wait()
+        # servers end with their ranks, and the next run needs their memory
+        psutil.wait_procs(everything, timeout=60)
 
 
 def summarize(
@@ -147,30 +164,38 @@ def summarize(
     the others.
     """
     counted, median = rows[1:], statistics.median
-    seconds = median(gaps)
+    seconds, num_trajectories = median(gaps), counted[0]["rollout/num_trajectories"]
     names = sorted({key for row in counted for key in row if is_phase(key)})
     phases = {
         key.removeprefix("time/"): median([row.get(key, 0.0) for row in counted]) for key in names
     }
     known = [sum(row[key] for key in names if key in row) for row in counted]
     phases["other"] = median([gap - part for gap, part in zip(gaps, known, strict=True)])
-    sampled = [row["rollout/sampled_tokens"] for row in counted]
-    is_comparable = (
-        model == TARGET_MODEL and counted[0]["rollout/num_trajectories"] == TARGET_TRAJECTORIES
-    )
+    is_comparable = model == TARGET_MODEL and num_trajectories == TARGET_TRAJECTORIES
     target, original = TARGETS.get(keep, (None, None)) if is_comparable else (None, None)
+    sampled = median([row["rollout/sampled_tokens"] for row in counted])
     return {
-        "keep": keep, "seconds": seconds, "all_seconds": list(gaps), "target_seconds": target, "original_seconds": original,
-        "phases": {name: {"seconds": value, "share": value / seconds} for name, value in phases.items()},
-        "num_trajectories": counted[0]["rollout/num_trajectories"],
-        "trained_trajectories": counted[0]["rollout/num_trajectories"] * counted[0]["filter/kept_fraction"],
-        "sampled_tokens": median(sampled),
-        "sampled_tokens_per_trajectory": median(sampled) / counted[0]["rollout/num_trajectories"],
+        "keep": keep,
+        "seconds": seconds,
+        "spread": spread(gaps),
+        "all_seconds": list(gaps),
+        "target_seconds": target,
+        "original_seconds": original,
+        "phases": {
+            name: {"seconds": value, "share": value / seconds} for name, value in phases.items()
+        },
+        "num_trajectories": num_trajectories,
+        "trained_trajectories": num_trajectories * counted[0]["filter/kept_fraction"],
+        "sampled_tokens": sampled,
+        "sampled_tokens_per_trajectory": sampled / num_trajectories,
         "rollout_tokens_per_second": median([row["rollout/tokens_per_second"] for row in counted]),
         "train_tokens_per_second": median([row["update/tokens_per_second"] for row in counted]),
         "mismatch": max(row["mismatch/logprob_max_abs_diff"] for row in counted),
-        "rows": [{key: value for key, value in row.items() if key.startswith(("time/", "memory/"))} for row in counted],
-    }  # fmt: skip
+        "rows": [
+            {key: value for key, value in row.items() if key.startswith(("time/", "memory/"))}
+            for row in counted
+        ],
+    }
 
 
 def is_phase(key: str) -> bool:
@@ -178,135 +203,61 @@ def is_phase(key: str) -> bool:
     return key.startswith("time/") and key != "time/step" and not key.startswith("time/sync_")
 
 
-def hardware() -> str:
-    """The GPU's name, or the processor's."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def versions() -> dict[str, str]:
-    """Of what computes here; SGLang's may be that of another environment than the server's."""
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for name in (
-        "torch",
-        "triton",
-        "megatron-core",
-        "transformer-engine",
-        "sglang",
-        "transformers",
-    ):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
-
-
-def table(report: Mapping[str, Any]) -> str:
+def tables(report: Mapping[str, Any]) -> str:
     """For people."""
     runs = report["runs"]
-    first = runs[0]
-    lines = [
+    totals = [
+        (
+            f"{run['keep']:.0%}",
+            f"{run['seconds']:.2f}",
+            f"{run['spread']['min']:.2f} - {run['spread']['max']:.2f}",
+            *(run[key] or "-" for key in ("target_seconds", "original_seconds")),
+            *(f"{run[f'{stage}_tokens_per_second']:.0f}" for stage in ("rollout", "train")),
+        )
+        for run in runs
+    ]
+    phases = [
+        (f"{run['keep']:.0%}", name, f"{phase['seconds']:.2f}", f"{phase['share']:.0%}")
+        for run in runs
+        for name, phase in sorted(run["phases"].items(), key=lambda item: -item[1]["seconds"])
+    ]
+    head = ("keep", "s/step", "spread", "target", "original", "rollout tok/s", "train tok/s")
+    return "\n\n".join(
         (
             f"{report['model']} ({report['num_parameters'] / 1e6:.1f} M parameters, random) on"
             f" {report['hardware']}, {report['rollout_engine']} rollouts,"
-            f" {first['num_trajectories']:.0f} trajectories a step,"
-            f" {first['sampled_tokens_per_trajectory']:.1f} sampled tokens a trajectory"
-        ),
-        (
-            f"{'keep':>6s} {'s/step':>8s} {'target':>8s} {'original':>9s} {'rollout tok/s':>14s}"
-            f" {'train tok/s':>12s}"
-        ),
-    ]
-    for run in runs:
-        target, original = (
-            f"{run[key]:.1f}" if run[key] else "-" for key in ("target_seconds", "original_seconds")
+            f" {runs[0]['num_trajectories']:.0f} trajectories a step,"
+            f" {runs[0]['sampled_tokens_per_trajectory']:.1f} sampled tokens a trajectory",
+            table(head, totals),
+            table(("keep", "phase", "s", "share"), phases),
         )
-        lines.append(
-            f"{run['keep']:6.0%} {run['seconds']:8.2f} {target:>8s} {original:>9s} "
-            f"{run['rollout_tokens_per_second']:14.0f} {run['train_tokens_per_second']:12.0f}"
-        )
-    for run in runs:
-        ordered = sorted(run["phases"].items(), key=lambda item: -item[1]["seconds"])
-        parts = ", ".join(
-            f"{name} {phase['seconds']:.2f} s ({phase['share']:.0%})" for name, phase in ordered
-        )
-        lines.append(f"keep {run['keep']:.0%}: {parts}")
-    return "\n".join(lines)
+    )
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; what stands behind `--` becomes `training`."""
-    own, training = list(argv), []
-    if "--" in own:
-        own, training = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument(
-        "--model", default="Qwen2.5-0.5B",
-        help="a name in tools/model_shapes.json, or a directory with a config.json, of which only the shape counts "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=3,
-        help="per run; the first does not count (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-groups", type=int, default=8, help="initial states a step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--group-size", type=int, default=16, help="trajectories of each (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--response-length",
-        type=int,
-        default=68,
-        help="sampled tokens a turn (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--keep",
-        type=float,
-        nargs="+",
-        default=[0.25, 1.0],
-        metavar="SHARE",
-        help="of the groups (default: 0.25 1)",
-    )
-    parser.add_argument(
-        "--rollout-engine", choices=("sglang", "embedded"), default="sglang" if torch.cuda.is_available() else "embedded",
-        help="default: sglang with CUDA, else embedded",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("bench_step"),
-        help="checkpoint, runs and logs (default: %(default)s)",
-    )
-    arguments = parser.parse_args(own)
-    arguments.training = training
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for what cannot be timed."""
     if arguments.steps < 2:
-        fail(f"--steps must be at least 2, because the first does not count, not {arguments.steps}")
+        raise ValueError(
+            f"--steps must be at least 2, because the first does not count, not {arguments.steps}"
+        )
     if bad := [share for share in arguments.keep if not 0 < share <= 1]:
-        fail(f"--keep must hold shares above 0 and up to 1, not {bad[0]:g}")
-    return arguments
+        raise ValueError(f"--keep must hold shares above 0 and up to 1, not {bad[0]:g}")
 
 
-def main() -> None:
-    arguments = parse(sys.argv[1:])
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> None:
+    check(arguments)
     checkpoint = arguments.output / "checkpoint"
     arguments.output.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "hardware": hardware(),
-        "versions": versions(), "model": arguments.model, "rollout_engine": arguments.rollout_engine,
-        "dtype": "bfloat16" if torch.cuda.is_available() else "float32", "response_length": arguments.response_length,
-        "num_turns": NUM_TURNS, "training_flags": arguments.training, "runs": [],
-    }  # fmt: skip
+    report: dict[str, Any] = provenance() | {
+        "model": arguments.model,
+        "rollout_engine": arguments.rollout_engine,
+        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        "response_length": arguments.response_length,
+        "num_turns": NUM_TURNS,
+        "training_flags": arguments.training,
+        "runs": [],
+    }
     try:
         hf = model_config(arguments.model)
         print(f"writing a random {arguments.model} to {checkpoint}", flush=True)
@@ -316,15 +267,12 @@ def main() -> None:
                 summarize(arguments.model, keep, *train(arguments, checkpoint, keep))
             )
             if arguments.json:  # after every run, so that a later one that fails takes nothing away
-                arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    except (ValueError, RuntimeError) as error:
-        if report["runs"]:
-            print(table(report), flush=True)
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
+                write_json(arguments.json, report)
     finally:
         shutil.rmtree(checkpoint, ignore_errors=True)
-    print(table(report))
+        if report["runs"]:
+            bars = {run_name(run["keep"]): run["all_seconds"] for run in report["runs"]}
+            publish(arguments, report, tables(report), bars, "seconds per step")
 
 
 if __name__ == "__main__":

@@ -13,40 +13,213 @@ the run is finished. Exit code 1 if any of these fails:
 
 - a round goes on from the newest checkpoint that was not damaged;
 - after a kill of a rank no process of the run is left, within a time limit; after one of a server
-the run goes on;
+  the run goes on;
 - the finished run logged every step once, with the metrics of the undisturbed run, and has its
-parameters to the bit:
-  no step is lost and no trajectory trained twice. No seed repeats what SGLang samples on a CPU;
-  there, every step was trained on the tasks of the undisturbed run, each played once, and its
-  metrics are those of the rollout on the disk.
+  parameters to the bit: no step is lost and no trajectory trained twice. No seed repeats what
+  SGLang samples on a CPU; there, every step was trained on the tasks of the undisturbed run, each
+  played once, and its metrics are those of the rollout on the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import os
 import random
+import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from chaos_run import LAYOUTS, NUM_STEPS, RESUMED, Layout, Victim, identity, sglang_layouts
+from command_line import JSON, ROOT, TRAINING, command, flag, ranks_command
+from safetensors.torch import load_file
 
 from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.rollout.summary import summarize
+from ragen_mega.storage.checkpoints import CHECKPOINTS
+from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 
 NOTHING = "nothing"
 PHASES = ("setup", "rollout", "update", "checkpoint", "finish")
+DELAYS = {"setup": 4.0, "rollout": 0.005, "update": 0.05, "checkpoint": 0.005, "finish": 0.05}
+"""Phase -> mean seconds in it until a rank is killed."""
 SECONDS_TO_START, SECONDS_TO_END, SECONDS_TO_VANISH = 300.0, 600.0, 90.0
+NUM_STEPS = 12
+TRAINING_FLAGS = f"""
+    --recipe none --environments bandit --max-turns 1 --max-actions-per-turn 1 --max-actions 1
+    --prompt-style compact --max-response-length 24 --max-context-length 128
+    --eval-prompts 16 --eval-interval 4 --hidden-size 32 --ffn-hidden-size 64 --num-layers 2
+    --num-groups 8 --group-size 4 --minibatch-size 8 --filter-strategy none
+    --lr 1e-3 --critic-lr 1e-3 --num-steps {NUM_STEPS} --save-interval 2 --keep-last 3
+    --warm-start-first-turn-steps 20 --warm-start-steps 10 --warm-start-trajectories 100
+""".split()
+MARKER = "RAGEN_CHAOS"
+"""Environment variable of every process of a run, by which stragglers are found."""
+RESUMED = re.compile(r"resumed from .*: (\d+) steps are done")
+CLOCKED = re.compile(r"(time|memory|engine)/|.*per_second")
+"""Metrics that depend on the clock."""
+FLAGS = (
+    flag("--rounds", "starts of a run, all but those that reach its end with a kill", 30),
+    flag("--seed", "of victims, moments and damages (a process's timing is its own)", 0),
+    flag(
+        "--sglang-python",
+        "Python of an environment with SGLang (tools/setup_sglang_cpu.sh): kill servers too",
+        type=Path,
+    ),
+    JSON,
+    flag("--work", "directory for the runs and their logs (default: a temporary one)", type=Path),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a run is spread over processes."""
+
+    name: str
+    flags: tuple[str, ...]
+    num_ranks: int = 2
+    has_servers: bool = False
+    """Whether SGLang servers sample, whose samples on a CPU no seed repeats."""
+
+
+LAYOUTS = (
+    Layout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
+    Layout("tp2", ("--tensor-model-parallel-size", "2")),
+    Layout("pp2", ("--pipeline-model-parallel-size", "2")),
+)
+
+
+def sglang_layouts(python: Path) -> tuple[Layout, ...]:
+    """Ranks that roll out with SGLang servers of another environment and keep every rollout on the
+    disk.
+
+    One replaces a lost server from its copy of the weights; of two pipeline stages both have to
+    send theirs again.
+    """
+    flags = ("--rollout-engine", "sglang", "--sglang-python", str(python), "--keep-rollouts", "0")
+    stages = ("--pipeline-model-parallel-size", "2", "--weight-transfer", "ipc")
+    return (
+        Layout("sglang", (*flags, "--weight-transfer", "file"), num_ranks=1, has_servers=True),
+        Layout("sglang_pp2_ipc", (*flags, *stages), has_servers=True),
+    )
+
+
+def identity(checkpoint: Path) -> tuple[str, int]:
+    """What a checkpoint written anew under the same name does not share: renaming the directory
+    sets its change time.
+    """
+    return checkpoint.name, checkpoint.stat().st_ctime_ns
+
+
+class Victim:
+    """A small run that is started, watched, killed and damaged."""
+
+    def __init__(self, output: Path, name: str, layout: Layout) -> None:
+        self.output, self.name, self.layout = output, name, layout
+        self.directory = output.resolve() / name
+        self.log = output / f"{name}.log"
+        self.mark = uuid.uuid4().hex
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Launch the ranks; they go on where the run has got to."""
+        place = ("--output", self.output, "--name", self.name, "--resume")
+        launch = ranks_command(
+            self.layout.num_ranks, TRAINING, *TRAINING_FLAGS, *self.layout.flags, *place
+        )
+        paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            MARKER: self.mark,
+        }
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            return subprocess.Popen(
+                launch, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def said(self) -> str:
+        """What was said since the last start."""
+        return self.log.read_bytes()[self._log_start :].decode(errors="replace")
+
+    def phase(self) -> str:
+        """What the run is doing, by the files that are there."""
+        said = self.said()
+        if not re.search(r"^step \d+ bandit: ", said, re.MULTILINE) and not RESUMED.search(said):
+            return "setup"
+        if any((self.directory / CHECKPOINTS).glob(".step_*.tmp")):
+            return "checkpoint"
+        num_logged = len(self.rows())
+        if num_logged >= NUM_STEPS:
+            return "finish"
+        sampled = self.directory / ROLLOUTS / f"step_{num_logged:08d}.safetensors"
+        return "update" if sampled.exists() else "rollout"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Logged metrics, without what depends on the clock."""
+        path = self.directory / METRICS_FILE
+        rows = read_metrics(path) if path.exists() else []
+        return [
+            {key: value for key, value in row.items() if not CLOCKED.match(key)} for row in rows
+        ]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the last checkpoint: weights and moments of both models, as the ranks
+        wrote them.
+        """
+        last = self.directory / CHECKPOINTS / f"step_{NUM_STEPS:08d}"
+        return {
+            f"{path.name}/{key}": value
+            for path in last.glob("*.safetensors")
+            for key, value in load_file(path).items()
+        }
+
+    def sound(self, tainted: set[tuple[str, int]]) -> list[Path]:
+        """Published checkpoints that nobody has damaged, newest first."""
+        published = sorted((self.directory / CHECKPOINTS).glob("step_*"), reverse=True)
+        return [path for path in published if identity(path) not in tainted]
+
+    def trained(self) -> list[list[TrajectoryGroup]]:
+        """The groups of every rollout that is on the disk, in the order of the steps."""
+        store = RolloutStore(self.directory / ROLLOUTS)
+        return [store.read(step).groups for step in store.steps()]
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process of this run: those that carry its mark, and its servers, whose
+        environment is scrubbed.
+        """
+        seen = psutil.process_iter(["environ", "cmdline", "cwd", "status"])
+        return [
+            process
+            for process in seen
+            if process.info["status"] != psutil.STATUS_ZOMBIE
+            and ((process.info["environ"] or {}).get(MARKER) == self.mark or self._serves(process))
+        ]
+
+    def _serves(self, process: psutil.Process) -> bool:
+        return Path(process.info["cwd"] or "/").is_relative_to(self.directory / "sglang")
+
+    def servers(self) -> list[psutil.Process]:
+        """The processes of SGLang servers, with those that supervise them."""
+        return [process for process in self.processes() if self._serves(process)]
+
+    def ranks(self, launcher: int) -> list[psutil.Process]:
+        """The processes that train."""
+        return [
+            process
+            for process in self.processes()
+            if process.pid != launcher and str(TRAINING) in (process.info["cmdline"] or ())
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +227,26 @@ class Round:
     """What was done to a run in one round, and how it took it."""
 
     layout: str
-    target: str
-    """Phase in which a rank was to be killed."""
-    hit: str
-    """Phase in which it was; `end` if the run was finished first."""
-    server_kills: int
-    """Times that a process of an SGLang server was killed."""
+    target: str  # phase in which a rank was to be killed
+    hit: str  # phase in which it was; `end` if the run was finished first
+    server_kills: int  # times that a process of an SGLang server was killed
     damage: str | None
+    # Step at which it began, which must be the newest sound checkpoint's, else 0; None if it was
+    # killed before that.
     begun: int | None
-    """Step at which it began, which must be the newest sound checkpoint's, else 0; None if it was
-    killed before that.
-    """
-    seconds_to_vanish: float
-    """From the kill until no process of the run was left."""
+    seconds_to_vanish: float  # from the kill until no process of the run was left
     problems: list[str]
+
+    def __str__(self) -> str:
+        done = f"killed in {self.hit}" if self.hit != "end" else "ran to its end"
+        parts = (
+            f"{self.layout}: from step {self.begun}",
+            f"{done}, gone in {self.seconds_to_vanish:.1f} s",
+            f"server killed {self.server_kills} times" if self.server_kills else None,
+            self.damage,
+            *(f"PROBLEM: {problem}" for problem in self.problems),
+        )
+        return "; ".join(part for part in parts if part)
 
 
 def damage(directory: Path, generator: random.Random) -> str:
@@ -140,11 +319,7 @@ def kill_rank(
     """
     if not wait_for(run, launcher, target, num_logged):
         return "end"
-    time.sleep(
-        generator.expovariate(
-            1 / {"setup": 4.0, "rollout": 0.005, "checkpoint": 0.005}.get(target, 0.05)
-        )
-    )
+    time.sleep(generator.expovariate(1 / DELAYS[target]))
     while not (ranks := run.ranks(launcher.pid)) and launcher.poll() is None:
         time.sleep(0.01)  # in setup the launcher may still be alone
     if not ranks:
@@ -199,71 +374,49 @@ def compare(run: Victim, undisturbed: Victim) -> list[str]:
     steps = [row["step"] for row in run.rows()]
     if steps != list(range(NUM_STEPS)):
         return [f"logged steps {steps}"]
-    return (
-        compare_tasks(run, undisturbed)
-        if run.layout.has_servers
-        else compare_bits(run, undisturbed)
-    )
+    return list((differing_tasks if run.layout.has_servers else differing_bits)(run, undisturbed))
 
 
-def compare_bits(run: Victim, undisturbed: Victim) -> list[str]:
+def differing_bits(run: Victim, undisturbed: Victim) -> Iterator[str]:
     """How metrics and the tensors of the last checkpoint differ."""
-    problems = []
     for row, expected in zip(run.rows(), undisturbed.rows(), strict=True):
         if keys := [key for key in expected if row.get(key) != expected[key]]:
-            problems.append(
-                f"step {row['step']} differs from the undisturbed run's in {', '.join(keys[:3])}"
-            )
+            yield f"step {row['step']} differs from the undisturbed run's in {', '.join(keys[:3])}"
             break
     ours, theirs = run.parameters(), undisturbed.parameters()
     if ours.keys() != theirs.keys() or not all(
         torch.equal(value, theirs[key]) for key, value in ours.items()
     ):
-        problems.append("the last checkpoint differs from the undisturbed run's")
-    return problems
+        yield "the last checkpoint differs from the undisturbed run's"
 
 
-def compare_tasks(run: Victim, undisturbed: Victim) -> list[str]:
-    """How the tasks that were trained on differ, or the logged metrics from those of the rollouts
-    on the disk.
+def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
+    """How the tasks that were trained on differ - group, initial state and luck of the trajectories
+    - or the logged metrics from those of the rollouts on the disk.
     """
-    problems = []
-    for row, ours, theirs in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
-        if _tasks(ours.groups) != _tasks(theirs.groups):
-            problems.append(
-                f"step {row['step']} was trained on other tasks than the undisturbed run's"
+    for row, *trained in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
+        ours, theirs = (
+            Counter(
+                (group.group_id, one.seed, one.outcome_seed)
+                for group in groups
+                for one in group.trajectories
             )
-        facts = summarize(ours.groups)
+            for groups in trained
+        )
+        if ours != theirs:
+            yield f"step {row['step']} was trained on other tasks than the undisturbed run's"
+        facts = summarize(trained[0])
         if any(row.get(f"rollout/{key}") != value for key, value in facts.items()):
-            problems.append(
-                f"step {row['step']} has metrics that are not those of its rollout on the disk"
-            )
-    return problems
-
-
-def _tasks(groups: list[TrajectoryGroup]) -> list[tuple[int, int, int]]:
-    """Group, initial state and luck of every trajectory, in one order."""
-    return sorted(
-        (group.group_id, one.seed, one.outcome_seed)
-        for group in groups
-        for one in group.trajectories
-    )
-
-
-def undisturbed_runs(output: Path, layouts: Sequence[Layout]) -> Iterator[Victim]:
-    """One run of every layout that nobody disturbs."""
-    for layout in layouts:
-        run = Victim(output, f"undisturbed_{layout.name}", layout)
-        launcher = run.start()
-        if launcher.wait(SECONDS_TO_END):
-            raise SystemExit(f"error: the undisturbed run failed: {run.said()[-1000:]}")
-        yield run
+            yield f"step {row['step']} has metrics that are not those of its rollout on the disk"
 
 
 def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int) -> dict[str, Any]:
     """Play all rounds; returns the report."""
     generator = random.Random(seed)
-    undisturbed = {run.layout.name: run for run in undisturbed_runs(output, layouts)}
+    undisturbed = {one.name: Victim(output, f"undisturbed_{one.name}", one) for one in layouts}
+    for run in undisturbed.values():
+        if run.start().wait(SECONDS_TO_END):
+            raise SystemExit(f"error: the undisturbed run failed: {run.said()[-1000:]}")
     print(f"undisturbed runs: {', '.join(undisturbed)}", flush=True)
     turns, targets = itertools.cycle(layouts), itertools.cycle(PHASES)
     rounds: list[Round] = []
@@ -274,14 +427,9 @@ def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int)
         tainted: set[tuple[str, int]] = set()
         is_over, is_servers_turn = False, False
         while not is_over:
-            # After the last round the run is left alone, so that it too is compared.
-            target = (
-                NOTHING
-                if len(rounds) >= num_rounds
-                else "server"
-                if is_servers_turn
-                else next(targets)
-            )
+            target = "server" if is_servers_turn else next(targets)
+            if len(rounds) >= num_rounds:  # now it is left alone, so that it too is compared
+                target = NOTHING
             is_servers_turn = layout.has_servers and target != "server"
             played = play_round(
                 run, target, generator, tainted=tainted, damages=bool(len(rounds) % 2)
@@ -290,12 +438,12 @@ def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int)
             is_over = played.hit == "end"
             if is_over:
                 played.problems.extend(compare(run, undisturbed[layout.name]))
-            print(_line(len(rounds), played), flush=True)
+            print(f"{len(rounds):3d} {played}", flush=True)
         finished += 1
         shutil.rmtree(run.directory)
     return {
         "rounds": len(rounds),
-        "kills": Counter(played.hit for played in rounds if played.hit != "end"),
+        "kills": dict(Counter(played.hit for played in rounds if played.hit != "end")),
         "server_kills": sum(played.server_kills for played in rounds),
         "damaged_checkpoints": sum(played.damage is not None for played in rounds),
         "runs_finished_and_compared": finished,
@@ -306,63 +454,24 @@ def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int)
     }
 
 
-def _line(number: int, played: Round) -> str:
-    done = f"killed in {played.hit}" if played.hit != "end" else "ran to its end"
-    parts = [
-        f"{number:3d} {played.layout}: from step {played.begun}, {done}, gone in"
-        f" {played.seconds_to_vanish:.1f} s"
-    ]
-    parts += [f"server killed {played.server_kills} times"] if played.server_kills else []
-    parts += [played.damage] if played.damage else []
-    return "; ".join(parts + [f"PROBLEM: {problem}" for problem in played.problems])
-
-
-def main(argv: list[str] | None = None) -> int:
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> int:
     """Returns the exit code: 1 if anything was lost."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=30,
-        help="starts of a run, all but those that reach its end with a kill",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of victims, moments and damages (a process's timing is its own)",
-    )
-    parser.add_argument(
-        "--sglang-python",
-        type=Path,
-        help="Python of an environment with SGLang (tools/setup_sglang_cpu.sh): kill servers too",
-    )
-    parser.add_argument("--json", type=Path, help="write the report there")
-    parser.add_argument(
-        "--work", type=Path, help="directory for the runs and their logs; default: a temporary one"
-    )
-    arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
-        parser.error(f"--rounds must be at least 1, not {arguments.rounds}")
-    layouts = (
-        (*LAYOUTS, *sglang_layouts(arguments.sglang_python)) if arguments.sglang_python else LAYOUTS
-    )
+        raise ValueError(f"--rounds must be at least 1, not {arguments.rounds}")
+    layouts = LAYOUTS
+    if arguments.sglang_python:
+        layouts += sglang_layouts(arguments.sglang_python)
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         report = torment(work, layouts, arguments.rounds, arguments.seed)
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(
-        f"{report['rounds']} rounds, kills by phase {dict(report['kills'])},"
-        f" {report['server_kills']} of servers, {report['damaged_checkpoints']} checkpoints"
-        f" damaged, {report['runs_finished_and_compared']} runs compared, {report['failures']}"
-        " failures"
-    )
+        write_json(arguments.json, report)
+    said = {key: value for key, value in report.items() if key not in ("played", "seed")}
+    print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.items()))
     return 1 if report["failures"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,14 +13,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, metadata, version
 from importlib.util import find_spec
-from pathlib import Path
 
+from command_line import ROOT, command, flag
 from packaging.version import Version
 
-CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+CONSTRAINTS = ROOT / "constraints.txt"
 REQUIRED = (
     "torch",
     "megatron-core",
@@ -51,6 +51,17 @@ ASK_SGLANG = (
     "import importlib.metadata as m, sglang.srt.server_args; print(m.version('sglang'),"
     " m.version('torch'))"
 )
+PARTS = (
+    (
+        "Transformer Engine layers",
+        "transformer-engine",
+        "transformer_engine",
+        "megatron-core's local layers, no FP8",
+    ),
+    ("flash-attention", "flash-attn", "flash_attn", "cuDNN through Transformer Engine, or torch"),
+    ("Triton kernels", "triton", "triton", "their references in plain torch"),
+)
+"""Part, distribution, module, and what computes where it is absent or there is no GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,10 @@ class Finding:
     detail: str
     remedy: str = ""
 
+    def __str__(self) -> str:
+        remedy = f"  -> {self.remedy}" if self.remedy else ""
+        return f"  {self.name:<26} {self.state:<10} {self.detail}{remedy}"
+
 
 def installed(name: str) -> str | None:
     """Version of a distribution, None if there is none."""
@@ -72,6 +87,26 @@ def installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def ask(python: str, statement: str, **environment: str) -> tuple[str, str]:
+    """(output, error) of a statement in a fresh interpreter; one of them is empty, the error is its
+    last line.
+    """
+    try:
+        answer = subprocess.run(
+            [python, "-c", statement],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=os.environ | environment,
+            check=False,
+        )
+    except OSError as error:
+        return "", f"{python} cannot run: {error.strerror}"
+    if answer.returncode == 0:
+        return answer.stdout, ""
+    return "", (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
 
 
 def tested_versions(target: str) -> dict[str, str]:
@@ -84,22 +119,14 @@ def tested_versions(target: str) -> dict[str, str]:
 
 def check_packages(target: str) -> list[Finding]:
     """Every package that the target needs, against its tested version."""
-    findings = []
-    for name, tested in tested_versions(target).items():
-        found = installed(name)
-        if found is None:
-            findings.append(
-                Finding(name, "missing", f"tested: {tested}", f"pip install '{name}=={tested}'")
-            )
-        elif Version(found).public == tested:
-            findings.append(Finding(name, "ok", found))
-        else:
-            findings.append(
-                Finding(
-                    name, "differs", f"{found}, tested: {tested}", f"pip install '{name}=={tested}'"
-                )
-            )
-    return findings
+
+    def judge(name: str, tested: str, found: str | None) -> Finding:
+        if found is not None and Version(found).public == tested:
+            return Finding(name, "ok", found)
+        state, detail = ("differs", f"{found}, ") if found else ("missing", "")
+        return Finding(name, state, f"{detail}tested: {tested}", f"pip install '{name}=={tested}'")
+
+    return [judge(name, pin, installed(name)) for name, pin in tested_versions(target).items()]
 
 
 def check_gpu(target: str) -> list[Finding]:
@@ -109,25 +136,15 @@ def check_gpu(target: str) -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        state, remedy = (
-            ("missing", "a driver and a CUDA build of torch")
-            if target == "h100"
-            else ("falls back", "")
-        )
-        return [Finding("CUDA device", state, "none: everything runs on the CPU over gloo", remedy)]
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    is_hopper = torch.cuda.get_device_capability() >= (9, 0)
-    detail = f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}"
-    if target == "h100" and not is_hopper:
-        return [
-            Finding(
-                "CUDA device",
-                "missing",
-                f"{detail}: FP8 needs compute capability 9.0",
-                "a Hopper GPU or newer",
-            )
-        ]
-    return [Finding("CUDA device", "ok", detail)]
+        none = Finding("CUDA device", "falls back", "none: everything runs on the CPU over gloo")
+        remedy = "a driver and a CUDA build of torch"
+        return [replace(none, state="missing", remedy=remedy) if target == "h100" else none]
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+    found = Finding("CUDA device", "ok", f"{count} x {name}, CUDA {torch.version.cuda}")
+    if target == "cpu" or torch.cuda.get_device_capability() >= (9, 0):
+        return [found]
+    detail = f"{found.detail}: FP8 needs compute capability 9.0"
+    return [replace(found, state="missing", detail=detail, remedy="a Hopper GPU or newer")]
 
 
 def apex_finding() -> Finding:
@@ -136,9 +153,8 @@ def apex_finding() -> Finding:
     """
     if find_spec("amp_C") is not None:
         return Finding("apex", "ok", "NVIDIA's, with its extensions")
-    if (found := installed("apex")) is not None and "Pyramid" in (
-        metadata("apex")["Summary"] or ""
-    ):
+    found = installed("apex")
+    if found is not None and "Pyramid" in (metadata("apex")["Summary"] or ""):
         return Finding(
             "apex", "differs", f"{found} is an unrelated web toolkit", "pip uninstall apex"
         )
@@ -155,106 +171,59 @@ def loaded(finding: Finding, statement: str) -> Finding:
     megatron-core imports Transformer Engine wherever it is installed; if a library of it does not
     load, nothing starts.
     """
-    answer = subprocess.run(
-        [sys.executable, "-c", statement], capture_output=True, text=True, timeout=600, check=False
-    )
-    if answer.returncode == 0:
+    if not (error := ask(sys.executable, statement)[1]):
         return finding
-    last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-    remedy = "install what it asks for, or uninstall it"
-    return Finding(finding.name, "missing", f"installed, but does not load: {last}", remedy)
+    detail = f"installed, but does not load: {error}"
+    return Finding(finding.name, "missing", detail, "install what it asks for, or uninstall it")
 
 
 def check_fused_parts(target: str) -> list[Finding]:
     """What is fast when it is there: its absence costs time, never correctness."""
-    on_gpu = any(
-        finding.name == "CUDA device" and finding.state == "ok" for finding in check_gpu(target)
-    )
+    on_gpu = any(finding.state == "ok" for finding in check_gpu(target))
 
-    def part(name: str, distribution: str, module: str, instead: str) -> Finding:
-        found = installed(distribution)
-        if found is None or find_spec(module) is None:
+    def judge(name: str, distribution: str, module: str, instead: str) -> Finding:
+        if (found := installed(distribution)) is None or find_spec(module) is None:
             return Finding(name, "falls back", instead)
-        if not on_gpu:
-            return Finding(
-                name,
-                "falls back",
-                f"{distribution} {found} is installed, no CUDA device; {instead}",
-            )
-        return Finding(name, "ok", f"{distribution} {found}")
+        if on_gpu:
+            return Finding(name, "ok", f"{distribution} {found}")
+        there = f"{distribution} {found} is installed, no CUDA device"
+        return Finding(name, "falls back", f"{there}; {instead}")
 
-    local = "megatron-core's local layers, no FP8"
-    engine = part("Transformer Engine layers", "transformer-engine", "transformer_engine", local)
-    return [
-        loaded(engine, ASK_TRANSFORMER_ENGINE) if find_spec("transformer_engine") else engine,
-        part(
-            "flash-attention",
-            "flash-attn",
-            "flash_attn",
-            "cuDNN through Transformer Engine, or torch",
-        ),
-        part("Triton kernels", "triton", "triton", "their references in plain torch"),
-        apex_finding(),
-    ]
+    engine, *others = (judge(*part) for part in PARTS)
+    if find_spec("transformer_engine"):
+        engine = loaded(engine, ASK_TRANSFORMER_ENGINE)
+    return [engine, *others, apex_finding()]
 
 
 def check_sglang(target: str, python: str | None) -> list[Finding]:
     """SGLang in the interpreter that would run its server, asked by starting it."""
-    chosen = (
-        python
-        or os.environ.get("RAGEN_SGLANG_PYTHON")
-        or (sys.executable if target == "h100" else None)
+    on_h100 = target == "h100"
+    chosen = python or os.environ.get("RAGEN_SGLANG_PYTHON") or (sys.executable if on_h100 else "")
+    absent = Finding(
+        "SGLang",
+        "missing" if on_h100 or python else "falls back",
+        "no interpreter named; the embedded engine samples",
+        f"pip install 'sglang=={SGLANG}' or --sglang-python"
+        if on_h100
+        else "bash tools/setup_sglang_cpu.sh",
     )
-    absent = "missing" if target == "h100" or python else "falls back"
-    remedy = (
-        "bash tools/setup_sglang_cpu.sh"
-        if target == "cpu"
-        else f"pip install 'sglang=={SGLANG}' or --sglang-python"
-    )
-    if chosen is None:
-        return [
-            Finding("SGLang", absent, "no interpreter named; the embedded engine samples", remedy)
-        ]
-    if target == "cpu":
-        environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
-    else:
-        environment = dict(os.environ)
-    try:
-        answer = subprocess.run(
-            [chosen, "-c", ASK_SGLANG],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env=environment,
-            check=False,
-        )
-    except OSError as error:
-        return [Finding("SGLang", absent, f"{chosen} cannot run: {error.strerror}", remedy)]
-    if answer.returncode:
-        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        return [Finding("SGLang", absent, f"{chosen}: {last}", remedy)]
-    found, its_torch = answer.stdout.split()[-2:]
-    state = "ok" if found == SGLANG else "differs"
-    return [
-        Finding(
-            "SGLang",
-            state,
-            f"{found} with torch {its_torch} in {chosen}",
-            "" if state == "ok" else remedy,
-        )
-    ]
+    if not chosen:
+        return [absent]
+    answer, error = ask(chosen, ASK_SGLANG, **({} if on_h100 else {"SGLANG_USE_CPU_ENGINE": "1"}))
+    if error:
+        return [replace(absent, detail=error if chosen in error else f"{chosen}: {error}")]
+    found, its_torch = answer.split()[-2:]
+    detail = f"{found} with torch {its_torch} in {chosen}"
+    if found != SGLANG:
+        return [replace(absent, state="differs", detail=detail)]
+    return [Finding("SGLang", "ok", detail)]
 
 
 def examine(target: str, sglang_python: str | None) -> dict[str, list[Finding]]:
     """All findings, by heading."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    supported = (3, 11) <= sys.version_info[:2] < (3, 14)
-    interpreter = Finding(
-        "Python",
-        "ok" if supported else "missing",
-        python,
-        "" if supported else "Python 3.11 to 3.13",
-    )
+    interpreter = Finding("Python", "ok", f"{sys.version_info.major}.{sys.version_info.minor}")
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        interpreter = replace(interpreter, state="missing", remedy="Python 3.11 to 3.13")
     return {
         "packages": [interpreter, *check_packages(target)],
         "device": check_gpu(target),
@@ -263,49 +232,25 @@ def examine(target: str, sglang_python: str | None) -> dict[str, list[Finding]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--for", dest="target", choices=("cpu", "h100"), default="cpu", help="what to be ready for"
-    )
-    parser.add_argument(
-        "--sglang-python",
-        help="Python of the environment with SGLang (default RAGEN_SGLANG_PYTHON)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    arguments = parser.parse_args()
+@command(
+    __doc__,
+    flag("--for", "what to be ready for", "cpu", dest="target", choices=("cpu", "h100")),
+    flag("--sglang-python", "of the environment with SGLang (default: RAGEN_SGLANG_PYTHON)"),
+    flag("--json", "print JSON instead of lines", False),
+)
+def main(arguments: argparse.Namespace) -> int:
     report = examine(arguments.target, arguments.sglang_python)
-    missing = [
-        finding.name
-        for findings in report.values()
-        for finding in findings
-        if finding.state == "missing"
-    ]
+    everything = [finding for findings in report.values() for finding in findings]
+    missing = [finding.name for finding in everything if finding.state == "missing"]
     if arguments.json:
-        print(
-            json.dumps(
-                {"target": arguments.target, "ready": not missing}
-                | {
-                    heading: [asdict(finding) for finding in findings]
-                    for heading, findings in report.items()
-                },
-                indent=1,
-            )
-        )
+        found = {heading: [*map(asdict, findings)] for heading, findings in report.items()}
+        print(json.dumps({"target": arguments.target, "ready": not missing} | found, indent=1))
     else:
         for heading, findings in report.items():
-            print(f"{heading}:")
-            for finding in findings:
-                remedy = f"  -> {finding.remedy}" if finding.remedy else ""
-                print(f"  {finding.name:<26} {finding.state:<10} {finding.detail}{remedy}")
-        print(
-            f"not ready for {arguments.target}: {', '.join(missing)}"
-            if missing
-            else f"ready for {arguments.target}"
-        )
-    sys.exit(1 if missing else 0)
+            print(f"{heading}:", *findings, sep="\n")
+        verdict = f"not ready for {arguments.target}: {', '.join(missing)}"
+        print(verdict if missing else f"ready for {arguments.target}")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_tables import BF16, drift, markdown, summarize
+from benchmark import OUTPUTS, interleave, provenance, publish, table
+from benchmarks.timing import Clock
+from command_line import command, flag
+from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
@@ -39,36 +38,29 @@ from ragen_mega.megatron.model import build_policy_model, model_inputs, transfor
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
 from ragen_mega.models.huggingface import load_config, local_directory, random_weights
-from ragen_mega.report.console import fail
 from ragen_mega.storage.model_readers import open_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))  # for `benchmarks`, not installed
-
-SIZES = {
-    "qwen2.5-0.5b": dict(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-    ),
-    "qwen2.5-1.5b": dict(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-    ),
-    "qwen2.5-3b": dict(
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-    ),
-}
+BF16 = "bf16"
+"""The row that the others are compared with: Transformer Engine's layers without FP8."""
 TIMED_LAYERS = 2
+WARMUPS = 3
 ROWS_OF_LOGITS = 512
+FLAGS = (
+    *OUTPUTS,
+    flag(
+        "--model",
+        f"shape of a model of random weights (default: Qwen2.5-0.5B): {', '.join(SHAPES)}",
+    ),
+    flag("--load", "Hugging Face name or directory; drift of random weights says little about it"),
+    flag("--recipes", "default: all that this GPU computes", nargs="+", choices=sorted(RECIPES)),
+    flag("--fp8", "format, as in training", "hybrid", choices=("hybrid", "e4m3")),
+    flag("--drift-tokens", "sampled and compared", 8192),
+    flag("--tokens", "of a timed microbatch", [512, 2048, 8192, 32768], type=int, nargs="+"),
+    flag("--hidden", "widths, multiples of 128", [896, 2048, 4096], type=int, nargs="+"),
+    flag("--length", "tokens of a trajectory", 1024),
+    flag("--repetitions", "whose median counts", 20),
+    flag("--seed", "of weights and tokens", 0),
+)
 
 
 def layouts(recipes: Sequence[str], fp8: str) -> dict[str, ParallelConfig]:
@@ -107,13 +99,9 @@ def sample_labels(policy: MegatronPolicy, batch: TokenBatch) -> TokenBatch:
     module = policy.module
 
     def sample(_: TokenBatch, output: Tensor) -> Tensor:
-        weight = module.head_weight().t()
-        rows = module.head_input(output).split(ROWS_OF_LOGITS)
-        return (
-            torch.cat([(row @ weight).float().softmax(-1).multinomial(1) for row in rows])
-            .flatten()
-            .float()
-        )
+        weight, rows = module.head_weight().t(), module.head_input(output).split(ROWS_OF_LOGITS)
+        words = [(row @ weight).float().softmax(-1).multinomial(1) for row in rows]
+        return torch.cat(words).flatten().float()
 
     return batch.with_fields(labels=policy.trainer.per_token(batch, sample))
 
@@ -138,13 +126,10 @@ def measure_drift(
             reference = policy.logprobs(batch)
         else:
             rows[name] = drift(reference, policy.logprobs(batch))
-            print(
-                f"{name:24s} "
-                + "  ".join(f"{key} {value:.2e}" for key, value in rows[name].items()),
-                flush=True,
-            )
+            numbers = (f"{key} {value:.2e}" for key, value in rows[name].items())
+            print(f"{name:24s}", *numbers, sep="  ", flush=True)
         del policy
-        _free()
+        free()
     return rows
 
 
@@ -174,102 +159,160 @@ def measure_ratios(
     first one's.
     """
     hf, device, rows = timed_model(hidden), distributed.device(), []
+    clock = Clock(device.type)
     models = {
         name: build_policy_model(hf, transformer_config(hf, parallel), groups)
         for name, parallel in variants.items()
     }
-    from benchmarks.timing import Clock
-
-    clock = Clock(device.type)
     for model in models.values():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-    for num_tokens in tokens:
-        batch = random_batch(num_tokens, length, hf.vocab_size, seed=0)
-        inputs = {
-            name: model_inputs(pad(batch, token_alignment(parallel)).to(device))
-            for name, parallel in variants.items()
-        }
 
-        def step(name: str) -> None:
-            models[
-                name
-                # weights are quantised again, as in the first microbatch of a step
-            ].set_is_first_microbatch()
-            output = models[name](**inputs[name])
+    def step(model: torch.nn.Module, inputs: Mapping[str, Any]) -> float:
+        def forward_and_backward(_: None) -> None:
+            # weights are quantised again, as in the first microbatch of a step
+            model.set_is_first_microbatch()
+            output = model(**inputs)
             output.backward(torch.ones_like(output))
 
-        readings: dict[str, list[Callable[[], float]]] = {name: [] for name in models}
-        for repetition in range(3 + repetitions):
-            for name, model in models.items():
-                model.zero_grad(set_to_none=True)
-                reading = clock.measure(step, name)
-                if repetition >= 3:
-                    readings[name].append(reading)
+        model.zero_grad(set_to_none=True)
+        reading = clock.measure(forward_and_backward, None)
         clock.synchronize()
-        medians = {
-            name: statistics.median(read() for read in reads) for name, reads in readings.items()
-        }
+        return reading()
+
+    for num_tokens in tokens:
+        batch = random_batch(num_tokens, length, hf.vocab_size, seed=0)
+        jobs = {}
+        for name, parallel in variants.items():
+            inputs = model_inputs(pad(batch, token_alignment(parallel)).to(device))
+            jobs[name] = lambda model=models[name], inputs=inputs: step(model, inputs)
+        readings = interleave(jobs, repetitions, warmups=WARMUPS)
+        medians = {name: statistics.median(values) for name, values in readings.items()}
         base = next(iter(medians.values()))
         ratios = {name: value / base for name, value in medians.items()}
         rows.append(
             {"tokens": num_tokens, "hidden": hidden, "milliseconds": medians, "ratios": ratios}
+            | {"readings": readings}
         )
-        print(
-            f"{num_tokens:7d} tokens x {hidden:5d}  "
-            + "  ".join(f"{n} {r:.2f}" for n, r in ratios.items()),
-            flush=True,
-        )
-    del models
-    _free()
+        said = "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+        print(f"{num_tokens:7d} tokens x {hidden:5d}  {said}", flush=True)
     return rows
 
 
-def _free() -> None:
+def free() -> None:
+    """Give the memory of what is not referenced any more back to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
+    """Statistics of `other - reference`, log-probabilities [N] of tokens that the reference
+    sampled.
+
+    `kl` estimates KL(reference || other) by the mean of r - 1 - log r with r = exp(other -
+    reference), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html).
+    """
+    if reference.shape != other.shape or reference.numel() == 0:
+        shapes = f"{list(reference.shape)} and {list(other.shape)}"
+        raise ValueError(
+            "drift compares log-probabilities of the same tokens, at least one, not shapes"
+            f" {shapes}"
+        )
+    difference = other.double() - reference.double()
+    distance = difference.abs()
+    # the smallest distance that 99% of the tokens do not exceed
+    rank = math.ceil(0.99 * distance.numel())
+    return {
+        "mean": float(difference.mean()),
+        "mean_abs": float(distance.mean()),
+        "p99_abs": float(distance.kthvalue(rank).values),
+        "max_abs": float(distance.max()),
+        "kl": float((difference.exp() - 1 - difference).mean()),
+    }
+
+
+def break_even_tokens(ratios: Mapping[tuple[int, int], float]) -> dict[int, int | None]:
+    """Hidden size -> fewest measured tokens from which on every ratio (time over bfloat16's) is
+    below 1, None if none is.
+
+    `ratios` maps (tokens, hidden size) to the ratio.
+    """
+    answer: dict[int, int | None] = {}
+    for hidden in sorted({hidden for _, hidden in ratios}):
+        column = {(tokens, 1): ratio for (tokens, of), ratio in ratios.items() if of == hidden}
+        answer[hidden] = break_even_size(column)
+    return answer
+
+
+def break_even_size(ratios: Mapping[tuple[int, int], float]) -> int | None:
+    """Smallest measured tokens x hidden size from which on every ratio is below 1, None if that of
+    the largest is not.
+    """
+    losing = [tokens * hidden for (tokens, hidden), ratio in ratios.items() if not ratio < 1]
+    paying = [
+        tokens * hidden for tokens, hidden in ratios if tokens * hidden > max(losing, default=0)
+    ]
+    return min(paying, default=None)
+
+
+def summarize(report: dict[str, Any]) -> dict[str, Any]:
+    """The break-even shapes of every recipe in the report's table of times."""
+    tables = {
+        name: {(row["tokens"], row["hidden"]): row["ratios"][name] for row in report["time"]}
+        for name in report["recipes"]
+    }
+    return {
+        name: {
+            "tokens_by_hidden": break_even_tokens(table),
+            "tokens_x_hidden": break_even_size(table),
+        }
+        for name, table in tables.items()
+    }
+
+
+def tables(report: dict[str, Any]) -> str:
+    """The report for people."""
+    recipes = report["recipes"]
+    drifts = [
+        (name, *(f"{value:.2e}" for value in row.values())) for name, row in report["drift"].items()
+    ]
+    times = [
+        (
+            row["tokens"],
+            row["hidden"],
+            f"{row['milliseconds'][BF16]:.2f}",
+            *(f"{row['ratios'][name]:.2f}" for name in recipes),
+        )
+        for row in report["time"]
+    ]
+    shapes = [
+        (
+            name,
+            report["alignment"][name],
+            ", ".join(f"{of}: {least or 'never'}" for of, least in row["tokens_by_hidden"].items()),
+            row["tokens_x_hidden"] or "never",
+        )
+        for name, row in report["break_even"].items()
+    ]
+    versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
+    return "\n\n".join(
+        (
+            "# FP8 report",
+            f"{report['hardware']}; {versions}; commit {report['commit']}; FP8 format"
+            f" {report['fp8']}.",
+            f"## Drift of log-probabilities against {BF16}",
+            f"{report['drift_tokens']} tokens sampled by the {BF16} policy; weights:"
+            f" {report['weights']}.",
+            table(("", "mean", "mean abs", "p99 abs", "max abs", "KL"), drifts),
+            "## Time of forward and backward over that of bfloat16",
+            table(("tokens", "hidden", "bf16 ms", *recipes), times),
+            "## From which shape on a recipe pays",
+            table(
+                ("recipe", "tokens padded to", "tokens, by hidden size", "tokens x hidden"), shapes
+            ),
+        )
     )
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument(
-        "--model",
-        choices=sorted(SIZES),
-        default="qwen2.5-0.5b",
-        help="shape of a model of random weights",
-    )
-    weights.add_argument(
-        "--load",
-        help="Hugging Face name or directory; drift of random weights says little about it",
-    )
-    parser.add_argument(
-        "--recipes", nargs="+", choices=sorted(RECIPES), help="default: all that this GPU computes"
-    )
-    parser.add_argument(
-        "--fp8", choices=("hybrid", "e4m3"), default="hybrid", help="format, as in training"
-    )
-    parser.add_argument("--drift-tokens", type=int, default=8192)
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        nargs="+",
-        default=[512, 2048, 8192, 32768],
-        help="of a timed microbatch",
-    )
-    parser.add_argument(
-        "--hidden", type=int, nargs="+", default=[896, 2048, 4096], help="widths, multiples of 128"
-    )
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a trajectory")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--markdown", type=Path, help="and as tables here")
-    return parser.parse_args()
 
 
 def choose_recipes(asked: Sequence[str] | None, machine: Machine) -> list[str]:
@@ -298,58 +341,45 @@ def choose_recipes(asked: Sequence[str] | None, machine: Machine) -> list[str]:
     return chosen
 
 
-def main() -> None:
-    arguments, machine = parse_arguments(), Machine.here()
-    try:
-        recipes = choose_recipes(arguments.recipes, machine)
-        if arguments.load:
-            directory = local_directory(arguments.load)
-            hf, read = load_config(str(directory)), open_model(directory)
-        else:
-            sizes = SIZES[arguments.model]
-            hf = Qwen2Config(
-                vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768, **sizes
-            )
-            read = random_weights(hf, arguments.seed).get
-        variants = layouts(recipes, arguments.fp8)
-        groups = initialize(variants[BF16], arguments.seed)
-    except (ValueError, OSError) as error:
-        fail(str(error))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> None:
+    machine = Machine.here()
+    recipes = choose_recipes(arguments.recipes, machine)
+    if arguments.load and arguments.model:
+        raise ValueError("--load and --model both name the weights; drop one of them")
+    if arguments.load:
+        directory = local_directory(arguments.load)
+        hf, read = load_config(str(directory)), open_model(directory)
+    else:
+        arguments.model = arguments.model or "Qwen2.5-0.5B"
+        hf = model_config(arguments.model)
+        read = random_weights(hf, arguments.seed).get
+    variants = layouts(recipes, arguments.fp8)
+    groups = initialize(variants[BF16], arguments.seed)
     batch = random_batch(arguments.drift_tokens, arguments.length, hf.vocab_size, arguments.seed)
-    timed = {
-        name: parallel for name, parallel in variants.items() if name == BF16 or name in recipes
-    }
-    software = {
-        "device": torch.cuda.get_device_name(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-    }
-    report: dict[str, Any] = {
-        "machine": asdict(machine) | software,
-        "commit": commit or "unknown",
+    timed = {name: variants[name] for name in (BF16, *recipes)}
+    report: dict[str, Any] = provenance() | {
+        "machine": asdict(machine),
         "weights": arguments.load or f"{arguments.model}, random",
         "fp8": arguments.fp8,
         "recipes": recipes,
         "alignment": {name: RECIPES[name].alignment for name in recipes},
         "drift_tokens": arguments.drift_tokens,
         "drift": measure_drift(hf, read, batch, variants, groups, max_tokens=8192),
-        "time": [
-            row
-            for hidden in arguments.hidden
-            for row in measure_ratios(
-                arguments.tokens, hidden, arguments.length, timed, groups, arguments.repetitions
-            )
-        ],
     }
+    report["time"] = []
+    for hidden in arguments.hidden:
+        report["time"] += measure_ratios(
+            arguments.tokens, hidden, arguments.length, timed, groups, arguments.repetitions
+        )
+        free()
     report["break_even"] = summarize(report)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    if arguments.markdown:
-        arguments.markdown.write_text(markdown(report))
-    print(markdown(report), end="")
+    bars = {
+        f"{name}, {row['tokens']} x {row['hidden']}": readings
+        for row in report["time"]
+        for name, readings in row["readings"].items()
+    }
+    publish(arguments, report, tables(report), bars, "milliseconds of forward and backward")
     shutdown()
 
 

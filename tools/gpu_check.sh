@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, each part on its own, with one report:
 #     bash tools/gpu_check.sh [--output DIR] [--minutes N] [--archives DIR] [PART ...]
-# Parts, in this order: versions te fp8 reshard step kernels sglang bench sgl_train train parity engines
-#     sglang: a real server against transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and
-#     where they go; reshard: a weight sync of 7B against the device's copies; sgl_train: training with SGLang's rollouts.
-#     The first of them that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
-# Without names all run. A part that fails, lacks a package or runs out of time does not stop the others: of N minutes for
-# all (default 9) each has a share of its own, and more where those behind it leave it. The first five fit in 9 minutes for
-# sure, all of them in 21. DIR (default gpu_check) receives report.md, report.json and <part>.log. The exit code is the number
-# of parts that failed.
-# On a machine without a package index give the packages it lacks in --archives: *.tar.xz are unpacked and *.whl installed
-# into a temporary directory that is searched first. Or unpack them yourself and name that directory in SITE. A folder
-# tvm_ffi_cache in it holds kernels that SGLang would otherwise compile at first use, ten seconds each.
+# Parts, in this order:
+#     versions te fp8 reshard step kernels sglang bench sgl_train train parity engines
+#     sglang: a real server against transformers, its sleep, its death; step: seconds per StarPO-S
+#     step of a 0.5B model and where they go; reshard: a weight sync of 7B against the device's
+#     copies; sgl_train: training with SGLang's rollouts. The first of them that uses SGLang finds
+#     out with which settings it serves here: tools/sglang_probe.py.
+# Without names all run. A part that fails, lacks a package or runs out of time does not stop the
+# others: of N minutes for all (default 9) each has a share of its own, and more where those behind
+# it leave it. The first five fit in 9 minutes for sure, all of them in 21. DIR (default gpu_check)
+# receives report.md, report.json and <part>.log. The exit code is the number of parts that failed.
+# SHARES replaces the seconds of single parts, e.g. SHARES="step=600 kernels=300".
+# On a machine without a package index give the packages it lacks in --archives: *.tar.xz are
+# unpacked and *.whl installed into a temporary directory that is searched first. Or unpack them
+# yourself and name that directory in SITE. A folder tvm_ffi_cache in it holds kernels that SGLang
+# would otherwise compile at first use, ten seconds each.
 # SGLANG_FLAGS are added to the servers' command lines, e.g. SGLANG_FLAGS=--disable-cuda-graph.
 set -u
 cd "$(dirname "$0")/.."
@@ -20,24 +24,32 @@ declare -A share=( # seconds
     [versions]=40 [te]=60 [fp8]=100 [reshard]=50 [step]=260 [kernels]=110
     [sglang]=220 [bench]=60 [sgl_train]=180 [train]=60 [parity]=70 [engines]=40
 )
+for one in ${SHARES:-}; do share[${one%%=*}]="${one#*=}"; done
 output=gpu_check minutes=9 archives= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --output) output="$2"; shift 2 ;;
         --minutes) minutes="$2"; shift 2 ;;
         --archives) archives="$2"; shift 2 ;;
-        -h | --help) sed -n '2,15s/^# \?//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,/^set -u/s/^# \?//p' "$0"; exit 0 ;;
         *)
-            if [[ " ${all[*]} " != *" $1 "* ]]; then echo "error: unknown part or flag $1; see --help" >&2; exit 2; fi
+            if [[ " ${all[*]} " != *" $1 "* ]]; then
+                echo "error: unknown part or flag $1; see --help" >&2
+                exit 2
+            fi
             parts+=("$1"); shift ;;
     esac
 done
 [ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 if [ -n "$archives" ] && [ ! -d "$archives" ]; then
-    echo "error: --archives $archives is no directory; name the one with the *.tar.xz and *.whl files" >&2; exit 2
+    echo "error: --archives $archives is no directory; name that of the *.tar.xz and *.whl files" >&2
+    exit 2
 fi
 python="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
-case "$python" in */*) python="$(cd "$(dirname "$python")" && pwd)/$(basename "$python")" ;; *) python="$(command -v "$python")" ;; esac
+case "$python" in
+    */*) python="$(cd "$(dirname "$python")" && pwd)/$(basename "$python")" ;;
+    *) python="$(command -v "$python")" ;;
+esac
 mkdir -p "$output"
 output="$(cd "$output" && pwd)"
 rm -rf "$output/.sglang" # what worked then may have been another machine
@@ -48,13 +60,16 @@ if [ -n "$archives" ]; then # what cannot be unpacked is told and then missing f
         [ ! -e "$file" ] || tar xJf "$file" -C "$SITE" || echo "cannot unpack $file" >&2
     done
     for file in "$archives"/*.whl; do
-        [ ! -e "$file" ] || "$python" -m pip install -q --no-index --no-deps --no-compile --target "$SITE" "$file" ||
+        [ ! -e "$file" ] ||
+            "$python" -m pip install -q --no-index --no-deps --no-compile --target "$SITE" "$file" ||
             echo "cannot install $file" >&2
     done
 fi
 [ -z "${SITE:-}" ] || SITE="$(cd "$SITE" && pwd)"
-export PYTHONPATH="${SITE:+$SITE:}$PWD:$PWD/kernels" PYTHONUNBUFFERED=1 SGLANG_IS_FLASHINFER_AVAILABLE=0
-[ ! -d "${SITE:-}/tvm_ffi_cache" ] || export TVM_FFI_CACHE_DIR="${TVM_FFI_CACHE_DIR:-$SITE/tvm_ffi_cache}"
+export PYTHONPATH="${SITE:+$SITE:}$PWD:$PWD/kernels" PYTHONUNBUFFERED=1
+export SGLANG_IS_FLASHINFER_AVAILABLE=0
+[ ! -d "${SITE:-}/tvm_ffi_cache" ] ||
+    export TVM_FFI_CACHE_DIR="${TVM_FFI_CACHE_DIR:-$SITE/tvm_ffi_cache}"
 if [ -z "${CUDA_HOME:-}" ] && nvcc="$(command -v nvcc)"; then # for what is compiled at first use
     CUDA_HOME="$(dirname "$(dirname "$(readlink -f "$nvcc")")")"
     export CUDA_HOME
@@ -75,28 +90,36 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch  # before transformer_engine, whose libraries it loads
 
-print("python", platform.python_version(), "cuda", torch.version.cuda, "devices", torch.cuda.device_count())
-needed = ("torch", "triton", "megatron-core", "transformers", "numpy", "tyro", "rich", "psutil", "safetensors", "pytest")
+devices = torch.cuda.device_count()
+print("python", platform.python_version(), "cuda", torch.version.cuda, "devices", devices)
+needed = "torch triton megatron-core transformers numpy tyro rich psutil safetensors pytest".split()
+others = "pytest-timeout transformer-engine pydantic einops onnxscript sglang flash-attn".split()
 missing = []
-for name in (*needed, "pytest-timeout", "transformer-engine", "pydantic", "einops", "onnxscript", "sglang", "flash-attn"):
+for name in (*needed, *others):
     try:
         print(name, version(name))
     except PackageNotFoundError:
         print(name, "missing")
         missing += [name] if name in needed else []
-for index in range(torch.cuda.device_count()):
+for index in range(devices):
     print(torch.cuda.get_device_name(index), "sm_%d%d" % torch.cuda.get_device_capability(index))
 if not torch.cuda.is_available():
     raise SystemExit("no CUDA device: nothing below can pass")
 if missing:
-    raise SystemExit(f"nearly all parts need {', '.join(missing)}: put wheels of them, with what they need, into --archives")
+    raise SystemExit(
+        f"nearly all parts need {', '.join(missing)}: put wheels of them, with what they need, into"
+        " --archives"
+    )
 PYTHON
 }
 
 # Without the slow ones: NVIDIA's sanitizer takes minutes, and not every machine lets it see the device.
 kernels() { "$python" -m pytest tests/kernels -m "not slow" -q -x --maxfail=20 -p no:cacheprovider; }
 
-bench() { "$python" tools/bench_kernels.py --json "$output/bench_kernels.json" --plot "$output/bench_kernels.svg"; }
+bench() {
+    "$python" tools/bench_kernels.py --json "$output/bench_kernels.json" \
+        --plot "$output/bench_kernels.svg"
+}
 
 require() { # one line instead of a traceback, and no tests that pass because they were skipped
     local module
@@ -113,11 +136,13 @@ require_gpu() {
     return 1
 }
 
-sglang_python() { # prints the Python of the servers; their environment is their own, so it brings its packages along
+# Prints the Python of the servers; their environment is their own, so it brings its packages along.
+sglang_python() {
     local home="$output/.sglang" flags="${SGLANG_FLAGS:-}"
     mkdir -p "$home/lib"
     if ! "$python" -c "import soundfile" 2>/dev/null; then
-        echo '"""Stand-in: the HTTP server imports it, for requests with audio alone."""' >"$home/lib/soundfile.py"
+        echo '"""Stand-in: the HTTP server imports it, for requests with audio alone."""' \
+            >"$home/lib/soundfile.py"
         echo "soundfile is missing; the servers get a stand-in" >&2
     fi
     if ! "$python" - <<'PYTHON'
@@ -125,13 +150,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.exit(not any(path for folder in find_spec("sgl_kernel").submodule_search_locations for path in Path(folder).rglob("flash_ops*")))
+folders = map(Path, find_spec("sgl_kernel").submodule_search_locations)
+sys.exit(not any(path for folder in folders for path in folder.rglob("flash_ops*")))
 PYTHON
     then
         flags="--attention-backend triton $flags"
-        echo "sgl_kernel has no flash_ops, which SGLang takes by default; the servers get --attention-backend triton" >&2
+        echo "sgl_kernel has no flash_ops, SGLang's default: servers get --attention-backend triton" >&2
     fi
-    # SGLang preloads its memory saver, which ld.so must find the CUDA runtime for; torch's wheels keep it to themselves.
+    # SGLang preloads its memory saver, which ld.so must find the CUDA runtime for; torch's wheels
+    # keep it to themselves.
     "$python" - "$home/lib" <<'PYTHON'
 import sys
 from pathlib import Path
@@ -160,14 +187,16 @@ PYTHON
 }
 
 write_server() { # DIRECTORY FLAGS [FLAG to leave out]
-    printf '#!/usr/bin/env bash\nexport PYTHONPATH=%q LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}"%q\n' \
-        "${SITE:+$SITE:}$1/lib" "$1/lib" >"$1/python"
+    printf '#!/usr/bin/env bash\nexport PYTHONPATH=%q\n' "${SITE:+$SITE:}$1/lib" >"$1/python"
+    printf 'export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}"%q\n' "$1/lib" >>"$1/python"
     printf 'for flag; do shift; [ "$flag" = %q ] || set -- "$@" "$flag"; done\nexec %q "$@" %s\n' \
         "${3:-none}" "$python" "$2" >>"$1/python"
     chmod +x "$1/python"
 }
 
-sglang() { # a real server against transformers: numbers, sleep, death, and models that went through Megatron's format
+# A real server against transformers: numbers, sleep, death, and models that went through Megatron's
+# format.
+sglang() {
     local servers
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
     RAGEN_SGLANG_PYTHON="$servers" "$python" -m pytest -m "not slow" -v -p no:cacheprovider \
@@ -177,42 +206,49 @@ sglang() { # a real server against transformers: numbers, sleep, death, and mode
 step() { # seconds per StarPO-S step of a 0.5B model, and where they go
     local servers
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
-    "$python" tools/bench_step.py --json "$output/step.json" --output "$output/step" --rollout-engine sglang \
-        -- --sglang-python "$servers" --weight-transfer "$(sed -n 1p "$output/.sglang/works")"
+    "$python" tools/bench_step.py --json "$output/step.json" --output "$output/step" \
+        --rollout-engine sglang -- --sglang-python "$servers" \
+        --weight-transfer "$(sed -n 1p "$output/.sglang/works")"
 }
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
     require_gpu &&
-        "$python" tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 --json "$output/reshard.json"
+        "$python" tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 \
+            --json "$output/reshard.json"
 }
 
-te() { # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints of both, offloading
+# Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints
+# of both, offloading.
+te() {
     require transformer_engine.pytorch &&
-        "$python" -m pytest tests/integration/test_transformer_engine.py tests/integration/test_offload.py -m gpu -q -rs \
-            -p no:cacheprovider
+        "$python" -m pytest tests/integration/test_transformer_engine.py \
+            tests/integration/test_offload.py -m gpu -q -rs -p no:cacheprovider
 }
 
 fp8() { # three steps of training with FP8, then drift and break-even shapes
     require transformer_engine.pytorch || return 1
     local failed=0
-    "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit --num-steps 3 \
-        --eval-prompts 64 --output "$output/runs" --overwrite --name fp8 --bf16 --fp8 hybrid || failed=1
-    "$python" tools/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" && return "$failed"
+    train_bandit fp8 --bf16 --fp8 hybrid || failed=1
+    "$python" tools/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" &&
+        return "$failed"
 }
 
-train() { # the whole loop on the GPU in float32 and bfloat16, from the small model's warm start to its export
-    local flags=(--recipe bandit --num-steps 3 --eval-prompts 64 --output "$output/runs" --overwrite)
-    local launch=("$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh)
-    "${launch[@]}" "${flags[@]}" --name float32 && "${launch[@]}" "${flags[@]}" --name bf16 --bf16
+train_bandit() { # NAME FLAG...: three steps of the bandit's recipe
+    "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
+        --num-steps 3 --eval-prompts 64 --output "$output/runs" --overwrite --name "$@"
 }
 
-sgl_train() { # the loop with SGLang's rollouts, whose log-probabilities must be the trainer's, by either way of the weights
+# The whole loop on the GPU in float32 and bfloat16, from the small model's warm start to its export.
+train() { train_bandit float32 && train_bandit bf16 --bf16; }
+
+# The loop with SGLang's rollouts, whose log-probabilities must be the trainer's, by either way of the
+# weights.
+sgl_train() {
     local transfer servers failed=0
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
     for transfer in ipc file; do
-        "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit --num-steps 3 \
-            --eval-prompts 64 --output "$output/runs" --overwrite --name "sglang_$transfer" --bf16 \
-            --rollout-engine sglang --sglang-python "$servers" --weight-transfer "$transfer" &&
+        train_bandit "sglang_$transfer" --bf16 --rollout-engine sglang --sglang-python "$servers" \
+            --weight-transfer "$transfer" &&
             mismatch "$output/runs/sglang_$transfer/metrics.jsonl" || failed=1
     done
     return "$failed"
@@ -226,7 +262,8 @@ from ragen_mega.report.metrics import read_metrics
 
 for row in (rows := read_metrics(sys.argv[1])):
     mean, largest = (row[f"mismatch/logprob_{kind}_abs_diff"] for kind in ("mean", "max"))
-    print(f"{sys.argv[1]} step {row['step']}: log-probabilities differ by {mean:.4f} in the mean, {largest:.4f} at most")
+    said = f"log-probabilities differ by {mean:.4f} in the mean, {largest:.4f} at most"
+    print(f"{sys.argv[1]} step {row['step']}: {said}")
     if mean > 0.05:
         raise SystemExit("engine and trainer compute different log-probabilities")
 if len(rows) != 3:
@@ -258,9 +295,11 @@ PYTHON
 
 { echo "# GPU check"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"; echo
   echo "| part | result | seconds | last line |"; echo "|---|---|---|---|"; } >"$report"
-export -f require require_gpu sglang_python write_server mismatch "${all[@]}"
+export -f require require_gpu sglang_python write_server train_bandit mismatch "${all[@]}"
 export python output SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}"
-mkfifo "$output/.open" && exec 9<>"$output/.open" && rm "$output/.open" # a pipe that never ends: see supervisor.py
+# a pipe that never ends: see supervisor.py
+mkfifo "$output/.open" && exec 9<>"$output/.open" && rm "$output/.open"
+supervisor=ragen_mega/engines/sglang/supervisor.py
 rows="$output/.rows.tsv" failed=0 started="$(date +%s)"
 : >"$rows"
 deadline=$((SECONDS + minutes * 60)) behind=0
@@ -273,11 +312,18 @@ for part in "${parts[@]}"; do
         code=skipped
     else # nothing that a part started, ranks and servers with sessions of their own, outlives it
         timeout --kill-after=10 "$((limit < left ? limit : left))" \
-            "$python" -I ragen_mega/engines/sglang/supervisor.py "$output/.none" bash -c "$part" <&9 >"$output/$part.log" 2>&1 || code=$?
+            "$python" -I "$supervisor" "$output/.none" bash -c "$part" \
+            <&9 >"$output/$part.log" 2>&1 || code=$?
     fi
-    case "$code" in 0) result=passed ;; 124 | 137) result="out of time" ;; skipped) result="no time left" ;; *) result="failed ($code)" ;; esac
+    case "$code" in
+        0) result=passed ;;
+        124 | 137) result="out of time" ;;
+        skipped) result="no time left" ;;
+        *) result="failed ($code)" ;;
+    esac
     [ "$code" = 0 ] || failed=$((failed + 1))
-    last="$(grep -v '^\s*$' "$output/$part.log" 2>/dev/null | tail -n 1 | tr '|\t' '/ ' | cut -c1-160)"
+    last="$(grep -v '^\s*$' "$output/$part.log" 2>/dev/null | tail -n 1)"
+    last="$(tr '|\t' '/ ' <<<"$last" | cut -c1-160)"
     echo "| $part | $result | $((SECONDS - start)) | $last |" | tee -a "$report"
     printf '%s\t%s\t%s\t%s\n' "$part" "$result" "$((SECONDS - start))" "$last" >>"$rows"
 done
@@ -289,7 +335,8 @@ from pathlib import Path
 
 output, started, commit = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 rows = output / ".rows.tsv"
-parts = [dict(zip(("part", "result", "seconds", "last_line"), line.split("\t"))) for line in rows.read_text().splitlines()]
+columns = ("part", "result", "seconds", "last_line")
+parts = [dict(zip(columns, line.split("\t"))) for line in rows.read_text().splitlines()]
 rows.unlink()
 log = output / "versions.log"
 report = {
@@ -297,7 +344,7 @@ report = {
     "versions": log.read_text().splitlines() if log.exists() else [],
     "parts": [part | {"seconds": int(part["seconds"])} for part in parts],
 }
-for path in sorted(output.glob("*.json")):  # what the parts measured, now and not in an earlier check
+for path in sorted(output.glob("*.json")):  # measured now and not in an earlier check
     if path.name != "report.json" and path.stat().st_mtime >= started:
         report[path.stem] = json.loads(path.read_text())
 (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")

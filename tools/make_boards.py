@@ -1,8 +1,7 @@
 """Draw boards to evaluate on that no recipe was chosen on.
 
-    python tools/make_boards.py --environment sokoban --first-seed 5000 --num-boards 256 --output
-    fresh.jsonl python tools/evaluate.py --load runs/NAME --environment sokoban --boards fresh.jsonl
-    --json out.json
+    python tools/make_boards.py --environment sokoban --first-seed 5000 --output fresh.jsonl
+    python tools/evaluate.py --load runs/NAME --environment sokoban --boards fresh.jsonl
 
 Seeds below 100000 belong to neither the warm start nor training. Boards that are among the packaged
 ones are left out.
@@ -11,14 +10,16 @@ ones are left out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+from command_line import command, flag
+
 from ragen_mega.environments.boards import BoardEnvironment, has_packaged_boards, load_boards
 from ragen_mega.environments.protocol import make
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
-from ragen_mega.report.console import fail
 
 _WARM_START_SEEDS = 100_000
 
@@ -40,48 +41,31 @@ def draw_boards(
             " which is neither played in the warm start nor in training; lower --first-seed or"
             " --num-boards"
         )
-    seen = (
-        {board.rows for board in load_boards(None, name, **options)}
-        if has_packaged_boards(environment)
-        else set()
-    )
-    lines, seed = [], first_seed
-    while len(lines) < count:
+    packaged = load_boards(None, name, **options) if has_packaged_boards(environment) else []
+    seen, lines = {board.rows for board in packaged}, []
+    for seed in itertools.count(first_seed):
+        if len(lines) == count:
+            return lines
         observation = environment.reset(seed)
-        rows = (
-            environment.lake.rows()
-            if isinstance(environment, FrozenLake)
-            else tuple(observation.split("\n"))
-        )
+        is_lake = isinstance(environment, FrozenLake)
+        rows = environment.lake.rows() if is_lake else tuple(observation.split("\n"))
         if rows not in seen:
             seen.add(rows)
             lines.append({"set": environment.board_set, "seed": seed, "board": list(rows)})
-        seed += 1
-    return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--environment", required=True, help="sokoban or frozen_lake")
-    parser.add_argument(
-        "--environment-options", default="{}", help="JSON object of the environment's options"
-    )
-    parser.add_argument("--first-seed", type=int, default=5000)
-    parser.add_argument("--num-boards", type=int, default=256)
-    parser.add_argument(
-        "--output", type=Path, required=True, help="boards file (JSON lines) to write"
-    )
-    arguments = parser.parse_args()
-    try:
-        options = json.loads(arguments.environment_options)
-        lines = draw_boards(
-            arguments.environment, options, arguments.first_seed, arguments.num_boards
-        )
-        arguments.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    except (ValueError, OSError) as error:
-        fail(str(error))
+@command(
+    __doc__,
+    flag("--environment", "sokoban or frozen_lake", required=True),
+    flag("--environment-options", "JSON object of the environment's options", "{}"),
+    flag("--first-seed", "of the boards", 5000),
+    flag("--num-boards", "to draw", 256),
+    flag("--output", "boards file (JSON lines) to write", type=Path, required=True),
+)
+def main(arguments: argparse.Namespace) -> None:
+    options = json.loads(arguments.environment_options)
+    lines = draw_boards(arguments.environment, options, arguments.first_seed, arguments.num_boards)
+    arguments.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"{len(lines)} boards of {lines[0]['set']} in {arguments.output}")
 
 

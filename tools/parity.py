@@ -5,29 +5,31 @@ transformers, in float32.
 
 For tied Qwen2 and untied Qwen3 models with random weights it reports, per layout, the largest
 difference of log-probabilities, values, losses, gradients and of the parameters after two optimizer
-steps, and that of the actor's gradient by the fused loss from the one through full logits
-(parity_unfused.py). Exit code 1 beyond tolerance. On GPUs every process has one of its own, so that
+steps, and that of the actor's gradient by the fused loss from the one through full logits in
+float64. Exit code 1 beyond tolerance. On GPUs every process has one of its own, so that
 layouts of more processes than GPUs are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from command_line import JSON, command, flag, run_ranks
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
+from ragen_mega.report.metrics import write_json
 
 TOLERANCES = {
     "max_diff_logprobs": 1e-5,
@@ -38,10 +40,15 @@ TOLERANCES = {
     "max_rel_diff_unfused": 1e-4,
 }
 TRANSFORMERS_TOLERANCE = 1e-4
-ARCHITECTURES = ("qwen2", "qwen3")
+ARCHITECTURES = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False, "head_dim": 20},
+}
 TEMPERATURE = 0.7
 CLIP_GRAD = 0.5
 LOSS = LossConfig(dual_clip=3.0, kl_kind="k3", kl_coef=0.05, entropy_coef=0.01, importance_cap=1.5)
+ENTERING = ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
+"""What the loss of a token depends on beside its logits and its label."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,8 @@ LAYOUTS = {
 
 def random_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     """A small Qwen model whose every parameter, biases and norms too, is random."""
-    sizes = dict(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=97,
         hidden_size=48,
         intermediate_size=80,
@@ -105,11 +113,8 @@ def random_model(architecture: str, seed: int = 0) -> PreTrainedModel:
         num_key_value_heads=2,
         max_position_embeddings=512,
         attn_implementation="eager",
+        **ARCHITECTURES[architecture],
     )
-    if architecture == "qwen2":
-        config = Qwen2Config(**sizes, tie_word_embeddings=True)
-    else:
-        config = Qwen3Config(**sizes, head_dim=20, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -173,9 +178,29 @@ def make_batch(model: PreTrainedModel, seed: int = 0) -> TokenBatch:
     )
 
 
+class Key(NamedTuple):
+    """Of one tensor that a layout computed."""
+
+    kind: str
+    architecture: str
+    model: str = ""
+    name: str = ""
+
+
+COLUMNS = {
+    "logprobs": "max_diff_logprobs",
+    "values": "max_diff_values",
+    "loss": "max_diff_loss",
+    "grad_norm": "max_rel_diff_gradients",
+    "gradient": "max_rel_diff_gradients",
+    "parameter": "max_diff_parameters",
+}
+"""Kind of tensor -> the number of the report that its difference counts for."""
+
+
 def run_layout(layout: Layout, directory: Path) -> None:
     """Body of one rank: compute everything under `layout`; rank 0 writes it to
-    `directory`/<layout>.pt.
+    `directory`/<layout>.pt as Key -> tensor. The distributed optimizer leaves no gradients.
     """
     from ragen_mega.megatron.critic import MegatronCritic
     from ragen_mega.megatron.initialize import initialize
@@ -188,125 +213,86 @@ def run_layout(layout: Layout, directory: Path) -> None:
     train = TrainConfig(
         lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=layout.max_tokens, clip_grad=CLIP_GRAD
     )
-    results: dict[str, dict] = {}
+    results: dict[Key, Tensor] = {}
     for architecture in ARCHITECTURES:
-        hf = AutoModelForCausalLM.from_pretrained(directory / architecture).config
+        hf = AutoConfig.from_pretrained(directory / architecture)
         reader = open_model(directory / architecture)
         batch = TokenBatch(**torch.load(directory / f"{architecture}.batch.pt"))
         policy = MegatronPolicy(hf, groups, layout.parallel, train, LOSS, temperature=TEMPERATURE)
         critic = MegatronCritic(hf, groups, layout.parallel, train, LOSS)
         for model in (policy, critic):
             model.load_weights(reader)
-        result = {
-            "logprobs": policy.logprobs(batch),
-            "losses": [],
-            "gradients": {},
-            "grad_norms": [],
-        }
+        results[Key("logprobs", architecture)] = policy.logprobs(batch)
         for step in range(2):
             for name, model in (("policy", policy), ("critic", critic)):
                 metrics = model.update(batch)
-                result["losses"].append(metrics["loss"])
-                result["grad_norms"].append(metrics["grad_norm"])
+                for kind in ("loss", "grad_norm"):
+                    key = Key(kind, architecture, name, f"step {step}")
+                    results[key] = torch.tensor(float(metrics[kind]), dtype=torch.float64)
+                exported = [("parameter", export_weights(model.module, groups))] if step else []
                 if step == 0 and not layout.parallel.use_distributed_optimizer:
-                    gradients = export_weights(model.module, groups, model.trainer.gradients())
-                    result["gradients"][name] = {
-                        key: value.cpu().clone() for key, value in gradients
-                    }
-        result["values"] = critic.values(batch)
-        result["parameters"] = {
-            name: {key: value.cpu().clone() for key, value in export_weights(model.module, groups)}
-            for name, model in (("policy", policy), ("critic", critic))
-        }
-        results[architecture] = result
+                    gradients = model.trainer.gradients()
+                    exported = [("gradient", export_weights(model.module, groups, gradients))]
+                for kind, tensors in exported:
+                    for parameter, tensor in tensors:
+                        key = Key(kind, architecture, name, parameter)
+                        results[key] = tensor.cpu().clone()
+        results[Key("values", architecture)] = critic.values(batch)
     if distributed.is_main():
-        torch.save(results, directory / f"{layout.name}.pt")
+        torch.save({tuple(key): value for key, value in results.items()}, directory / layout.name)
     distributed.barrier()
     distributed.stop()
 
 
-def compare(name: str, result: dict, baseline: dict, unfused: dict) -> dict[str, float | str]:
-    """Largest differences of one layout from the single process and from `unfused`, over both
-    architectures.
+def launch(layout: Layout, directory: Path) -> dict[Key, Tensor]:
+    """What `layout` computes, on ranks of its own."""
+    flags = ("--worker", layout.name, "--directory", directory)
+    run_ranks(layout.num_processes, __file__, *flags)
+    return read_result(layout, directory)
+
+
+def read_result(layout: Layout, directory: Path) -> dict[Key, Tensor]:
+    """What `run_layout` has written."""
+    return {Key(*key): value for key, value in torch.load(directory / layout.name).items()}
+
+
+def compare(
+    layout: Layout,
+    result: Mapping[Key, Tensor],
+    baseline: Mapping[Key, Tensor],
+    unfused: Mapping[Key, Tensor],
+) -> dict[str, float | str]:
+    """Largest differences of a layout from the single process and from `unfused`. Raises ValueError
+    if it computed other tensors.
     """
-    row: dict[str, float | str] = {"name": name} | dict.fromkeys(TOLERANCES, 0.0)
-
-    def record(key: str, value: float) -> None:
-        row[key] = max(row[key], value)
-
-    for architecture in ARCHITECTURES:
-        ours, theirs = result[architecture], baseline[architecture]
-        record("max_diff_logprobs", float((ours["logprobs"] - theirs["logprobs"]).abs().max()))
-        record("max_diff_values", float((ours["values"] - theirs["values"]).abs().max()))
-        record("max_diff_loss", max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"])))
-        for a, b in zip(ours["grad_norms"], theirs["grad_norms"]):
-            record("max_rel_diff_gradients", abs(a - b) / b)
-        for model, gradients in ours["gradients"].items():
-            record(
-                "max_rel_diff_gradients", relative_difference(gradients, theirs["gradients"][model])
-            )
-        truth, norm = unfused[architecture]
-        record("max_rel_diff_unfused", abs(ours["grad_norms"][0] - norm) / norm)
-        if "policy" in ours["gradients"]:  # the distributed optimizer leaves only the norm
-            record("max_rel_diff_unfused", relative_difference(ours["gradients"]["policy"], truth))
-        for model, parameters in ours["parameters"].items():
-            for key, parameter in parameters.items():
-                record(
-                    "max_diff_parameters",
-                    float((parameter - theirs["parameters"][model][key]).abs().max()),
-                )
-    return row
-
-
-def relative_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest difference of any tensor's elements, relative to its largest element; the names must
-    agree.
-    """
-    if actual.keys() != expected.keys():
+    has_gradients = not layout.parallel.use_distributed_optimizer
+    expected = {key for key in baseline if has_gradients or key.kind != "gradient"}
+    if result.keys() != expected or not unfused.keys() <= baseline.keys():
         raise ValueError(
-            f"gradients of other tensors than expected: {sorted(actual.keys() ^ expected.keys())}"
+            f"layout {layout.name} computes other tensors than expected:"
+            f" {sorted(result.keys() ^ expected | unfused.keys() - baseline.keys())}"
         )
-    return max(
-        float((actual[name] - x).abs().max()) / max(float(x.abs().max()), 1e-6)
-        for name, x in expected.items()
-    )
-
-
-def launch(layout: Layout, directory: Path) -> None:
-    """Run `layout` under torchrun; raise RuntimeError with its output when it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(layout.num_processes),
-        "--master-port",
-        "0",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-        __file__,
-        "--worker",
-        layout.name,
-        "--directory",
-        str(directory),
+    row: dict[str, float | str] = {"name": layout.name} | dict.fromkeys(TOLERANCES, 0.0)
+    pairs = [(COLUMNS[key.kind], result[key], baseline[key]) for key in result]
+    pairs += [
+        ("max_rel_diff_unfused", result[key], truth)
+        for key, truth in unfused.items()
+        if key in result
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(
-            f"layout {layout.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        )
+    for column, ours, theirs in pairs:
+        scale = max(float(theirs.abs().max()), 1e-6) if "_rel_" in column else 1.0
+        row[column] = max(row[column], float((ours - theirs).abs().max()) / scale)
+    return row
 
 
 def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
     """Those asked for, else all; on GPUs each process needs one of its own, since NCCL takes no two
-    on one.
+    on one. Raises ValueError if one that was asked for needs more.
     """
     too_large = [name for name in asked or LAYOUTS if 0 < num_gpus < LAYOUTS[name].num_processes]
     if asked and too_large:
-        raise SystemExit(
-            f"error: {', '.join(too_large)} need a GPU per process, not {num_gpus}; drop them from"
+        raise ValueError(
+            f"{', '.join(too_large)} need a GPU per process, not {num_gpus}; drop them from"
             " --layouts"
         )
     if too_large:
@@ -320,40 +306,29 @@ def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
 
 def measure(names: list[str]) -> dict:
     """Run the named layouts beside the single process and return the report."""
-    from parity_unfused import (  # here, since tests import this file as part of a package
-        clipped,
-        unfused_gradients,
-    )
-
+    expected, unfused, rows = {}, {}, []
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        expected, unfused = {}, {}
         for architecture in ARCHITECTURES:
             model = random_model(architecture)
             model.save_pretrained(directory / architecture)
             batch = make_batch(model)
             torch.save(dict(batch.tensors()), directory / f"{architecture}.batch.pt")
             expected[architecture] = transformers_logprobs(model, batch)
-            unfused[architecture] = clipped(
-                unfused_gradients(model, batch, LOSS, TEMPERATURE), CLIP_GRAD
-            )
-        launch(LAYOUTS["single"], directory)
-        baseline = torch.load(directory / "single.pt")
-        rows = []
+            gradients, norm = clipped(unfused_gradients(model, batch, LOSS, TEMPERATURE), CLIP_GRAD)
+            unfused[Key("grad_norm", architecture, "policy", "step 0")] = torch.tensor(norm)
+            for name, gradient in gradients.items():
+                unfused[Key("gradient", architecture, "policy", name)] = gradient
+        baseline = launch(LAYOUTS["single"], directory)
         for name in names:
-            launch(LAYOUTS[name], directory)
-            rows.append(compare(name, torch.load(directory / f"{name}.pt"), baseline, unfused))
-            print(
-                "  ".join(
-                    f"{key} {value:.1e}" if isinstance(value, float) else f"{value:34s}"
-                    for key, value in rows[-1].items()
-                ),
-                flush=True,
-            )
-        difference = max(
-            float((baseline[a]["logprobs"] - expected[a]).abs().max()) for a in ARCHITECTURES
-        )
-        print(f"transformers                        max_diff_logprobs {difference:.1e}")
+            rows.append(compare(LAYOUTS[name], launch(LAYOUTS[name], directory), baseline, unfused))
+            numbers = (f"{key} {rows[-1][key]:.1e}" for key in TOLERANCES)
+            print(f"{name:34s}", *numbers, sep="  ", flush=True)
+    difference = max(
+        float((baseline[Key("logprobs", name)] - logprobs).abs().max())
+        for name, logprobs in expected.items()
+    )
+    print(f"{'transformers':34s}  max_diff_logprobs {difference:.1e}")
     return {"layouts": rows, "transformers": {"max_diff_logprobs": difference}}
 
 
@@ -364,29 +339,74 @@ def is_within_tolerance(report: dict) -> bool:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def unfused_gradients(
+    model: PreTrainedModel, batch: TokenBatch, loss: LossConfig, temperature: float
+) -> dict[str, Tensor]:
+    """Gradients of the mean token loss by name, float64. `loss` has a dual clip, k3 and an
+    importance cap.
+    """
+    exact = type(model)(model.config).double().eval()
+    exact.load_state_dict(model.state_dict())
+    offsets = batch.cu_seqlens.tolist()
+    tokens = {name: getattr(batch, name).double() for name in ENTERING} | {"labels": batch.labels}
+    for start, end in zip(offsets[:-1], offsets[1:]):
+        logits = exact(batch.tokens[None, start:end]).logits[0] / temperature
+        keep = batch.loss_mask[start:end]
+        kept = {name: values[start:end][keep] for name, values in tokens.items()}
+        (token_losses(logits[keep], kept, loss).sum() / batch.loss_mask.sum()).backward()
+    return {name: parameter.grad for name, parameter in exact.named_parameters()}
+
+
+def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) -> Tensor:
+    """Loss [T] of tokens with logits [T, V], as the papers write it (formulas:
+    `ragen_kernels.objective`).
+    """
+    all_logprobs = logits.log_softmax(-1)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    logprobs = all_logprobs.gather(-1, tokens["labels"][:, None])[:, 0]
+    advantages = tokens["advantages"]
+    ratio = (logprobs - tokens["old_logprobs"]).exp()
+    clipped = ratio.clamp(1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high)
+    surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
+    bounded = torch.minimum(surrogate, -advantages * loss.dual_clip)
+    surrogate = torch.where(advantages < 0, bounded, surrogate)
+    importance = (
+        (tokens["old_logprobs"] - tokens["rollout_logprobs"]).exp().clamp(max=loss.importance_cap)
     )
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument(
-        "--layouts", nargs="+", choices=sorted(LAYOUTS), help="default: all that fit the GPUs"
+    drift = tokens["ref_logprobs"] - logprobs
+    return (
+        importance * surrogate
+        + loss.kl_coef * (drift.exp() - 1 - drift)
+        - loss.entropy_coef * entropy
     )
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+
+
+def clipped(gradients: dict[str, Tensor], max_norm: float) -> tuple[dict[str, Tensor], float]:
+    """The gradients scaled to at most `max_norm`, and the norm that they had."""
+    norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    scale = min(1.0, max_norm / norm)
+    return {name: gradient * scale for name, gradient in gradients.items()}, norm
+
+
+@command(
+    __doc__,
+    JSON,
+    flag("--layouts", "default: all that fit the GPUs", nargs="+", choices=sorted(LAYOUTS)),
+    flag("--worker", argparse.SUPPRESS),
+    flag("--directory", argparse.SUPPRESS, type=Path),
+)
+def main(arguments: argparse.Namespace) -> int:
     if arguments.worker:
         run_layout(LAYOUTS[arguments.worker], arguments.directory)
-        return
+        return 0
     report = measure(choose_layouts(arguments.layouts, torch.cuda.device_count()))
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    if not is_within_tolerance(report):
-        print(
-            f"beyond tolerance: {TOLERANCES}, transformers {TRANSFORMERS_TOLERANCE}",
-            file=sys.stderr,
-        )
-        raise SystemExit(1)
+        write_json(arguments.json, report)
+    if is_within_tolerance(report):
+        return 0
+    said = f"beyond tolerance: {TOLERANCES}, transformers {TRANSFORMERS_TOLERANCE}"
+    print(said, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -4,18 +4,17 @@ and stability signals.
     python tools/report.py runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
 
 Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run allows for
-samples of one prompt being alike; mean and standard deviation are over runs, and given where these
-differ by their seed only.
+samples of one prompt being alike; mean and standard deviation are over runs whose model and
+settings differ by their seed only, each set of prompts by itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from benchmark import table
+from command_line import command, flag, read_settings
 
-from ragen_mega.report.console import fail
-from ragen_mega.report.metrics import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    SUMMARY_FILE,
-    read_metrics,
-    write_json,
-)
+from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
 
 SIGNALS = {
     "rollout/in_group_std": "in-group std of returns",
@@ -39,21 +33,26 @@ SIGNALS = {
     "actor/grad_norm": "gradient norm before clipping",
 }
 """Stability signals that are drawn, with their labels."""
+UNKNOWN = "unknown hardware"
 
 
 def read_run(directory: Path) -> list[dict[str, Any]]:
-    """One row per evaluated set of a finished run. Raises ValueError if it is not finished."""
+    """One row per evaluated set of a finished run; runs of the same `settings` train alike but for
+    their seed. Raises ValueError if it is not finished.
+    """
     if not (directory / SUMMARY_FILE).exists():
         raise ValueError(
             f"{directory} holds no {SUMMARY_FILE}: it is no run, or has not finished; leave it out"
         )
-    summary = json.loads((directory / SUMMARY_FILE).read_text())
-    config = json.loads((directory / CONFIG_FILE).read_text())
+    summary, settings = json.loads((directory / SUMMARY_FILE).read_text()), read_settings(directory)
+    seed = settings["train"].pop("seed")
+    for section in ("logging", "checkpoint"):  # change nothing that is trained
+        del settings[section]
     return [
         {
             "run": directory.name,
             "set": name,
-            "seed": config["train"]["seed"],
+            "seed": seed,
             "success": result["success"],
             "ci_low": result["ci_low"],
             "ci_high": result["ci_high"],
@@ -63,66 +62,67 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
             "num_prompts": result["num_prompts"],
             "steps": summary["steps"],
             "minutes": summary["seconds"] / 60,
+            "hardware": summary.get("hardware", UNKNOWN),
+            "settings": json.dumps(settings, sort_keys=True),
         }
         for name, result in summary["sets"].items()
     ]
 
 
-def hardware() -> str:
-    """Machine and versions, for the head of a report."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("torch", "megatron-core", "transformers")
-    )
-    return (
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},"
-        f" {versions}"
-    )
-
-
-def differ_by_seed_only(directories: list[Path]) -> bool:
-    """Whether the runs train alike, so that their mean says something."""
-    kinds = set()
-    for directory in directories:
-        config = json.loads((directory / CONFIG_FILE).read_text())
-        del config["logging"], config["checkpoint"], config["model"], config["train"]["seed"]
-        kinds.add(json.dumps(config, sort_keys=True))
-    return len(kinds) == 1
-
-
-def markdown(title: str, rows: list[dict[str, Any]], *, has_mean: bool) -> str:
-    """The table as Markdown; `has_mean`: with mean and standard deviation over the runs."""
-    lines = [
-        f"# {title}",
-        "",
-        hardware(),
-        "",
-        (
-            "| run | set | success (95% CI) | warm start | random | optimum | prompts | steps |"
-            " minutes |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation of success over the runs of each model, settings and set that
+    more than one run has.
+    """
+    alike = defaultdict(list)
     for row in rows:
-        optimum = "-" if row["optimum"] is None else f"{row['optimum']:.1%}"
-        lines.append(
-            f"| {row['run']} | {row['set']} | {row['success']:.1%} ({row['ci_low']:.1%} -"
-            f" {row['ci_high']:.1%}) | {row['warm_start']:.1%} | {row['random']:.1%} | {optimum} |"
-            f" {row['num_prompts']} | {row['steps']} | {row['minutes']:.1f} |"
-        )
-    successes = [row["success"] for row in rows]
-    if len(successes) > 1 and has_mean:
-        lines += [
-            "",
-            (
-                f"Mean {statistics.mean(successes):.1%}, standard deviation over {len(successes)}"
-                f" runs {statistics.stdev(successes):.1%}."
+        alike[row["settings"], row["set"]].append(row)
+    return [
+        {
+            "set": name,
+            "runs": [row["run"] for row in group],
+            "mean": statistics.mean(row["success"] for row in group),
+            "standard_deviation": statistics.stdev(row["success"] for row in group),
+        }
+        for (_, name), group in alike.items()
+        if len(group) > 1
+    ]
+
+
+def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The report for people: where each run was made, a row of each, and the means."""
+    places = defaultdict(dict)
+    for row in rows:
+        places[row["hardware"]][row["run"]] = None
+    heads = [
+        place if len(places) == 1 else f"{place}: {', '.join(runs)}"
+        for place, runs in places.items()
+    ]
+    cells = [
+        (
+            row["run"],
+            row["set"],
+            f"{row['success']:.1%} ({row['ci_low']:.1%} - {row['ci_high']:.1%})",
+            *(
+                "-" if row[key] is None else f"{row[key]:.1%}"
+                for key in ("warm_start", "random", "optimum")
             ),
-        ]
-    return "\n".join([*lines, "", f"![learning curves]({title}.svg)", ""])
+            row["num_prompts"],
+            row["steps"],
+            f"{row['minutes']:.1f}",
+        )
+        for row in rows
+    ]
+    said = [
+        f"Mean {of['mean']:.1%}, standard deviation over {len(of['runs'])} runs"
+        f" {of['standard_deviation']:.1%}: {of['set']}, {', '.join(of['runs'])}."
+        for of in means(rows)
+    ]
+    head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
+    parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]
+    return "\n\n".join([*parts, f"![learning curves]({title}.svg)\n"])
 
 
-def plot(directories: list[Path], rows: list[dict[str, Any]], path: Path) -> None:
+def plot(directories: Sequence[Path], rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Success in training (per step) and on the held-out boards (marked), beside random and optimal
     play; and SIGNALS.
     """
@@ -131,21 +131,16 @@ def plot(directories: list[Path], rows: list[dict[str, Any]], path: Path) -> Non
     for directory in directories:
         records = read_metrics(directory / METRICS_FILE)
         (line,) = axes.plot(*series(records, "rollout/success"), alpha=0.35)
-        axes.plot(
-            *series(records, "eval/success"),
-            marker="o",
-            color=line.get_color(),
-            label=directory.name,
-        )
+        marks = {"marker": "o", "color": line.get_color(), "label": directory.name}
+        axes.plot(*series(records, "eval/success"), **marks)
         for key, panel in panels.items():
             panel.plot(*series(records, key), color=line.get_color())
+            panel.set(ylabel=SIGNALS[key], ylim=(0, None))
     for key, style in (("random", ":"), ("optimum", "--")):
         if rows[0][key] is not None:
             axes.axhline(rows[0][key], color="black", linestyle=style, linewidth=1, label=key)
     axes.set(ylabel="success", ylim=(0, 1.02))
     axes.legend(fontsize="small")
-    for key, panel in panels.items():
-        panel.set(ylabel=SIGNALS[key], ylim=(0, None))
     for panel in grid[1]:
         panel.set_xlabel("step")
     figure.tight_layout()
@@ -153,31 +148,28 @@ def plot(directories: list[Path], rows: list[dict[str, Any]], path: Path) -> Non
     plt.close(figure)
 
 
-def series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Steps at which `key` was logged, and its values."""
     logged = [record for record in records if record.get(key) is not None]
     return [record["step"] for record in logged], [record[key] for record in logged]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
-    parser.add_argument("--output", type=Path, default=Path("docs/results"))
-    parser.add_argument(
-        "--title", required=True, help="name of the files and heading of the report"
-    )
-    arguments = parser.parse_args()
-    try:
-        rows = [row for directory in arguments.runs for row in read_run(directory)]
-    except (ValueError, OSError, KeyError) as error:
-        fail(str(error))
+@command(
+    __doc__,
+    ("runs", {"nargs": "+", "type": Path, "help": "run directories"}),
+    flag("--output", "folder of the report", Path("docs/results")),
+    flag("--title", "name of the files and heading of the report", required=True),
+)
+def main(arguments: argparse.Namespace) -> None:
+    rows = [row for directory in arguments.runs for row in read_run(directory)]
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text = markdown(arguments.title, rows, has_mean=differ_by_seed_only(arguments.runs))
-    (arguments.output / f"{arguments.title}.md").write_text(text)
-    write_json(arguments.output / f"{arguments.title}.json", {"hardware": hardware(), "runs": rows})
-    plot(arguments.runs, rows, arguments.output / f"{arguments.title}.svg")
+    text, target = markdown(arguments.title, rows), arguments.output / arguments.title
+    Path(f"{target}.md").write_text(text)
+    shown = [{key: row[key] for key in row if key != "settings"} for row in rows]
+    hardware = ", ".join({row["hardware"]: None for row in rows})
+    report = {"hardware": hardware, "runs": shown, "means": means(rows)}
+    write_json(f"{target}.json", report)
+    plot(arguments.runs, rows, Path(f"{target}.svg"))
     print(text)
 
 

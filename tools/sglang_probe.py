@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import JSON, command, flag
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.data.types import SamplingParams
 from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
 from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.report.metrics import write_json
 from ragen_mega.rollout.engine import EngineShard
 
 OPTIONS: dict[str, dict[str, bool]] = {
@@ -162,52 +164,47 @@ def free_gib() -> float:
     return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--python", type=Path, required=True, help="of an environment with SGLang")
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("sglang_probe"),
-        help="for the servers (default: %(default)s)",
-    )
-    parser.add_argument("--json", type=Path, help="write all attempts here")
-    parser.add_argument(
-        "--start-timeout", type=float, default=120.0, help="seconds (default: %(default)s)"
-    )
-    arguments = parser.parse_args()
+@command(
+    __doc__,
+    flag("--python", "of an environment with SGLang", type=Path, required=True),
+    flag("--directory", "for the servers", Path("sglang_probe")),
+    flag("--start-timeout", "seconds", 120.0),
+    JSON,
+)
+def main(arguments: argparse.Namespace) -> int:
     on_gpu, attempts = torch.cuda.is_available(), list[dict[str, Any]]()
 
     def attempt(transfer: str, options: str) -> dict[str, Any]:
         settings = ServerSettings(
-            python=arguments.python, directory=arguments.directory / f"probe_{len(attempts)}", max_context=MAX_CONTEXT,
-            max_running_requests=16, kv_cache_tokens=2**20 if on_gpu else 4096, start_timeout=arguments.start_timeout,
-            device="cuda" if on_gpu else "cpu", dtype="bfloat16" if on_gpu else "float32",
+            python=arguments.python,
+            directory=arguments.directory / f"probe_{len(attempts)}",
+            max_context=MAX_CONTEXT,
+            max_running_requests=16,
+            kv_cache_tokens=2**20 if on_gpu else 4096,
+            start_timeout=arguments.start_timeout,
+            device="cuda" if on_gpu else "cpu",
+            dtype="bfloat16" if on_gpu else "float32",
             options=OPTIONS[options],
-        )  # fmt: skip
+        )
         return serve(settings, transfer)
 
     def report(about: dict[str, Any]) -> None:
         attempts.append(about)
-        failed = f"{about['weight_transfer']} {about['options']}: {about['error']}"
-        print(
-            failed if about["error"] else json.dumps(about, indent=1), file=sys.stderr, flush=True
-        )
+        print(json.dumps(about, indent=1), file=sys.stderr, flush=True)
         if arguments.json:
-            arguments.json.write_text(json.dumps({"attempts": attempts}, indent=1) + "\n")
+            write_json(arguments.json, {"attempts": attempts})
 
     works = first_that_works(attempt, report)
     if works is None:
         print("error: SGLang serves with none of these settings", file=sys.stderr)
-        raise SystemExit(1)
-    if any(attempt["error"] for attempt in attempts):
+        return 1
+    if len(attempts) > 1:
         print(
             f"what works is {' '.join(works)}; the parts that use SGLang go on with that",
             file=sys.stderr,
         )
     print(*works, sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.console import Console
+from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
@@ -358,6 +359,7 @@ class Run:
             "steps": self.step,
             "seconds": time.monotonic() - self.started,
             **self.timers.summary(),
+            "hardware": describe(),
             "warm_start": self.warm_start,
         }
         on_main(lambda: self.logger.write_summary(self.summary))

@@ -3,10 +3,10 @@
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.forked_ranks import on_ranks
 from tools import parity
@@ -37,16 +37,14 @@ def test_layouts_agree(
     """
     launch, report = parity.launch, tmp_path / "parity.json"
 
-    def start(layout: parity.Layout, directory: Path) -> None:
+    def start(layout: parity.Layout, directory: Path) -> dict[parity.Key, torch.Tensor]:
         if layout.name == "microbatch_of_one":
-            launch(layout, directory)
-        else:
-            on_ranks(lambda: parity.run_layout(layout, directory), layout.num_processes)
+            return launch(layout, directory)
+        on_ranks(lambda: parity.run_layout(layout, directory), layout.num_processes)
+        return parity.read_result(layout, directory)
 
     monkeypatch.setattr(parity, "launch", start)
-    monkeypatch.setattr(sys, "argv", ["parity.py", "--json", str(report), "--layouts", *names])
-    monkeypatch.syspath_prepend(str(TOOLS))
-    parity.main()
+    parity.main(["--json", str(report), "--layouts", *names])
     rows = json.loads(report.read_text())
     assert [row["name"] for row in rows["layouts"]] == list(names)
     # float32 never equals float64
@@ -82,5 +80,35 @@ def test_layouts_of_more_processes_than_gpus_are_left_out_or_refused(
     ]
     assert "more processes than the 1 GPU(s) here: tp2, " in capsys.readouterr().out
     assert parity.choose_layouts(["pp2"], 2) == ["pp2"]
-    with pytest.raises(SystemExit, match="error: pp2 need a GPU per process, not 1"):
+    with pytest.raises(ValueError, match="pp2 need a GPU per process, not 1"):
         parity.choose_layouts(["recompute_full", "pp2"], 1)
+
+
+def computed(**changes: float) -> dict:
+    """What a layout of two tensors a kind may have computed."""
+    keys = [
+        parity.Key(kind, "qwen2", model, name)
+        for kind in parity.COLUMNS
+        for model, name in (("policy", "step 0"), ("critic", "step 0"))
+    ]
+    return {key: torch.tensor([2.0, 4.0 + changes.get(key.kind, 0.0)]) for key in keys}
+
+
+@pytest.mark.parametrize("kind", list(parity.COLUMNS))
+def test_differences_are_the_largest_of_their_kind(kind: str) -> None:
+    """Absolute, but of gradients relative to the largest element."""
+    layout, baseline = parity.LAYOUTS["pp2"], computed()
+    unfused = {key: baseline[key] for key in baseline if key[:3] == ("gradient", "qwen2", "policy")}
+    row = parity.compare(layout, computed(**{kind: 0.5}), baseline, unfused)
+    changed = {parity.COLUMNS[kind]} | ({"max_rel_diff_unfused"} if kind == "gradient" else set())
+    for column in parity.TOLERANCES:
+        expected = 0.125 if "_rel_" in column else 0.5
+        assert row[column] == (expected if column in changed else 0.0)
+
+
+def test_a_missing_tensor_is_no_agreement() -> None:
+    baseline = computed()
+    missing = {key: value for key, value in baseline.items() if key.kind != "gradient"}
+    with pytest.raises(ValueError, match="pp2 computes other tensors than expected"):
+        parity.compare(parity.LAYOUTS["pp2"], missing, baseline, {})
+    assert parity.compare(parity.LAYOUTS["dp2_distributed_optimizer"], missing, baseline, {})

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen_mega.report.metrics import read_metrics
 from ragen_mega.storage.rollouts import RolloutStore
+from tools import bench_step
+from tools.random_models import model_config, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
-    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 128, "vocab_size": 1024, "tie_word_embeddings": True,
+    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1024,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 TURNS, RESPONSE = 5, 8
 
@@ -39,9 +41,9 @@ def bench(*flags: str | Path) -> subprocess.CompletedProcess[str]:
 def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
     shape = write_shape(tmp_path / "tiny")
     done = bench(
-        "--model", shape, "--num-groups", "4", "--group-size", "2", "--response-length", RESPONSE, "--keep", "0.25",
-        "--rollout-engine", "embedded", "--json", tmp_path / "out.json", "--output", tmp_path / "runs",
-        "--", "--max-context-length", "1000",
+        "--model", shape, "--num-groups", "4", "--group-size", "2", "--response-length", RESPONSE,
+        "--keep", "0.25", "--rollout-engine", "embedded", "--json", tmp_path / "out.json",
+        "--output", tmp_path / "runs", "--", "--max-context-length", "1000",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "out.json").read_text())
@@ -86,19 +88,13 @@ def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.usefixtures("tools")
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_random_model_never_stops(tmp_path: Path, is_tied: bool) -> None:
     """In transformers: stop tokens are impossible after any word, and the other words stay about
     equally likely.
     """
-    random_checkpoint = import_module("random_checkpoint")
-    hf = random_checkpoint.model_config(
-        str(write_shape(tmp_path / "shape", tie_word_embeddings=is_tied))
-    )
-    count = random_checkpoint.write_checkpoint(
-        hf, "sokoban", tmp_path / "model", dtype=torch.bfloat16
-    )
+    hf = model_config(str(write_shape(tmp_path / "shape", tie_word_embeddings=is_tied)))
+    count = write_checkpoint(hf, "sokoban", tmp_path / "model", dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert model.num_parameters() == count
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -113,33 +109,22 @@ def test_the_random_model_never_stops(tmp_path: Path, is_tied: bool) -> None:
     assert tokenizer.decode([words[-1], *tokenizer.encode("Up"), len(tokenizer)]) == "Up"
 
 
-@pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-
-
-@pytest.mark.usefixtures("tools")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (
             "--model Qwen9",
-            "--model must name a directory with a config.json or one of Qwen2.5-0.5B",
+            "the size of Qwen9 is not known; give --load a directory with a config.json, or --model",
         ),
         ("--steps 1", "--steps must be at least 2"),
         ("--keep 0.5 0", "--keep must hold shares above 0"),
     ],
 )
 def test_what_cannot_be_timed_is_one_line(
-    flags: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags.split(), "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as left:
-        import_module("bench_step").main()
+        bench_step.main([*flags.split(), "--output", str(tmp_path)])
     error = capsys.readouterr().err
     assert left.value.code == 2 and message in error and error.count("\n") == 1
 

@@ -1,4 +1,4 @@
-"""The baselines tool: its file, its table, its one-line errors; environments without a solver."""
+"""The baselines tool: its file, table and one-line errors; environments without a solver."""
 
 import json
 import subprocess

@@ -13,17 +13,22 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import fp8_report
-from fp8_tables import BF16, break_even_size, break_even_tokens, drift, markdown, summarize
-
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.precision import Machine
 from ragen_mega.models.huggingface import random_weights
+from tools import fp8_report
+from tools.fp8_report import (
+    BF16,
+    break_even_size,
+    break_even_tokens,
+    drift,
+    summarize,
+    tables,
+)
+
+ROOT = Path(__file__).parents[2]
 
 HF = Qwen2Config(
     vocab_size=61,
@@ -112,12 +117,8 @@ def test_a_report_becomes_tables() -> None:
         for tokens, ratio in ((512, 1.4), (2048, 0.8))
     ]
     report = {
-        "machine": {
-            "device": "a GPU",
-            "cuda": "13.0",
-            "torch": "2.11.0",
-            "transformer_engine": "2.11.0",
-        },
+        "hardware": "a GPU",
+        "versions": {"torch": "2.11.0", "transformer-engine": "2.11.0"},
         "commit": "abc",
         "weights": "random",
         "fp8": "hybrid",
@@ -136,7 +137,10 @@ def test_a_report_becomes_tables() -> None:
         "tokens_by_hidden": {896: None},
         "tokens_x_hidden": None,
     }
-    text = markdown(json.loads(json.dumps(report)))
+    text = tables(json.loads(json.dumps(report)))
+    assert text.splitlines()[2].startswith(
+        "a GPU; torch 2.11.0, transformer-engine 2.11.0; commit abc"
+    )
     assert "| tensorwise | 2.50e-01 | 2.50e-01 | 2.50e-01 | 2.50e-01 | 3.40e-02 |" in text
     assert "| 2048 | 896 | 2.00 | 0.80 | 2.00 |" in text
     assert (

@@ -16,9 +16,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
+def run(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "tools" / "gpu_check.sh"), *flags]
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHON": sys.executable}
+    environment |= changes
     return subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=environment, check=False
     )
@@ -95,7 +96,8 @@ def test_parts_that_measure_a_gpu_say_that_there_is_none(tmp_path: Path) -> None
 
 STUCK = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(sleep, start_new_session=True)
 open(os.environ["OUT"], "w").write(f"{os.getpid()} {child.pid}")
 time.sleep(600)
 """
@@ -114,26 +116,8 @@ def test_a_part_that_hangs_leaves_the_others_their_time_and_no_process(tmp_path:
         f'if [[ "$2" = *is_available* ]]; then exit 0; fi\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    script = (ROOT / "tools" / "gpu_check.sh").read_text().replace("[reshard]=50", "[reshard]=8")
-    tools = tmp_path / "repository" / "tools"
-    tools.mkdir(parents=True)
-    for name in ("ragen_mega", "kernels"):
-        (tools.parent / name).symlink_to(ROOT / name)
-    (tools / "gpu_check.sh").write_text(script.replace("[versions]=40", "[versions]=45"))
-    command = [
-        "bash",
-        str(tools / "gpu_check.sh"),
-        "--output",
-        str(tmp_path / "out"),
-        "--minutes",
-        "1",
-        "reshard",
-        "versions",
-    ]
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHON": str(python)}
-    subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
+    flags = ("--output", str(tmp_path / "out"), "--minutes", "1", "reshard", "versions")
+    run(*flags, PYTHON=str(python), SHARES="reshard=8 versions=45")
     parts = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
     assert [part["result"] for part in parts][0] == "out of time" and parts[0]["seconds"] < 30
     assert (

@@ -16,15 +16,19 @@ from ragen_mega.models.memory_plan import (
     plan,
     state_of,
 )
+from ragen_mega.models.shape import ModelShape
 from tools import plan as tool
+from tools.random_models import SHAPES, model_config
 
 RECIPES = sorted(path.stem for path in tool.RECIPES.glob("qwen*.flags"))
 
 
+def shape_of(name: str) -> ModelShape:
+    return ModelShape.from_config(model_config(name).to_dict())
+
+
 def test_there_is_a_recipe_for_every_size() -> None:
-    assert {name.lower().replace("-", "_") for name in json.loads(tool.SHAPES.read_text())} == set(
-        RECIPES
-    )
+    assert {name.lower().replace("-", "_") for name in SHAPES} == set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -32,33 +36,31 @@ def test_recipe(name: str) -> None:
     """It parses, its layout divides model and GPUs, every phase fits, and its comments state the
     plan's numbers.
     """
-    arguments, config = tool.settings_of(["--recipe", name])
-    shape = tool.find_shape(None, config.model.load)
-    setting = Setting.from_config(config, arguments.num_gpus)
-    report = tool.examine(shape, setting, 80.0)
+    config, num_gpus = parse(["--recipe", name]), tool.planned_gpus(name)
+    hf = model_config(config.model.load)
+    setting = Setting.from_config(config, num_gpus)
+    report = tool.examine(hf, setting, 80.0)
     text = (tool.RECIPES / f"{name}.flags").read_text()
     cut = (
         f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
         f" {report['data_parallel']}"
     )
     engine_tp = config.rollout.rollout_tensor_parallel_size
-    assert (
-        report["fits"] and shape.num_heads % engine_tp == 0 and arguments.num_gpus % engine_tp == 0
-    )
+    assert report["fits"] and hf.num_attention_heads % engine_tp == 0 and num_gpus % engine_tp == 0
     assert (
         f"GPUs of 80 GiB, {cut}, rollout TP {engine_tp}; predicted, not yet run on a GPU." in text
     )
     assert f"# Memory: {tool.summary(report)}." in text
-    assert (
-        tool.SHAPES.exists() and config.parallel.bf16 and read_flags(tool.RECIPES / f"{name}.flags")
-    )
+    assert config.parallel.bf16 and read_flags(tool.RECIPES / f"{name}.flags")
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as left:
-        tool.main(list(argv))
+    try:
+        code = tool.main(list(argv)) or 0
+    except SystemExit as left:
+        code = left.code
     captured = capsys.readouterr()
-    return left.value.code, captured.out + captured.err
+    return code, captured.out + captured.err
 
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +101,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "must divide the model's key-value heads (2)",
         ),
         (("--model", "Qwen2.5-3B", "--tensor-parallel", "4"), "unknown flag --tensor-parallel"),
-        (("--recipe", "nothing"), "is no recipe; name one of"),
+        (("--recipe", "nothing"), "--recipe must name one of"),
     ):
         code, said = run(capsys, *flags)
         assert code == 2 and message in said and said.count("\n") == 1
@@ -127,7 +129,7 @@ def test_search_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:
     config = parse(["--bf16", "--rollout-engine", "sglang", "--advantage-estimator", "grpo"])
-    shape = tool.find_shape("Qwen2.5-7B", None)
+    shape = shape_of("Qwen2.5-7B")
     setting = Setting.from_config(config, 1)
     with pytest.raises(ValueError) as error:
         check_fits(shape, setting, 80 * GIB)
@@ -142,7 +144,7 @@ def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:
 
 
 def test_offloading_empties_the_other_phases() -> None:
-    shape = tool.find_shape("Qwen2.5-7B", None)
+    shape = shape_of("Qwen2.5-7B")
     totals = {}
     for mode in ("none", "rollout", "turns"):
         config = parse(["--bf16", "--rollout-engine", "sglang", "--offload", mode])
@@ -159,7 +161,7 @@ def test_offloading_empties_the_other_phases() -> None:
 
 
 def test_fp8_keeps_copies_of_the_linear_weights() -> None:
-    shape = tool.find_shape("Qwen3-8B", None)
+    shape = shape_of("Qwen3-8B")
     flags = ["--bf16", "--advantage-estimator", "grpo"]
     with_fp8, without = (
         plan(shape, Setting.from_config(parse([*flags, "--fp8", fp8]), 1))["train actor"]
@@ -173,7 +175,7 @@ def test_fp8_keeps_copies_of_the_linear_weights() -> None:
     ("offload", "training", "resting"), [("none", 2, 2), ("rollout", 2, 0), ("turns", 1, 0)]
 )
 def test_copies_in_fp8_are_where_their_model_is(offload: str, training: int, resting: int) -> None:
-    shape = tool.find_shape("Qwen3-8B", None)
+    shape = shape_of("Qwen3-8B")
     flags = ["--bf16", "--rollout-engine", "sglang", "--offload", offload]
     plans = [
         plan(shape, Setting.from_config(parse([*flags, "--fp8", fp8]), 1))
@@ -191,7 +193,7 @@ def test_copies_in_fp8_are_where_their_model_is(offload: str, training: int, res
 
 
 def test_an_engine_in_fp8_and_a_copy_of_its_weights_on_the_host() -> None:
-    shape = tool.find_shape("Qwen3-8B", None)
+    shape = shape_of("Qwen3-8B")
     flags = ["--bf16", "--rollout-engine", "sglang", "--rollout-tensor-parallel-size", "2"]
     plain, fp8, kept = (
         Setting.from_config(parse([*flags, *more]), 2)

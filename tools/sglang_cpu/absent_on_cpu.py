@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _NamesItself(type):
-    """Of a class: an attribute that it does not have is its own name (`InterpolationMode.BICUBIC`)."""
+    """Of a class: an attribute that it lacks is its own name, as `InterpolationMode.BICUBIC`."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -73,11 +73,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return (
-            importlib.machinery.ModuleSpec(name, self, is_package=True)
-            if name.startswith(self._prefix)
-            else None
-        )
+        is_ours = name.startswith(self._prefix)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_ours else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return AbsentModule(spec.name, self._called)
@@ -86,9 +83,18 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def provide_submodules(package: str, called: Callable[..., Any]) -> None:
-    """From now on every `import package.x` succeeds; calling what is found there calls `called`."""
+def stand_in(package: str, called: Callable[..., Any]) -> Callable[[str], Any]:
+    """From now on every `import package.x` succeeds; calling what is found there calls `called`.
+    Returns the `__getattr__` of the package.
+    """
     sys.meta_path.insert(0, _Finder(package, called))
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return importlib.import_module(f"{package}.{name}")
+
+    return get
 
 
 def refuse(package: str) -> Callable[..., Any]:

@@ -1,6 +1,4 @@
-"""A checkpoint of a real model's shape whose random weights never sample a stop token: the workload
-of tools/bench_step.py.
-"""
+"""Models of real shapes with random weights, for what measures time and not quality."""
 
 from __future__ import annotations
 
@@ -19,36 +17,37 @@ from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-SHAPES = Path(__file__).with_name("model_shapes.json")
+SHAPES = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
+"""Model -> the entries of its config.json that decide its size."""
 NUM_EPISODES = 60
 """Scripted episodes that the tokenizer learns from."""
 NUM_MERGES = 2000
-"""Of them as many are made as the texts give: then every word of a prompt is one token, as with
-Qwen's own tokenizer.
-"""
+"""More than the texts give, so that every word of a prompt is one token, as with Qwen's own."""
 STOP = 256.0
 """How far, times an activation of order 1, the logits of stop tokens lie below all others."""
 
 
-def model_config(model: str) -> PretrainedConfig:
-    """The configuration of a name in model_shapes.json or of a directory with a config.json. Raises
-    ValueError for neither.
+def model_config(model: str, **changes: int) -> PretrainedConfig:
+    """The configuration of a directory with a config.json, or of a name in SHAPES: as there, in any
+    case of letters, or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct. Raises ValueError for neither.
     """
-    shapes = json.loads(SHAPES.read_text())
-    if model in shapes:
-        return AutoConfig.for_model(**shapes[model])
     if (Path(model) / "config.json").is_file():
-        return AutoConfig.from_pretrained(model)
-    raise ValueError(
-        f"--model must name a directory with a config.json or one of {', '.join(shapes)}, not"
-        f" {model!r}"
-    )
+        return AutoConfig.from_pretrained(model, **changes)
+    shapes = {name.lower(): shape for name, shape in SHAPES.items()}
+    name = model.rpartition("/")[2].lower().removesuffix("-instruct")
+    if name not in shapes:
+        raise ValueError(
+            f"the size of {model or 'the model'} is not known; give --load a directory with a"
+            f" config.json, or --model one of {', '.join(SHAPES)}"
+        )
+    return AutoConfig.for_model(**shapes[name] | changes)
 
 
 def write_checkpoint(
     hf: PretrainedConfig, environment: str, directory: Path, *, dtype: torch.dtype, seed: int = 0
 ) -> int:
-    """Write a model directory in Hugging Face format; returns the number of parameters.
+    """Write a model that never samples a stop token, and a tokenizer for what the environment says,
+    in Hugging Face format; returns the number of parameters.
 
     Words that the tokenizer does not have are sampled like all others and decode to nothing. Raises
     ValueError if the vocabulary is smaller than the tokenizer's.
@@ -62,11 +61,8 @@ def write_checkpoint(
             f"vocab_size ({hf.vocab_size}) must be at least the tokenizer's {len(tokenizer)};"
             " choose another --model"
         )
-    hf.eos_token_id, hf.pad_token_id, hf.bos_token_id = (
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        None,
-    )
+    tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id, "bos": None}
+    hf.update({f"{name}_token_id": token for name, token in tokens.items()})
     weights = random_weights(hf, seed)
     hf.dtype = str(dtype).removeprefix("torch.")  # drawing them has set float32
     never_stop(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)

@@ -1,0 +1,37 @@
+"""Where numbers were made: the processor or GPU of this machine, and versions of what computes."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import distributions
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", "transformers")
+
+
+def device() -> str:
+    """The GPUs that torch sees, else the processor with its usable cores."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def versions() -> dict[str, str]:
+    """Of Python, CUDA and PACKAGES, `none` for what is absent. An SGLang server may have another
+    environment with others.
+    """
+    installed = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
+    interpreter = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    return interpreter | {name: installed.get(name, "none") for name in PACKAGES}
+
+
+def describe() -> str:
+    """Device and versions of what is there, in one line."""
+    there = (f"{name} {found}" for name, found in versions().items() if found != "none")
+    return f"{device()}; {', '.join(there)}"

@@ -1,0 +1,137 @@
+"""What the tools share: flags with one-line errors, ranks that are started, and the harness of the
+benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.report import hardware
+from tools import benchmark
+from tools.command_line import command, flag, parse, read_settings, run_ranks
+
+FLAGS = (
+    flag("--count", "a number", 3),
+    flag("--share", "a fraction", 0.5),
+    flag("--place", "a path", Path("here")),
+    flag("--quick", "a switch", False),
+    flag("--name", "no default", choices=("a", "b")),
+)
+
+
+def test_a_flag_has_the_type_of_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--count", "7", "--share", "1", "--place", "there", "--quick", "--name", "b"]
+    found = vars(parse("manual", *FLAGS, argv=given))
+    expected = {"count": 7, "share": 1.0, "place": Path("there"), "quick": True, "name": "b"}
+    assert found == expected | {"others": [], "argv": given} and isinstance(found["share"], float)
+    defaults = vars(parse("manual", *FLAGS, argv=[]))
+    assert [defaults[key] for key in ("count", "quick", "name")] == [3, False, None]
+    with pytest.raises(SystemExit):
+        parse("manual", *FLAGS, argv=["--help"])
+    said = capsys.readouterr().out
+    assert "a number (default: 3)" in said and "None" not in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--count", "many"], "invalid int value: 'many'"),
+        (["--cou", "1"], "unrecognized arguments: --cou 1"),
+        (["--name", "c"], "invalid choice: 'c'"),
+    ],
+)
+def test_bad_flags_are_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse("manual", *FLAGS, argv=argv)
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    assert message in error
+    assert parse("", *FLAGS, argv=["--more", "1"], takes_others=True).others == ["--more", "1"]
+
+
+def test_bad_input_is_one_line_and_a_bug_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    @command("manual", *FLAGS)
+    def main(arguments: argparse.Namespace) -> int:
+        if arguments.quick:
+            raise KeyError("a bug")
+        if arguments.count > 3:
+            raise ValueError("--count must be\nlower")
+        return arguments.count
+
+    with pytest.raises(SystemExit) as left:
+        main(["--count", "4"])
+    assert left.value.code == 2 and capsys.readouterr().err == "error: --count must be lower\n"
+    with pytest.raises(KeyError):
+        main(["--quick"])
+    with pytest.raises(SystemExit) as left:
+        main(["--count", "1"])
+    assert left.value.code == 1
+    main(["--count", "0"])
+
+
+def test_ranks_that_fail_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "(Path(sys.argv[1]) / os.environ['RANK']).touch()\n"
+        "if sys.argv[2:]:\n"
+        "    print('error: no', file=sys.stderr); sys.exit(3)\n"
+    )
+    run_ranks(2, script, tmp_path)
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit) as left:
+        run_ranks(2, script, tmp_path, "fail")
+    assert left.value.code == 3 and "error: no" in capsys.readouterr().err
+
+
+def test_settings_of_a_run_need_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        read_settings(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"lr": 0.25}}))
+    settings = read_settings(tmp_path)
+    assert settings["train"]["lr"] == 0.25 and "seed" in settings["train"]
+    assert "max_turns" in settings["environment"]
+
+
+def test_jobs_take_turns() -> None:
+    order: list[str] = []
+
+    def job(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    readings = benchmark.interleave({"a": lambda: job("a"), "b": lambda: job("b")}, 2, warmups=1)
+    assert order == ["a", "b"] * 3 and readings == {"a": [3, 5], "b": [4, 6]}
+
+
+def test_a_report_is_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "svg")}
+    arguments = argparse.Namespace(
+        json=paths["json"], markdown=paths["markdown"], plot=paths["svg"]
+    )
+    report = benchmark.provenance() | {"spread": benchmark.spread([3.0, 1.0, 2.0])}
+    text = benchmark.table(("job", "s"), [("a", 2.0)])
+    benchmark.publish(arguments, report, text, {"a": [3.0, 1.0, 2.0], "b": [1.0]}, "seconds")
+    assert capsys.readouterr().out == text + "\n" == paths["markdown"].read_text()
+    assert text.splitlines() == ["| job | s |", "| --- | --- |", "| a | 2.0 |"]
+    written = json.loads(paths["json"].read_text())
+    assert written == report and written["spread"] == {"median": 2.0, "min": 1.0, "max": 3.0}
+    assert written["versions"]["torch"] == importlib.metadata.version("torch")
+    assert "</svg>" in paths["svg"].read_text()
+
+
+def test_hardware_is_one_line() -> None:
+    line = hardware.describe()
+    assert "\n" not in line and "none" not in line and hardware.device() in line
+    assert f"python {hardware.platform.python_version()}" in line

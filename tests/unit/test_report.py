@@ -1,0 +1,109 @@
+"""The report of finished runs: what is averaged, and where it says that they ran."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen_mega.config import parse
+from tools import report
+
+
+def finished(
+    directory: Path,
+    success: dict[str, float],
+    *flags: str,
+    hardware: str | None = "a CPU",
+    drop: tuple[str, str] | None = None,
+) -> Path:
+    """A run directory as a finished run leaves it; `drop` is a flag that did not exist then."""
+    directory.mkdir(parents=True)
+    config: dict[str, Any] = parse([*flags, "--name", directory.name]).to_dict()
+    if drop:
+        del config[drop[0]][drop[1]]
+    (directory / "config.json").write_text(json.dumps(config))
+    rows = [{"step": step, "rollout/success": 0.1 * step, "actor/entropy": 1.0} for step in (0, 1)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = {
+        name: {
+            "success": value, "ci_low": 0.0, "ci_high": 1.0, "random": 0.2, "optimum": None,
+            "num_prompts": 16,
+        }
+        for name, value in success.items()
+    }  # fmt: skip
+    summary = {"sets": sets, "warm_start": sets, "steps": 2, "seconds": 60.0}
+    summary |= {"hardware": hardware} if hardware else {}
+    (directory / "summary.json").write_text(json.dumps(summary))
+    return directory
+
+
+def read(*runs: Path) -> list[dict[str, Any]]:
+    return [row for run in runs for row in report.read_run(run)]
+
+
+def test_runs_that_differ_by_their_seed_are_averaged_each_set_by_itself(tmp_path: Path) -> None:
+    values = ({"bandit": 0.5, "sokoban": 0.1}, {"bandit": 0.75, "sokoban": 0.4})
+    runs = [
+        finished(tmp_path / f"run{seed}", value, "--seed", str(seed))
+        for seed, value in enumerate(values)
+    ]
+    for mean in report.means(read(*runs)):
+        expected = [value[mean["set"]] for value in values]
+        assert mean["mean"] == pytest.approx(sum(expected) / 2) and mean["runs"] == ["run0", "run1"]
+        assert mean["standard_deviation"] == pytest.approx(statistics.stdev(expected))
+    assert len(report.means(read(*runs))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_averaged"),
+    [
+        ((), True),
+        (("--seed", "3", "--output", "elsewhere", "--save-interval", "7"), True),
+        (("--hidden-size", "64"), False),
+        (("--load", "another/model"), False),
+        (("--lr", "0.5"), False),
+    ],
+)
+def test_only_the_same_model_under_the_same_settings_is_averaged(
+    flags: tuple[str, ...], is_averaged: bool, tmp_path: Path
+) -> None:
+    runs = [
+        finished(tmp_path / "a", {"bandit": 0.5}),
+        finished(tmp_path / "b", {"bandit": 1}, *flags),
+    ]
+    assert bool(report.means(read(*runs))) == is_averaged
+
+
+def test_a_run_older_than_a_flag_has_its_default(tmp_path: Path) -> None:
+    old = finished(tmp_path / "old", {"bandit": 0.5}, drop=("train", "critic_lr"))
+    same = finished(tmp_path / "same", {"bandit": 1.0})
+    other = finished(tmp_path / "other", {"bandit": 0.0}, "--critic-lr", "0.5")
+    (mean,) = report.means(read(old, same, other))
+    assert mean["runs"] == ["old", "same"] and mean["mean"] == 0.75
+
+
+def test_hardware_is_that_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [finished(tmp_path / "new", {"bandit": 0.5}, hardware="another machine")]
+    flags = ("--output", str(tmp_path / "out"), "--title", "mine")
+    report.main([*map(str, runs), *flags])
+    text = (tmp_path / "out" / "mine.md").read_text()
+    assert text.splitlines()[2] == "another machine" and "Mean" not in text
+    assert text in capsys.readouterr().out and (tmp_path / "out" / "mine.svg").exists()
+    runs.append(finished(tmp_path / "old", {"bandit": 0.5}, hardware=None))
+    report.main([*map(str, runs), *flags])
+    text = (tmp_path / "out" / "mine.md").read_text()
+    assert "another machine: new" in text and "unknown hardware: old" in text
+    result = json.loads((tmp_path / "out" / "mine.json").read_text())
+    assert result["hardware"] == "another machine, unknown hardware"
+    assert [row["run"] for row in result["runs"]] == ["new", "old"]
+
+
+def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        report.main([str(tmp_path), "--title", "mine", "--output", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and "has not finished" in error and error.count("\n") == 1

@@ -1,0 +1,107 @@
+"""The harness of all benchmarks here: where they ran, jobs that take turns, medians with their
+spread, and results as JSON, Markdown and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from command_line import JSON, ROOT, flag
+
+from ragen_mega.report.hardware import device, versions
+from ragen_mega.report.metrics import write_json
+
+sys.path.append(str(ROOT / "kernels"))  # for `benchmarks`, which is not installed
+
+T = TypeVar("T")
+OUTPUTS = (
+    JSON,
+    flag("--markdown", "and its tables here", type=Path, metavar="OUT"),
+    flag("--plot", "draw medians and spread here (svg, png or pdf)", type=Path, metavar="OUT"),
+)
+"""Flags of a benchmark, which `publish` obeys."""
+
+
+def provenance() -> dict[str, Any]:
+    """When, where and of which commit a result is."""
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit or "unknown",
+        "hardware": device(),
+        "versions": versions(),
+    }
+
+
+def interleave(
+    jobs: Mapping[str, Callable[[], T]], repetitions: int, *, warmups: int = 0
+) -> dict[str, list[T]]:
+    """What every job returned in each repetition. They take turns, so that a machine that others
+    use too is unfair to none; the first `warmups` turns do not count.
+    """
+    readings: dict[str, list[T]] = {name: [] for name in jobs}
+    for repetition in range(warmups + repetitions):
+        for name, job in jobs.items():
+            reading = job()
+            if repetition >= warmups:
+                readings[name].append(reading)
+    return readings
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Wall clock of `work`, until the device has done it."""
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def spread(readings: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest."""
+    return {"median": statistics.median(readings), "min": min(readings), "max": max(readings)}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def publish(
+    arguments: argparse.Namespace,
+    report: Mapping[str, Any],
+    text: str,
+    bars: Mapping[str, Sequence[float]],
+    unit: str,
+) -> None:
+    """Print `text` and write what OUTPUTS ask for; the plot shows the readings `bars` in `unit`."""
+    print(text, flush=True)
+    if arguments.json:
+        write_json(arguments.json, report)
+    if arguments.markdown:
+        arguments.markdown.write_text(text + "\n")
+    if arguments.plot:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(3 + 1.5 * len(bars), 4))
+        axes.boxplot([*bars.values()], tick_labels=[*bars], whis=(0, 100))
+        axes.set(ylabel=unit, title=report["hardware"])
+        figure.savefig(arguments.plot, bbox_inches="tight")

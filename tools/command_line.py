@@ -1,0 +1,120 @@
+"""What the commands of this folder share: flags, one-line errors, run directories, started ranks.
+
+Only the standard library is imported at the top, because doctor.py has to work where nothing else
+is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[1]
+TRAINING = ROOT / "examples" / "pretrain_starpo.sh"
+Flag = tuple[str, dict[str, Any]]
+
+
+def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
+    """One flag of `parse`. Its type is that of its default, which --help then names; False makes a
+    switch. `options` are those of argparse.
+    """
+    if default is False:
+        options["action"] = "store_true"
+    elif default is not None:
+        options = {"type": type(default), "default": default} | options
+        about += " (default: %(default)s)"
+    return name, {"help": about} | options
+
+
+JSON = flag("--json", "write the result here", type=Path, metavar="OUT")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see --help\n")
+
+
+def parse(
+    manual: str | None, *flags: Flag, argv: Sequence[str] | None = None, takes_others: bool = False
+) -> argparse.Namespace:
+    """The command line, itself as `argv`. Flags that are not among `flags` become `others` if
+    `takes_others`, else they are an error: one line and exit code 2, as for any bad flag.
+    """
+    parser = _Parser(
+        description=manual,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, options in flags:
+        parser.add_argument(name, **options)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments, others = parser.parse_known_args(argv)
+    if others and not takes_others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    vars(arguments).update(argv=argv, others=others)
+    return arguments
+
+
+def command(
+    manual: str | None, *flags: Flag, takes_others: bool = False
+) -> Callable[[Callable[[argparse.Namespace], int | None]], Callable[..., None]]:
+    """Turns a function of the parsed command line, which may return an exit code, into the `main`
+    of a tool. Bad input, ValueError or OSError, is one line and exit code 2.
+    """
+
+    def decorate(work: Callable[[argparse.Namespace], int | None]) -> Callable[..., None]:
+        @functools.wraps(work)
+        def main(argv: Sequence[str] | None = None) -> None:
+            try:
+                status = work(parse(manual, *flags, argv=argv, takes_others=takes_others))
+            except (ValueError, OSError) as error:
+                from ragen_mega.report.console import fail
+
+                fail(str(error))
+            if status:
+                raise SystemExit(status)
+
+        return main
+
+    return decorate
+
+
+def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[str]:
+    """The command that runs `script` on that many ranks of this machine, on a free port."""
+    launcher = ROOT / "tools" / "launch.py"
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+    words = (launcher, "--nproc-per-node", num_ranks, *rendezvous, script, *flags)
+    return [sys.executable, *map(str, words)]
+
+
+def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
+    """Run `script` on that many ranks to its end, silently. If it fails, leave with its last words
+    and its exit code.
+    """
+    done = subprocess.run(
+        ranks_command(num_ranks, script, *flags), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        print(done.stderr[-6000:], end="", file=sys.stderr)
+        raise SystemExit(done.returncode)
+
+
+def read_settings(run: Path) -> dict[str, dict[str, Any]]:
+    """Section -> flag -> value that a run was started with; flags that are younger than the run
+    have their defaults. Raises ValueError if the directory holds no run.
+    """
+    from ragen_mega.config import StarPOConfig
+    from ragen_mega.report.metrics import CONFIG_FILE
+
+    if not (run / CONFIG_FILE).exists():
+        raise ValueError(f"{run} holds no run (no {CONFIG_FILE}); give a run directory")
+    settings = StarPOConfig().to_dict()
+    for section, values in json.loads((run / CONFIG_FILE).read_text()).items():
+        settings[section] = settings.get(section, {}) | values
+    return settings
