@@ -256,10 +256,11 @@ def test_microbatches_bound_a_pass_and_change_no_result(start: Path, batch) -> N
         config = TrainConfig(max_tokens_per_microbatch=bound)
         policy = make(MegatronPolicy, start, config, LossConfig(), temperature=TEMPERATURE)
         sizes: list[int] = []
-        policy.module.register_forward_pre_hook(
-            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()),
-            with_kwargs=True,
-        )
+
+        def count(module, args, kwargs, sizes=sizes):
+            sizes.append(kwargs["input_ids"].numel())
+
+        policy.module.register_forward_pre_hook(count, with_kwargs=True)
         results[bound] = policy.update(packed)
         assert sum(sizes) == packed.num_positions and max(sizes) <= bound
         assert len(sizes) > 1 if bound == 16 else len(sizes) == 1

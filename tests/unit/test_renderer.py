@@ -127,3 +127,12 @@ def test_templates_that_cannot_be_appended_to_are_refused(
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=message):
         ChatRenderer(tokenizer, think=True)
+
+
+@pytest.mark.parametrize("text", [*ANSWERS, "</think>", "", "thinks and never ends"])
+def test_a_thought_ends_with_the_first_token_that_completes_its_end(tokenizer, text) -> None:
+    renderer = ChatRenderer(tokenizer, think=True)
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), renderer.end_of_turn]
+    length = renderer.thought_length(tokens)
+    ends = [n for n in range(1, len(tokens)) if "</think>" in renderer.decode_action(tokens[:n])]
+    assert length == (ends[0] if ends else len(tokens))
