@@ -19,7 +19,7 @@ from typing import Any
 
 from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.protocol import make, names
+from ragen_mega.environments.registry import make, names
 from ragen_mega.environments.reference_players import Baselines, baselines
 
 _FIRST_SEED = 123  # RAGEN's validation seed

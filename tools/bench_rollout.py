@@ -34,7 +34,7 @@ from transformers import (
 from ragen_mega.config import ModelConfig
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.models.huggingface import load_tokenizer, random_weights, save_huggingface
 from ragen_mega.rollout.collector import Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer

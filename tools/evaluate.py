@@ -23,6 +23,7 @@ from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console, fail
 from ragen_mega.report.metrics import CONFIG_FILE, write_json
+from ragen_mega.rollout.collector import PlaySettings
 from ragen_mega.rollout.evaluate import EvaluationResult, evaluate
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_boards
@@ -88,13 +89,16 @@ def run(arguments: argparse.Namespace) -> EvaluationResult:
             ChatRenderer(load_tokenizer(str(directory)), think=environment.think),
             environment,
             name,
+            PlaySettings(
+                rollout.max_response_length,
+                rollout.max_context_length,
+                arguments.temperature,
+                arguments.seed,
+                environment_timeout=environment.environment_timeout,
+            ),
             boards=boards,
             num_prompts=arguments.num_prompts,
             samples_per_prompt=arguments.samples_per_prompt,
-            temperature=arguments.temperature,
-            max_tokens=rollout.max_response_length,
-            max_context=rollout.max_context_length,
-            seed=arguments.seed,
             advance=progress.advance,
         )
     console.evaluations(

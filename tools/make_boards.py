@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.environments.boards import BoardEnvironment, has_packaged_boards, load_boards
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.console import fail
 

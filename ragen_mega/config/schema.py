@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments import calls
+from ragen_mega.environments.registry import make
 
 OffloadMode = Literal["none", "rollout", "turns"]
 
@@ -134,8 +135,8 @@ class EnvironmentConfig:
     """What is played, and within which limits."""
 
     environments: str = "frozen_lake"
-    """Environments and their shares of the groups of a step, e.g. `frozen_lake` or
-    `sokoban:4,frozen_lake:4`.
+    """Environments and their shares of the groups of a step, e.g. `frozen_lake`,
+    `sokoban:4,frozen_lake:4` or, of a file my_module.py, `my_module:MyEnvironment`.
     """
     environment_options: str = "{}"
     """JSON object of options per environment, e.g. '{"sokoban": {"observation": "grid_coord"}}'."""
@@ -194,20 +195,22 @@ class EnvironmentConfig:
                 f" ({', '.join(self.shares)}); drop it or add it to --environments"
             )
         for name in self.shares:
-            make(name, **base.get(name, {}) | options.get(name, {}))
+            calls.close(make(name, **base.get(name, {}) | options.get(name, {})))
 
     @property
     def shares(self) -> dict[str, int]:
         """Environment name -> share of the groups."""
         shares: dict[str, int] = {}
         for part in self.environments.split(","):
-            name, _, share = part.strip().partition(":")
-            if (share and not share.isdigit()) or share == "0" or not name or name in shares:
+            name, _, share = part.strip().rpartition(":")
+            if not share.isdigit():  # an import path has a colon of its own
+                name, share = part.strip(), "1"
+            if int(share) == 0 or not name or name in shares:
                 raise ValueError(
                     "environments must be distinct names with positive shares, not"
                     f" {self.environments!r}; write e.g. sokoban:4,frozen_lake:4"
                 )
-            shares[name] = int(share or 1)
+            shares[name] = int(share)
         return shares
 
     def options(self, name: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Registry:
 
     def __init__(self, kind: str, flag: str, builtin: Mapping[str, str]) -> None:
         """`kind` is what errors call it, `builtin` maps names to import paths; entry points are
-        those of the group `ragen_mega.<kind, with underscores, in the plural>`."""
+        those of the group `ragen_mega.<kind, with underscores, in the plural>`.
+        """
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
@@ -34,36 +35,36 @@ class Registry:
 
     def register(self, name: str, thing: Any) -> None:
         """Give `thing` (or its import path) a name. Raises ValueError for a name that is taken by
-        something else.
+        something else, or that could be read as an import path or a list of names.
         """
-        if ":" in name or self._known.get(name, thing) is not thing:
+        if not name or set(name) & set(":, ") or self._known.get(name, thing) is not thing:
             raise ValueError(
-                f"{self.kind} {name!r} is registered already or holds a colon; choose another name"
+                f"{self.kind} {name!r} is registered already, or no name (without colon, comma and"
+                " space); choose another name"
             )
         self._known[name] = thing
 
     def names(self) -> list[str]:
         """Every name that is known, import paths aside."""
-        return sorted({*self._known, *(entry.name for entry in entry_points(group=self.group))})
+        named = {name for name in self._known if ":" not in name}
+        return sorted(named | {entry.name for entry in entry_points(group=self.group)})
 
     def get(self, name: str) -> Any:
         """What `name` stands for. Raises ValueError, in one line, if there is no such thing or it
         cannot be imported.
         """
-        if name not in self._known:
-            path = name if ":" in name else None
-            for entry in entry_points(group=self.group):
-                if entry.name == name:
-                    path = entry.value
-            if path is None:
-                close = difflib.get_close_matches(name, self.names(), n=1)
-                hint = f"did you mean {close[0]}? " if close else ""
-                raise ValueError(
-                    f"{self.flag} names no {self.kind}: {name!r}; {hint}choose one of {', '.join(self.names())}, or "
-                    "give an import path such as my_module:my_thing"
-                )
-            self._known[name] = path
-        thing = self._known[name]
+        thing = self._known.get(name)
+        if thing is None:
+            installed = {entry.name: entry.value for entry in entry_points(group=self.group)}
+            thing = installed.get(name, name if ":" in name else None)
+        if thing is None:
+            close = difflib.get_close_matches(name, self.names(), n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise ValueError(
+                f"{self.flag}: unknown {self.kind} {name!r}; choose one of"
+                f" {', '.join(self.names())}{hint}, or give an import path such as"
+                " my_module:my_thing"
+            )
         if isinstance(thing, str):
             thing = self._known[name] = self._import(name, thing)
         return thing
@@ -71,16 +72,15 @@ class Registry:
     def _import(self, name: str, path: str) -> Any:
         module, _, attributes = path.partition(":")
         if os.getcwd() not in sys.path:
-            sys.path.append(
-                os.getcwd()
-            )  # torchrun's ranks have the script's folder there, not the user's
+            # torchrun's ranks have the script's folder there, not the user's.
+            sys.path.append(os.getcwd())
         try:
             thing: Any = importlib.import_module(module)
             for attribute in attributes.split("."):
                 thing = getattr(thing, attribute)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:
             raise ValueError(
-                f"{self.flag} {name}: cannot import {path} ({error}); check the name, and that the module lies in the "
-                "working directory or is installed"
+                f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error}); check"
+                " the name, and that the module lies in the working directory or is installed"
             ) from error
         return thing

@@ -13,7 +13,7 @@ from typing import Any
 
 from ragen_mega.data import distributed
 from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.rollout.collector import Task, collect
+from ragen_mega.rollout.collector import Collection, PlaySettings, Task
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
@@ -51,10 +51,10 @@ def collect_on_all_ranks(
     engine: RolloutEngine,
     renderer: ChatRenderer,
     groups: Sequence[Sequence[Task]],
+    settings: PlaySettings,
     *,
     advance: Callable[[], None] | None = None,
     send_again: Callable[[], None] | None = None,
-    **sampling: Any,
 ) -> list[TrajectoryGroup]:
     """Play all tasks, each engine a part, on the rank that runs it, and give every rank all groups,
     in order. Collective.
@@ -75,9 +75,10 @@ def collect_on_all_ranks(
     meeting = _Meeting(send_again)
     mine: Part
     try:
-        mine = collect(
-            engine, renderer, part, advance=advance, send_again=meeting.ask_for_weights, **sampling
-        )
+        with Collection(engine, renderer, part, settings, advance=advance) as collection:
+            while not collection.play():
+                meeting.ask_for_weights()
+            mine = collection.groups()
     except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
         if meeting.is_over:
             raise  # all ranks know

@@ -15,6 +15,7 @@ from ragen_mega.config import EnvironmentConfig
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.reference_players import Baselines, baselines, wilson_interval
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks
+from ragen_mega.rollout.collector import PlaySettings
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
@@ -33,7 +34,8 @@ class EvaluationResult:
     success: float
     ci_low: float
     ci_high: float
-    random: float
+    random: float | None
+    """Of the reference players; None if it is not known."""
     optimum: float | None
     reward: float
     valid_format_rate: float
@@ -44,14 +46,11 @@ class EvaluationResult:
         return asdict(self)
 
     def __str__(self) -> str:
-        rates = (
-            self.success,
-            self.ci_low,
-            self.ci_high,
-            self.random,
-            math.nan if self.optimum is None else self.optimum,
+        known = ["-" if rate is None else f"{rate:.1%}" for rate in (self.random, self.optimum)]
+        return (
+            f"success {self.success:.1%} [{self.ci_low:.1%}, {self.ci_high:.1%}]"
+            f"  random {known[0]}  optimum {known[1]}"
         )
-        return "success {:.1%} [{:.1%}, {:.1%}]  random {:.1%}  optimum {:.1%}".format(*rates)
 
 
 def evaluate(
@@ -59,14 +58,11 @@ def evaluate(
     renderer: ChatRenderer,
     config: EnvironmentConfig,
     name: str,
+    settings: PlaySettings,
     *,
     boards: Sequence[Board] | None,
     num_prompts: int,
-    temperature: float,
-    max_tokens: int,
-    max_context: int,
     samples_per_prompt: int,
-    seed: int = 0,
     reference: Baselines | None = None,
     advance: Callable[[], None] | None = None,
     send_again: Callable[[], None] | None = None,
@@ -85,13 +81,9 @@ def evaluate(
         engine,
         renderer,
         groups,
+        settings,
         advance=advance,
         send_again=send_again,
-        max_tokens=max_tokens,
-        max_context=max_context,
-        temperature=temperature,
-        seed=seed,
-        environment_timeout=config.environment_timeout,
     )
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
@@ -101,7 +93,7 @@ def evaluate(
         environment=name,
         num_prompts=len(played),
         samples_per_prompt=samples_per_prompt,
-        temperature=temperature,
+        temperature=settings.temperature,
         success=success,
         ci_low=ci_low,
         ci_high=ci_high,
@@ -126,15 +118,15 @@ def mean_references(
     references: Mapping[str, Baselines], shares: Mapping[str, float]
 ) -> dict[str, float]:
     """Success of the random and the optimal player, environments weighted by their shares of the
-    rollouts.
+    rollouts; without a player that is not known in one of them.
     """
     total = sum(shares.values())
-    return {
-        "random": sum(share / total * references[name].random for name, share in shares.items()),
-        "optimum": sum(
-            share / total * (references[name].optimum or math.nan) for name, share in shares.items()
-        ),
-    }
+    means = {}
+    for player in ("random", "optimum"):
+        rates = {name: getattr(references[name], player) for name in shares}
+        if None not in rates.values():
+            means[player] = sum(share / total * rates[name] for name, share in shares.items())
+    return means
 
 
 def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float, float]:

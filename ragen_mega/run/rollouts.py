@@ -23,7 +23,7 @@ from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
-from ragen_mega.rollout.collector import Task
+from ragen_mega.rollout.collector import PlaySettings, Task
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import environment_errors
@@ -145,13 +145,15 @@ def sample(
                 engine,
                 renderer,
                 groups,
+                PlaySettings(
+                    rollout.max_response_length,
+                    rollout.max_context_length,
+                    rollout.temperature,
+                    config.train.seed,
+                    environment_timeout=config.environment.environment_timeout,
+                ),
                 advance=advance,
                 send_again=send_again,
-                max_tokens=rollout.max_response_length,
-                max_context=rollout.max_context_length,
-                temperature=rollout.temperature,
-                seed=config.train.seed,
-                environment_timeout=config.environment.environment_timeout,
             )
         except (EngineError, FloatingPointError) as error:
             failure = error

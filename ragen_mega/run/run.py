@@ -31,6 +31,7 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
 from ragen_mega.rollout.all_ranks import count_engines, engine_metrics
+from ragen_mega.rollout.collector import PlaySettings
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, evaluate, mean_references
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -230,6 +231,13 @@ class Run:
         """Evaluate every trained environment on its held-out boards under the current weights."""
         config, rollout = self.config.evaluation, self.config.rollout
         num_episodes = config.eval_prompts * samples // count_engines(self.engine)
+        settings = PlaySettings(
+            rollout.max_response_length,
+            rollout.max_context_length,
+            config.eval_temperature,
+            seed=0,
+            environment_timeout=self.config.environment.environment_timeout,
+        )
         results = {}
         with self.phases.handover(), self.engine.awake():
             self.send_weights()
@@ -240,12 +248,10 @@ class Run:
                         self.renderer,
                         self.config.environment,
                         name,
+                        settings,
                         boards=self.boards[name],
                         num_prompts=config.eval_prompts,
                         samples_per_prompt=samples,
-                        temperature=config.eval_temperature,
-                        max_tokens=rollout.max_response_length,
-                        max_context=rollout.max_context_length,
                         reference=self.references[name],
                         advance=progress.advance,
                         send_again=partial(self.send_weights, again=True),

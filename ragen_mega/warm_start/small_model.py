@@ -23,6 +23,7 @@ from ragen_mega.models.huggingface import random_weights, save_huggingface
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.run.run import Run
 from ragen_mega.warm_start.clone import fit, scripted_texts, scripted_trajectory
+from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 BASE, WARM_START, WARM_START_CRITIC = "base", "warm_start", "warm_start_critic"
@@ -112,6 +113,9 @@ def warm_start(run: Run, start: Path) -> tuple[Path, Path | None]:
         temperature=warm.warm_start_temperature,
     )
     student.load_weights(CheckpointReader(start))
+    for name in config.environment.shares:
+        if note := narration_note(name, episode_maker(config.environment, name)()):
+            run.console.say(note)
     first_turns = _scripted_trajectories(run, 4 * warm.warm_start_trajectories, max_turns=1)
     episodes = _scripted_trajectories(run, warm.warm_start_trajectories, max_turns=None)
     with run.console.phase("warm start", num_steps) as progress:

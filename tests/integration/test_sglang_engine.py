@@ -35,7 +35,7 @@ from ragen_mega.engines.sglang.server import (
 )
 from ragen_mega.engines.sglang.weights import Message, WeightSender
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.collector import collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineShard

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.warm_start.scripted import (
     describe_frozen_lake,
     describe_sokoban,
