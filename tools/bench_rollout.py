@@ -36,7 +36,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
 from ragen_mega.models.huggingface import load_tokenizer, random_weights, save_huggingface
-from ragen_mega.rollout.collector import Task, collect, tasks_for_group
+from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -170,9 +170,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
                 engine,
                 renderer,
                 tasks,
-                max_tokens=arguments.max_tokens,
-                max_context=arguments.max_context,
-                seed=repeat,
+                PlaySettings(arguments.max_tokens, arguments.max_context, 1.0, repeat),
             )
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         contexts[:] = [len(trajectory) for trajectory in trajectories]

@@ -130,6 +130,24 @@ class ParallelConfig:
             )
 
 
+def parse_shares(environments: str) -> dict[str, int]:
+    """`sokoban:4,my_module:Mine` -> {"sokoban": 4, "my_module:Mine": 1}. Raises ValueError for
+    anything else than distinct names with positive shares.
+    """
+    shares: dict[str, int] = {}
+    for part in environments.split(","):
+        name, _, share = part.strip().rpartition(":")
+        if not share.isdigit():  # an import path has a colon of its own
+            name, share = part.strip(), "1"
+        if int(share) == 0 or not name or name in shares:
+            raise ValueError(
+                "environments must be distinct names with positive shares, not"
+                f" {environments!r}; write e.g. sokoban:4,frozen_lake:4"
+            )
+        shares[name] = int(share)
+    return shares
+
+
 @dataclass(frozen=True)
 class EnvironmentConfig:
     """What is played, and within which limits."""
@@ -200,18 +218,7 @@ class EnvironmentConfig:
     @property
     def shares(self) -> dict[str, int]:
         """Environment name -> share of the groups."""
-        shares: dict[str, int] = {}
-        for part in self.environments.split(","):
-            name, _, share = part.strip().rpartition(":")
-            if not share.isdigit():  # an import path has a colon of its own
-                name, share = part.strip(), "1"
-            if int(share) == 0 or not name or name in shares:
-                raise ValueError(
-                    "environments must be distinct names with positive shares, not"
-                    f" {self.environments!r}; write e.g. sokoban:4,frozen_lake:4"
-                )
-            shares[name] = int(share)
-        return shares
+        return parse_shares(self.environments)
 
     def options(self, name: str) -> dict[str, Any]:
         """Options of one environment's constructor."""

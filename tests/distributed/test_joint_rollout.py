@@ -17,7 +17,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks
-from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.integration.forked_ranks import fork_ranks
@@ -25,7 +25,7 @@ from tests.small_policy import lake_tokenizer, tiny_qwen2
 
 pytestmark = pytest.mark.forks
 NUM_RANKS = 3
-SAMPLING = {"max_tokens": 6, "max_context": 256, "seed": 1}
+SETTINGS = PlaySettings(6, 256, 1.0, seed=1)
 
 
 def episode() -> Episode:
@@ -96,7 +96,7 @@ def play_on_ranks(
             engine.load_weights(model.state_dict().items())
             check(
                 lambda: collect_on_all_ranks(
-                    engine, renderer, GROUPS, advance=advance, send_again=send_again, **SAMPLING
+                    engine, renderer, GROUPS, SETTINGS, advance=advance, send_again=send_again
                 ),
                 engine,
             )
@@ -125,9 +125,7 @@ def test_lost_weights_change_nothing(
     alone = EmbeddedEngine(model.config, max_context=256, max_sessions=12)
     with alone.awake():
         alone.load_weights(model.state_dict().items())
-        expected = collect(
-            alone, renderer, [task for group in GROUPS for task in group], **SAMPLING
-        )
+        expected = collect(alone, renderer, [task for group in GROUPS for task in group], SETTINGS)
     assert sum(len(one.turns) for group in expected for one in group.trajectories) > 24
 
     def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
