@@ -30,18 +30,6 @@ class Digit:
 class Raises(Digit):
     def __init__(self):
         raise RuntimeError("no licence")
-
-
-class Bytes(Digit):
-    def reset(self, seed):
-        return b"Say 3."
-
-
-class NoStep:
-    actions = ("a",)
-
-    def reset(self, seed):
-        return ""
 """
 FLAGS = """
     --output out --name mine --hidden-size 16 --ffn-hidden-size 32 --num-layers 1 --num-groups 2
@@ -100,18 +88,8 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     assert json.loads((folder / "evaluated.json").read_text())["optimum"] is None
 
 
-@pytest.mark.parametrize(
-    ("environments", "message"),
-    [
-        ("my_world:Nothing", "cannot import my_world:Nothing (AttributeError"),
-        ("my_wurld:Digit", "cannot import my_wurld:Digit (ModuleNotFoundError"),
-        ("my_world:Raises", "cannot be built: RuntimeError: no licence"),
-        ("my_world:NoStep", "environment my_world:NoStep has no step; an environment is a class"),
-        ("my_world:Bytes", "the observation of reset must be text (str), not b'Say 3.'"),
-        ("my_world:Digit:0", "distinct names with positive shares"),
-    ],
-)
-def test_mistakes_are_one_line_at_the_start(folder: Path, environments: str, message: str) -> None:
-    done = train(folder, environments)
+def test_a_mistake_is_one_line_at_the_start(folder: Path) -> None:
+    done = train(folder, "my_world:Raises")
     assert done.returncode == 2
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "environment my_world:Raises cannot be built: RuntimeError: no licence" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr

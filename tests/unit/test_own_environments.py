@@ -25,7 +25,7 @@ from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make, names, register
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.rollout.collector import Collection, PlaySettings, collect, tasks_for_group
-from ragen_mega.rollout.evaluate import mean_references
+from ragen_mega.rollout.evaluate import mean_references, reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.clone import scripted_texts
@@ -110,6 +110,42 @@ def test_a_file_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.Mon
     }
     with pytest.raises(ValueError, match=r"cannot import broken_world:Near \(SyntaxError"):
         make("broken_world:Near")
+
+
+class Silent(Bare):
+    step = None
+
+
+class Mute(Bare):
+    actions = ()
+
+
+class Binary(Bare):
+    def reset(self, seed):
+        return b"Say 3."
+
+
+class Unlicensed(Bare):
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Nothing", "cannot import .*Nothing .AttributeError"),
+        ("Silent", "Silent has no step; an environment is a class with reset"),
+        ("Mute", "Mute has no actions; an environment"),
+        ("Unlicensed", "Unlicensed cannot be built: RuntimeError: no licence"),
+        ("Binary", "the observation of reset must be text .str., not b'Say 3.'"),
+        ("Bare:0", "distinct names with positive shares"),
+    ],
+)
+def test_mistakes_are_one_line_at_the_start(kind: str, message: str) -> None:
+    name = f"{__name__}:{kind}"
+    with pytest.raises(ValueError, match=message) as caught:
+        reference_players(EnvironmentConfig(name), name, None, 2)
+    assert "\n" not in str(caught.value)
 
 
 # What may be left out
