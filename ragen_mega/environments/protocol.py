@@ -123,7 +123,7 @@ def check_seed(seed: int) -> int:
 
 
 def canonical_action(action: str, legal_actions: Sequence[str]) -> str:
-    """The legal name that `action` spells in any letter case. Raises ValueError if there is none."""
+    """The legal name that `action` spells in any letter case. ValueError if there is none."""
     for name in legal_actions:
         if name.lower() == action.strip().lower():
             return name

@@ -109,7 +109,9 @@ def evaluate(
 def reference_players(
     config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
 ) -> Baselines:
-    """The uniform-random and the optimal player on the same initial states under the same budget."""
+    """The uniform-random and the optimal player on the same initial states under the same
+    budget.
+    """
     prompts = boards[:num_prompts] if boards else range(123, 123 + num_prompts)
     return baselines(name, prompts, episode_config(config), config.options(name))
 
@@ -149,7 +151,9 @@ def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float,
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374 Eq. 1)."""
+    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374
+    Eq. 1).
+    """
     num_samples = min(len(row) for row in successes)
     result, k = {}, 1
     while k <= num_samples:

@@ -1,4 +1,4 @@
-"""The baselines tool: its file, its table and its one-line errors; environments without a solver."""
+"""The baselines tool: its file, its table and its one-line errors; worlds without a solver."""
 
 import json
 import subprocess

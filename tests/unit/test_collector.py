@@ -182,7 +182,8 @@ def test_between_turns_stands_what_the_environment_said(
         assert (turn.info["finish_reason"] == "stop") == ended
         between = tokenizer.decode(trajectory.tokens[turn.end : following.start])
         opening = "" if ended else "<|im_end|>"
-        said = f"\n<|im_start|>user\n{result.message.content}<|im_end|>\n<|im_start|>assistant\n<think>"
+        said = f"\n<|im_start|>user\n{result.message.content}<|im_end|>\n"
+        said += "<|im_start|>assistant\n<think>"
         assert between == opening + said
     assert trajectory.truncated and not trajectory.terminated
 
@@ -285,9 +286,7 @@ def test_a_context_without_room_closes_the_trajectory(
         ].trajectories[0]
         assert cut.tokens == free.tokens[: second + 1 if sampled else free.turns[0].end]
         assert len(cut.turns) == 1 + sampled and cut.turns[-1].info["context_overflow"]
-    tight = collect(engine, renderer, tasks, PlaySettings(12, prompt + 3, 1.0, 0))[
-        0
-    ].trajectories
+    tight = collect(engine, renderer, tasks, PlaySettings(12, prompt + 3, 1.0, 0))[0].trajectories
     assert all(len(trajectory) <= prompt + 3 for trajectory in tight)
     with pytest.raises(ValueError, match=f"has {prompt} tokens and max_context_length is {prompt}"):
         collect(engine, renderer, tasks, PlaySettings(12, prompt, 1.0, 0))

@@ -1,4 +1,6 @@
-"""The text protocol: prompts, budgets, penalties and endings, against a second bookkeeping of them."""
+"""The text protocol: prompts, budgets, penalties and endings, against a second bookkeeping of
+them.
+"""
 
 import re
 
