@@ -104,10 +104,12 @@ def markdown(title: str, rows: list[dict[str, Any]], *, has_mean: bool) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        optimum = "-" if row["optimum"] is None else f"{row['optimum']:.1%}"
+        random, optimum = (
+            "-" if row[player] is None else f"{row[player]:.1%}" for player in ("random", "optimum")
+        )
         lines.append(
             f"| {row['run']} | {row['set']} | {row['success']:.1%} ({row['ci_low']:.1%} -"
-            f" {row['ci_high']:.1%}) | {row['warm_start']:.1%} | {row['random']:.1%} | {optimum} |"
+            f" {row['ci_high']:.1%}) | {row['warm_start']:.1%} | {random} | {optimum} |"
             f" {row['num_prompts']} | {row['steps']} | {row['minutes']:.1f} |"
         )
     successes = [row["success"] for row in rows]
