@@ -39,8 +39,11 @@ LONGER: dict[str, str] = {}
 """`path` or `path::function` -> why it may be longer than the limit."""
 
 BROAD_EXCEPT = {
-    "ragen_mega/environments/pool.py::_guarded": (
+    "ragen_mega/environments/pool.py::guarded": (
         "an environment is anyone's code, and one broken trajectory must not end the rollout"
+    ),
+    "ragen_mega/data/registry.py::Registry._import": (
+        "a module of the user may raise anything; the error says which name and what"
     ),
     "ragen_mega/engines/sglang/weight_loader.py::load": (
         "an exception would end the server; the report says what it was"

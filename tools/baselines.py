@@ -20,8 +20,8 @@ from command_line import JSON, command, flag
 
 from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.protocol import make, names
 from ragen_mega.environments.reference_players import Baselines, baselines
+from ragen_mega.environments.registry import make, names
 from ragen_mega.report.metrics import write_json
 
 _FIRST_SEED = 123  # RAGEN's validation seed

@@ -37,7 +37,7 @@ from transformers import (
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_tokenizer
-from ragen_mega.rollout.collector import Task, collect
+from ragen_mega.rollout.collector import PlaySettings, Task, collect
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_tasks
 from ragen_mega.warm_start.small_model import write_small_model
@@ -114,7 +114,6 @@ def measure(
     sizes = {"num_prompts": arguments.groups, "samples_per_prompt": arguments.group_size}
     groups = evaluation_tasks(environment, ENVIRONMENT, boards=None, **sizes)
     tasks = list(itertools.chain(*groups))
-    limits = {"max_tokens": arguments.max_tokens, "max_context": arguments.max_context}
     engine = EmbeddedEngine(
         model.config, max_context=arguments.max_context, max_sessions=len(tasks)
     )
@@ -123,7 +122,12 @@ def measure(
     def play_with_engine() -> int:
         with engine.awake():
             engine.load_weights(model.state_dict().items())
-            played = collect(engine, renderer, tasks, seed=next(seeds), **limits)
+            played = collect(
+                engine,
+                renderer,
+                tasks,
+                PlaySettings(arguments.max_tokens, arguments.max_context, 1.0, next(seeds)),
+            )
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
         contexts[:] = map(len, trajectories)
         return sum(trajectory.num_sampled_tokens for trajectory in trajectories)

@@ -18,7 +18,7 @@ from typing import Any
 from command_line import command, flag
 
 from ragen_mega.environments.boards import BoardEnvironment, has_packaged_boards, load_boards
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 
 _WARM_START_SEEDS = 100_000

@@ -8,16 +8,18 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import json
 import os
 import re
 import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from ragen_mega.config.schema import StarPOConfig, flag_of
+from ragen_mega.config.schema import StarPOConfig, flag_of, parse_shares
 
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
@@ -46,7 +48,26 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
             f"--recipe must name one of {', '.join((*known, 'none'))}, not {name!r}; files are in"
             f" {directory}"
         )
-    return [*read_flags(directory / f"{name}.flags"), *rest]
+    flags = read_flags(directory / f"{name}.flags")
+    played = [group[1] for group in _groups(rest) if group[0] == "--environments" and group[1:]]
+    return [*(_of_played(flags, played[-1]) if played else flags), *rest]
+
+
+def _of_played(flags: list[str], environments: str) -> list[str]:
+    """The flags of a recipe without the options of environments that are not played."""
+    names = parse_shares(environments).keys()
+
+    def keep(options: dict[str, object]) -> dict[str, object]:
+        return {name: value for name, value in options.items() if name in names}
+
+    kept = list(flags)
+    for index, (flag, value) in enumerate(pairwise(flags), start=1):
+        if flag == "--environment-options":
+            kept[index] = json.dumps(keep(json.loads(value)))
+        elif flag == "--curriculum":
+            steps = json.loads(value)
+            kept[index] = json.dumps({step: keep(options) for step, options in steps.items()})
+    return kept
 
 
 def read_flags(path: Path) -> list[str]:
@@ -104,11 +125,17 @@ def _last_wins(argv: Sequence[str]) -> list[str]:
     """Drop earlier occurrences of a repeated flag with their values, so that the command line
     overrides a recipe.
     """
+    groups = _groups(argv)
+    last = {group[0].replace("_", "-").replace("--no-", "--"): group for group in groups}
+    return [argument for group in last.values() for argument in group]
+
+
+def _groups(argv: Sequence[str]) -> list[list[str]]:
+    """Every flag with the values that follow it."""
     groups: list[list[str]] = []
     for argument in argv:
         if argument.startswith("--") or not groups:
             groups.append(argument.split("=", 1) if argument.startswith("--") else [argument])
         else:
             groups[-1].append(argument)
-    last = {group[0].replace("_", "-").replace("--no-", "--"): group for group in groups}
-    return [argument for group in last.values() for argument in group]
+    return groups

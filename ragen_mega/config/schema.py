@@ -23,7 +23,8 @@ from ragen_mega.algorithm.tables import (
     find_filter,
     parse_reward,
 )
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments import calls
+from ragen_mega.environments.registry import make
 
 OffloadMode = Literal["none", "rollout", "turns"]
 
@@ -190,13 +191,31 @@ class ParallelConfig(Section):
             )
 
 
+def parse_shares(environments: str) -> dict[str, int]:
+    """`sokoban:4,my_module:Mine` -> {"sokoban": 4, "my_module:Mine": 1}. Raises ValueError for
+    anything else than distinct names with positive shares.
+    """
+    shares: dict[str, int] = {}
+    for part in environments.split(","):
+        name, _, share = part.strip().rpartition(":")
+        if not share.isdigit():  # an import path has a colon of its own
+            name, share = part.strip(), "1"
+        if int(share) == 0 or not name or name in shares:
+            raise ValueError(
+                "environments must be distinct names with positive shares, not"
+                f" {environments!r}; write e.g. sokoban:4,frozen_lake:4"
+            )
+        shares[name] = int(share)
+    return shares
+
+
 @dataclass(frozen=True)
 class EnvironmentConfig(Section):
     """What is played, and within which limits."""
 
     environments: str = "frozen_lake"
-    """Environments and their shares of the groups of a step, e.g. `frozen_lake` or
-    `sokoban:4,frozen_lake:4`.
+    """Environments and their shares of the groups of a step, e.g. `frozen_lake`,
+    `sokoban:4,frozen_lake:4` or, of a file my_module.py, `my_module:MyEnvironment`.
     """
     environment_options: str = "{}"
     """JSON object of options per environment, e.g. '{"sokoban": {"observation": "grid_coord"}}'."""
@@ -251,21 +270,12 @@ class EnvironmentConfig(Section):
                 f" ({', '.join(self.shares)}); drop it or add it to --environments"
             )
         for name in self.shares:
-            make(name, **base.get(name, {}) | options.get(name, {}))
+            calls.close(make(name, **base.get(name, {}) | options.get(name, {})))
 
     @property
     def shares(self) -> dict[str, int]:
         """Environment name -> share of the groups."""
-        shares: dict[str, int] = {}
-        for part in self.environments.split(","):
-            name, _, share = part.strip().partition(":")
-            if (share and not share.isdigit()) or share == "0" or not name or name in shares:
-                raise ValueError(
-                    "environments must be distinct names with positive shares, not"
-                    f" {self.environments!r}; write e.g. sokoban:4,frozen_lake:4"
-                )
-            shares[name] = int(share or 1)
-        return shares
+        return parse_shares(self.environments)
 
     def options(self, name: str) -> dict[str, Any]:
         """Options of one environment's constructor."""

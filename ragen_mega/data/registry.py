@@ -85,18 +85,10 @@ class Registry:
             thing: Any = importlib.import_module(module)
             for attribute in attributes.split("."):
                 thing = getattr(thing, attribute)
-        except (
-            ImportError,
-            AttributeError,
-            NameError,
-            SyntaxError,
-            TypeError,
-            ValueError,
-        ) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+        except Exception as error:
             raise ValueError(
-                f"{self.flag} {name}: cannot import {path} ({reason}); check the name, and that the"
-                " module lies in the working directory or is installed"
+                f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error}); check"
+                " the name, and that the module lies in the working directory or is installed"
             ) from error
         if not callable(thing) and not hasattr(thing, "function"):  # as a declaration has it
             raise ValueError(

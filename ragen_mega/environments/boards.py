@@ -2,10 +2,9 @@
 
     {"set": "sokoban_6x6_1box", "seed": 123, "board": ["######", "##P_##", ...]}
 
-`seed` is the prompt seed that goes with the board; other keys are ignored. Sokoban boards use `# _
-O X P S` and the check mark, FrozenLake boards `S F H G`. The packaged sets are the rooms and lakes
-that RAGEN (arXiv:2504.20073) validates on: seeds 123 to 378, without the 29 large rooms whose
-drawing depended on the process.
+`seed` is the prompt seed that goes with the board; other keys are ignored. What the rows mean is
+the environment's affair. The packaged sets are the rooms and lakes that RAGEN (arXiv:2504.20073)
+validates on: seeds 123 to 378, without the 29 large rooms whose drawing depended on the process.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ragen_mega.environments.protocol import Environment, make
-from ragen_mega.environments.worlds.frozen_lake.world import parse_lake
-from ragen_mega.environments.worlds.sokoban.rooms import parse_room
+from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.registry import make
 
 _WORLDS = Path(__file__).parent / "worlds"
 
@@ -33,15 +31,15 @@ class Board:
 
 @runtime_checkable
 class BoardEnvironment(Environment, Protocol):
-    """An environment that can start from a board."""
+    """An environment that can start from a board: its `reset` takes the keyword `board`.
 
-    @property
-    def board_set(self) -> str:
-        """Name of the packaged set that matches the environment's options."""
-        ...
+    With a `board_set` it names the packaged set that matches its options.
+    """
 
     def accepts_board(self, rows: tuple[str, ...]) -> bool:
-        """Whether a well-formed board has this environment's kind and size."""
+        """Whether a board has this environment's kind and size. Raises ValueError, naming the rule
+        that it breaks, for a malformed one of its kind.
+        """
         ...
 
 
@@ -52,7 +50,7 @@ def packaged_sets() -> list[str]:
 
 def has_packaged_boards(environment: Environment) -> bool:
     """Whether `load_boards(None, ...)` finds boards for this environment."""
-    return isinstance(environment, BoardEnvironment) and environment.board_set in packaged_sets()
+    return getattr(environment, "board_set", None) in packaged_sets()
 
 
 def load_boards(path: str | Path | None, environment_name: str, **options: Any) -> list[Board]:
@@ -65,28 +63,32 @@ def load_boards(path: str | Path | None, environment_name: str, **options: Any) 
     environment = make(environment_name, **options)
     if not isinstance(environment, BoardEnvironment):
         raise ValueError(f"environment {environment_name} does not start from boards; use seeds")
+    name = getattr(environment, "board_set", "boards")
     if path is None:
-        if not has_packaged_boards(environment):
+        if name not in packaged_sets():
             raise ValueError(
-                f"no packaged boards {environment.board_set} for environment {environment_name};"
+                f"no packaged boards {name} for environment {environment_name};"
                 f" there are {', '.join(packaged_sets())}: pass a boards file or use seeds"
             )
-        (path,) = _WORLDS.glob(f"*/boards/{environment.board_set}.jsonl")
-    boards = read_boards(path)
-    fitting = [board for board in boards if environment.accepts_board(board.rows)]
+        (path,) = _WORLDS.glob(f"*/boards/{name}.jsonl")
+    fitting, sets = [], set()
+    for number, line in _numbered_lines(path):
+        try:
+            board = _parse_line(line)
+            if environment.accepts_board(board.rows):
+                fitting.append(board)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {' '.join(str(error).split())}") from error
+        sets.add(board.set)
     if not fitting:
         raise ValueError(
-            f"{path}: none of its {len(boards)} boards (sets"
-            f" {', '.join(sorted({b.set for b in boards}))}) fits environment {environment_name}"
-            f" ({environment.board_set}); choose another file or other options"
+            f"{path}: none of its boards (sets {', '.join(sorted(sets))}) fits environment"
+            f" {environment_name} ({name}); choose another file or other options"
         )
     return fitting
 
 
-def read_boards(path: str | Path) -> list[Board]:
-    """Every board of a file, strictly validated. Raises ValueError naming file, line, rule and
-    value.
-    """
+def _numbered_lines(path: str | Path) -> list[tuple[int, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -99,13 +101,7 @@ def read_boards(path: str | Path) -> list[Board]:
         raise ValueError(
             f"{path}: a boards file holds one JSON object a line, but this one is empty"
         )
-    boards = []
-    for number, line in numbered:
-        try:
-            boards.append(_parse_line(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {' '.join(str(error).split())}") from error
-    return boards
+    return numbered
 
 
 def _parse_line(line: str) -> Board:
@@ -133,10 +129,6 @@ def _parse_line(line: str) -> Board:
         raise ValueError(
             f"board must be a list of rows, each a non-empty string, not {_shown(rows)}"
         )
-    if any("#" in row for row in rows):
-        parse_room(rows)
-    else:
-        parse_lake(rows)
     return Board(name, seed, tuple(rows))
 
 

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, parse_response
-from ragen_mega.environments.protocol import Environment, StepResult
+from ragen_mega.environments.calls import reset, step
+from ragen_mega.environments.protocol import Budget, Environment, StepResult
 
 PromptStyle = Literal["full", "system", "compact"]
+
+ERROR = "error"
+"""Key of a turn's info under which a trajectory that its environment ended says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +32,9 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeConfig:
+class EpisodeConfig(Budget):
     """Budgets, format rules and wording of an episode."""
 
-    max_turns: int = 5
-    max_actions_per_turn: int = 5
-    max_actions: int = 10
-    """Actions of the whole trajectory."""
     format_penalty: float = -0.1
     """Added to the reward of every turn without a well-formed answer or with an unknown action."""
     think: bool = True
@@ -61,11 +61,6 @@ class EpisodeConfig:
                 f" {self.prompt_style!r}"
             )
 
-    @property
-    def action_budget(self) -> int:
-        """Actions that a trajectory can really hold."""
-        return min(self.max_actions, self.max_turns * self.max_actions_per_turn)
-
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
@@ -83,6 +78,12 @@ class TurnResult:
     """
 
 
+def failed_turn(error: Exception) -> TurnResult:
+    """The end of a trajectory whose environment did not answer, with the reason as data."""
+    info = {ERROR: str(error), "success": False}
+    return TurnResult(reward=0.0, message=None, terminated=False, truncated=True, info=info)
+
+
 class Episode:
     """Drives one environment through one trajectory at a time."""
 
@@ -92,7 +93,8 @@ class Episode:
         self.done = True
         self._num_turns = 0
         self._num_actions = 0
-        self._observation = ""
+        self.observation = ""
+        """The latest."""
 
     @property
     def actions_left(self) -> int:
@@ -109,7 +111,7 @@ class Episode:
         self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None
     ) -> list[Message]:
         """Reset the environment; an optional system message and the first user message."""
-        self._observation = self.environment.reset(seed, outcome_seed=outcome_seed, board=board)
+        self.observation = reset(self.environment, seed, outcome_seed=outcome_seed, board=board)
         self._num_turns = self._num_actions = 0
         self.done = False
         prompt = self._turn_prompt()
@@ -125,8 +127,8 @@ class Episode:
     def respond(self, text: str) -> TurnResult:
         """Execute the model's text of this turn. Any text is legal.
 
-        Raises RuntimeError if the episode is over and FloatingPointError if the environment's
-        reward is no number.
+        Raises RuntimeError if the episode is over, and what `calls.step` does for an answer that
+        breaks a rule.
         """
         if self.done:
             raise RuntimeError("the episode is over; call start before the next response")
@@ -139,10 +141,6 @@ class Episode:
         results = self._execute(parsed.actions)
         self._num_turns += 1
         environment_reward = math.fsum(result.reward for result in results)
-        if not math.isfinite(environment_reward):
-            raise FloatingPointError(
-                f"the environment's reward must be a finite number, not {environment_reward}"
-            )
         terminated = bool(results) and results[-1].terminated
         truncated = not terminated and (
             (bool(results) and results[-1].truncated) or self.actions_left == 0
@@ -155,19 +153,17 @@ class Episode:
             message=message,
             terminated=terminated,
             truncated=truncated,
-            info=_turn_info(
-                parsed, results, success=terminated and bool(results[-1].info["success"])
-            ),
+            info=_turn_info(parsed, results),
         )
 
     def _execute(self, actions: Sequence[str]) -> list[StepResult]:
         """Run the actions in order until the environment ends or the budget does."""
         results: list[StepResult] = []
         for action in actions[: self.config.max_actions - self._num_actions]:
-            result = self.environment.step(action)
+            result = step(self.environment, action)
             results.append(result)
             self._num_actions += 1
-            self._observation = result.observation
+            self.observation = result.observation
             if result.terminated or result.truncated:
                 break
         return results
@@ -180,11 +176,11 @@ class Episode:
     def _turn_prompt(self) -> str:
         actions_left = self.actions_left
         if self.config.prompt_style == "compact":
-            return f"{self._observation}\n{actions_left} left"
+            return f"{self.observation}\n{actions_left} left"
         actions_now = min(actions_left, self.config.max_actions_per_turn)
         thoughts = "<think> [Your thoughts] </think> " if self.config.think else ""
         return (
-            f"Turn {self._num_turns + 1}:\nState:\n{self._observation}\nYou have"
+            f"Turn {self._num_turns + 1}:\nState:\n{self.observation}\nYou have"
             f" {_count(actions_left, 'action')} left and may use at most {actions_now} in this"
             f" turn. Always output: {thoughts}<answer> [your answer] </answer> with no extra text."
             f" Strictly follow this format. Max response length: {self.config.max_response_words}"
@@ -194,8 +190,9 @@ class Episode:
     def _task_prompt(self) -> str:
         config = self.config
         per_turn = min(config.max_actions_per_turn, config.action_budget)
+        actions = "Your available actions are:\n" + ", ".join(self.environment.actions)
         return (
-            f"{self.environment.instruction}\n"
+            f"{getattr(self.environment, 'instruction', actions)}\n"
             f"You have {_count(config.max_turns, 'turn')}. You can make up to"
             f" {_count(per_turn, 'action')} in one turn "
             f"and {_count(config.action_budget, 'action')} in total, separated by the action"
@@ -208,11 +205,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _turn_info(
-    parsed: ParsedResponse, results: Sequence[StepResult], *, success: bool
-) -> dict[str, Any]:
+def is_success(result: StepResult) -> bool:
+    """Whether the task ended well: as the environment says, else by a positive reward."""
+    return result.terminated and bool(result.info.get("success", result.reward > 0))
+
+
+def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult]) -> dict[str, Any]:
     return {
-        "success": success,
+        "success": bool(results) and is_success(results[-1]),
         "is_format_valid": parsed.is_format_valid,
         "is_action_valid": parsed.is_action_valid,
         "is_action_effective": any(

@@ -135,9 +135,9 @@ class Console:
             )
         )
 
-    def evaluations(self, title: str, results: Mapping[str, Mapping[str, float]]) -> None:
+    def evaluations(self, title: str, results: Mapping[str, Mapping[str, float | None]]) -> None:
         """Print the table of evaluated sets: name -> success, ci_low, ci_high, random, optimum,
-        num_prompts.
+        num_prompts. A dash stands for a reference player that is not known (None).
         """
         if not self._is_writer:
             return
@@ -150,8 +150,10 @@ class Console:
                 name,
                 f"{result['success']:.1%}",
                 f"{result['ci_low']:.1%} - {result['ci_high']:.1%}",
-                f"{result['random']:.1%}",
-                f"{result['optimum']:.1%}",
+                *(
+                    "-" if result[player] is None else f"{result[player]:.1%}"
+                    for player in ("random", "optimum")
+                ),
                 f"{result['num_prompts']:.0f}",
             )
         self._rich.print(table)

@@ -1,1 +1,1 @@
-"""Playing: from tasks to trajectories with any engine, on all ranks, in training and in evaluation."""
+"""Playing: from tasks to trajectories with any engine, on all ranks, in training and evaluation."""

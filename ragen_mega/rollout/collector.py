@@ -8,20 +8,32 @@ environment says is appended unmasked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
-from ragen_mega.environments.episode import Episode, Message, TurnResult
-from ragen_mega.environments.pool import EnvironmentFailed, TimeLimit
+from ragen_mega.environments import calls
+from ragen_mega.environments.episode import Episode, Message, TurnResult, failed_turn
+from ragen_mega.environments.pool import (
+    MAX_THREADS,
+    EnvironmentFailed,
+    Worker,
+    guarded,
+    is_instant,
+)
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 
-ERROR = "error"
-"""Key of a turn's info under which a trajectory that its environment ended says why."""
+_SECONDS_TO_CLOSE = 5.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,7 @@ class Task:
     board: tuple[str, ...] | None
     """Replaces the drawn initial state."""
     make_episode: Callable[[], Episode]
-    """A fresh episode; called once per trajectory."""
+    """A fresh episode. Tasks that share the function share its episodes, one after the other."""
 
 
 def tasks_for_group(
@@ -70,208 +82,296 @@ def tasks_for_group(
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class PlaySettings:
+    """How trajectories are sampled; names and meaning are those of the flags."""
+
+    max_response_length: int
+    """Tokens of one turn."""
+    max_context_length: int
+    """Tokens of a trajectory."""
+    temperature: float
+    seed: int
+    top_p: float = 1.0
+    environment_timeout: float = EnvironmentConfig.environment_timeout
+    """Seconds for one call of an environment that is not instant; 0: any time."""
+
+
 def collect(
     engine: RolloutEngine,
     renderer: ChatRenderer,
     tasks: Sequence[Task],
-    *,
-    max_tokens: int,
-    max_context: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    seed: int,
-    environment_timeout: float = EnvironmentConfig.environment_timeout,
+    settings: PlaySettings,
     advance: Callable[[], None] | None = None,
-    send_again: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:
-    """Sample one trajectory per task with an engine that is awake; groups in order of their first
-    task.
-
-    `max_tokens` bounds one turn and `max_context` the trajectory, in tokens; `advance` is called
-    when one ends. What a task samples depends on the weights, `seed` and the task alone, not on the
-    other tasks: the tasks of a group may be collected in parts. An environment that raises or takes
-    longer than `environment_timeout` seconds for a turn (0: any time) ends its trajectory as
-    truncated, with the error in the info of the last turn. Raises ValueError if an episode cannot
-    start or its first prompt leaves no room to answer, and EngineError if the engine fails. An
-    engine that has lost its weights gets them by `send_again`, and trajectories go on from where
-    they are.
+    """One trajectory per task, played to the end by an engine of this process. Raises as
+    `Collection.play` does, and WeightsLost if the engine has lost its weights.
     """
-    if not tasks:
-        return []
-    limit = TimeLimit(environment_timeout)
-    run = _Collection(
-        engine, renderer, max_tokens, max_context, temperature, top_p, seed, limit, send_again
-    )
-    try:
-        trajectories = asyncio.run(run.collect(tasks, advance))
-    except (
-        ExceptionGroup
-    ) as failed:  # when one trajectory fails the others are cancelled; its error is the one to show
-        raise failed.exceptions[0] from None
-    finally:
-        limit.close()
-    groups: dict[int, TrajectoryGroup] = {}
-    for trajectory in trajectories:
-        groups.setdefault(
-            trajectory.group_id, TrajectoryGroup(trajectory.group_id, [])
-        ).trajectories.append(trajectory)
-    return list(groups.values())
+    with Collection(engine, renderer, tasks, settings, advance=advance) as collection:
+        if not collection.play():
+            raise WeightsLost("the rollout engine has lost its weights")
+        return collection.groups()
 
 
 @dataclass(frozen=True, slots=True)
-class _Collection:
-    engine: RolloutEngine
-    renderer: ChatRenderer
-    max_tokens: int
-    max_context: int
-    temperature: float
-    top_p: float
-    seed: int
-    limit: TimeLimit
-    send_again: Callable[[], None] | None
+class _Part:
+    """A task, the session that plays it, and how many others have sampled the same before."""
 
-    async def collect(
-        self, tasks: Sequence[Task], advance: Callable[[], None] | None
-    ) -> list[Trajectory]:
-        async def play(session: int, repetition: int, task: Task) -> Trajectory:
-            try:
-                trajectory = await self._sample(session, repetition, task)
-            finally:
-                self.engine.release(session)
-            if advance is not None:
-                advance()
-            return trajectory
+    session: int
+    repetition: int
+    task: Task
 
-        repetitions: Counter[tuple[int, int]] = (
-            Counter()
-        )  # members may share their outcomes, never their samples
-        started = []
-        async with asyncio.TaskGroup() as running:
-            for session, task in enumerate(tasks):
-                key = (task.group_id, task.outcome_seed)
-                started.append(running.create_task(play(session, repetitions[key], task)))
-                repetitions[key] += 1
-        return [task.result() for task in started]
 
-    async def _sample(self, session: int, repetition: int, task: Task) -> Trajectory:
+@dataclass(slots=True)
+class _Kind:
+    """The tasks that share their environments."""
+
+    waiting: deque[_Part] = field(default_factory=deque)
+    spare: Episode | None = None
+    is_instant: bool = False
+    num_seats: int = 0
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One open environment, which plays one trajectory after the other, and where it is called."""
+
+    episode: Episode | None
+    worker: Worker | None
+    is_broken: bool = False
+
+
+class Collection:
+    """Trajectories under way, one per task, with an engine that is awake.
+
+    What a task samples depends on the weights, the seed and the task alone, whatever order
+    environments answer in: the tasks of a group may be collected in parts. An environment that
+    raises or takes too long for a turn ends its trajectory as truncated, with the error in the info
+    of the last turn. Leaving the context closes environments, ends threads and releases sessions.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        renderer: ChatRenderer,
+        tasks: Sequence[Task],
+        settings: PlaySettings,
+        *,
+        advance: Callable[[], None] | None = None,
+    ) -> None:
+        """`advance` is called whenever a trajectory ends."""
+        self._engine = engine
+        self._renderer = renderer
+        self._tasks = tasks
+        self._settings = settings
+        self._advance = advance
+        self._trajectories: dict[int, Trajectory] = {}  # by session, as they end
+        self._runner = asyncio.Runner()
+        self._players: asyncio.Future[Any] | None = None
+        self._lost = self._sent_again = asyncio.Event()
+        self._workers: list[Worker] = []
+        # An engine that steps for all trajectories says when answers from outside count.
+        self._meanwhile = getattr(engine, "meanwhile", _plainly)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._runner.close()  # cancels what still runs, which closes its environments
+        deadline = time.monotonic() + _SECONDS_TO_CLOSE
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+
+    def play(self) -> bool:
+        """Play until every trajectory is over: True. False if the engine has lost its weights: give
+        it weights and call this once more, trajectories go on where they were.
+
+        Raises ValueError if an episode cannot start or its first prompt leaves no room to answer,
+        EngineError if the engine fails, FloatingPointError if its weights have diverged, and what
+        `advance` raises.
+        """
+        return self._runner.run(self._play())
+
+    def groups(self) -> list[TrajectoryGroup]:
+        """What was played, in order of the groups' first tasks."""
+        groups: dict[int, TrajectoryGroup] = {}
+        for _, trajectory in sorted(self._trajectories.items()):
+            group = groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, []))
+            group.trajectories.append(trajectory)
+        return list(groups.values())
+
+    async def _play(self) -> bool:
+        self._sent_again.set()
+        self._lost, self._sent_again = asyncio.Event(), asyncio.Event()
+        if self._players is None:
+            self._players = asyncio.gather(*self._seat_all())
+        lost = asyncio.create_task(self._lost.wait())
+        try:
+            await asyncio.wait([self._players, lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+        if self._players.done():
+            self._players.result()
+        return self._players.done()
+
+    def _seat_all(self) -> list[asyncio.Task[None]]:
+        """A player for every task, or fewer that take one task after the other where environments
+        need threads.
+        """
+        kinds: dict[Callable[[], Episode], _Kind] = {}
+        repetitions: Counter[tuple[int, int]] = Counter()
+        players = []
+        for session, task in enumerate(self._tasks):
+            kind = kinds.get(task.make_episode)
+            if kind is None:
+                kind = kinds[task.make_episode] = _Kind()
+                kind.spare = _first_episode(task)
+                kind.is_instant = is_instant(kind.spare.environment)
+            # Members may share their outcomes, never their samples.
+            key = (task.group_id, task.outcome_seed)
+            kind.waiting.append(_Part(session, repetitions[key], task))
+            repetitions[key] += 1
+            if kind.is_instant or kind.num_seats < MAX_THREADS:
+                kind.num_seats += 1
+                players.append(asyncio.create_task(self._play_in_turn(kind)))
+        return players
+
+    async def _play_in_turn(self, kind: _Kind) -> None:
+        """Play tasks of one kind until none waits, with one environment as long as it works."""
+        seat: _Seat | None = None
+        try:
+            while kind.waiting:
+                part = kind.waiting.popleft()
+                if seat is None:
+                    worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
+                    seat, kind.spare = _Seat(kind.spare, worker), None
+                try:
+                    self._trajectories[part.session] = await self._sample(part, seat)
+                finally:
+                    self._engine.release(part.session)
+                if seat.is_broken:
+                    self._close(seat)
+                    seat = None
+                if self._advance is not None:
+                    self._advance()
+        finally:
+            if seat is not None:
+                self._close(seat)
+
+    def _close(self, seat: _Seat) -> None:
+        if seat.worker is None:
+            with contextlib.suppress(EnvironmentFailed):
+                guarded(partial(_close, seat))
+        else:
+            seat.worker.end(partial(_close, seat))
+            self._workers.append(seat.worker)
+
+    async def _sample(self, part: _Part, seat: _Seat) -> Trajectory:
         """Render, generate, append, respond; until the episode or the context is over."""
+        task, settings, renderer = part.task, self._settings, self._renderer
+        max_context = settings.max_context_length
         trajectory = Trajectory(
             group_id=task.group_id,
             environment=task.environment,
             seed=task.seed,
             outcome_seed=task.outcome_seed,
-            weight_version=self.engine.weight_version,
+            weight_version=self._engine.weight_version,
         )
-        episode, messages = await self._start(task)
-        observation = self.renderer.start(messages)
-        if len(observation) >= self.max_context:
+        observation = renderer.start(await self._start(task, seat))
+        if len(observation) >= max_context:
             raise ValueError(
                 f"the first prompt of {task.environment} has {len(observation)} tokens and"
-                f" max_context is {self.max_context}; raise --max-context-length or shorten the"
+                f" max_context_length is {max_context}; raise --max-context-length or shorten the"
                 " prompt"
             )
-        stream = ("sampling", self.seed, task.group_id, task.outcome_seed, repetition)
+        stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, part.repetition)
         while True:
             trajectory.append_observation(observation)
             sampling = SamplingParams(
-                max_tokens=min(self.max_tokens, self.max_context - len(trajectory)),
-                temperature=self.temperature,
-                top_p=self.top_p,
-                stop_token_ids=self.renderer.stop_token_ids,
+                max_tokens=min(settings.max_response_length, max_context - len(trajectory)),
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                stop_token_ids=renderer.stop_token_ids,
                 seed=_stable_seed(*stream, len(trajectory.turns)),
             )
-            completion = await self._generate(list(trajectory.tokens), sampling, session)
+            completion = await self._generate(list(trajectory.tokens), sampling, part.session)
             turn = trajectory.append_action(completion)
             turn.info["finish_reason"] = completion.finish_reason
-            result = await self._respond(episode, self.renderer.decode_action(completion.tokens))
+            result = await self._respond(seat, renderer.decode_action(completion.tokens))
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
             if result.message is None:
                 return trajectory
-            finished_cleanly = completion.tokens[-1:] == [self.renderer.end_of_turn]
-            observation = self.renderer.observe(result.message, finished_cleanly)
-            if len(trajectory) + len(observation) >= self.max_context:
+            finished_cleanly = completion.tokens[-1:] == [renderer.end_of_turn]
+            observation = renderer.observe(result.message, finished_cleanly)
+            if len(trajectory) + len(observation) >= max_context:
                 turn.info["context_overflow"] = trajectory.truncated = True
                 return trajectory
 
-    async def _start(self, task: Task) -> tuple[Episode, list[Message]]:
-        def start() -> tuple[Episode, list[Message]]:
-            episode = task.make_episode()
-            return episode, episode.start(
-                task.seed, outcome_seed=task.outcome_seed, board=task.board
-            )
+    async def _start(self, task: Task, seat: _Seat) -> list[Message]:
+        def start() -> list[Message]:
+            seat.episode = seat.episode or task.make_episode()
+            return seat.episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
 
         try:
-            return await self.limit.call(start)
+            return await self._ask(seat, start)
         except EnvironmentFailed as error:
             raise ValueError(
                 f"environment {task.environment} cannot start from seed {task.seed}: {error}"
             ) from error
 
+    async def _respond(self, seat: _Seat, text: str) -> TurnResult:
+        """The environment's answer; if there is none, the end of the trajectory."""
+        try:
+            return await self._ask(seat, partial(seat.episode.respond, text))
+        except EnvironmentFailed as error:
+            seat.is_broken = True
+            return failed_turn(error)
+
+    async def _ask(self, seat: _Seat, function: Callable[[], T]) -> T:
+        if seat.worker is None:
+            return guarded(function)
+        return await self._meanwhile(seat.worker.call(function))
+
     async def _generate(
         self, tokens: list[int], sampling: SamplingParams, session: int
     ) -> Completion:
         while True:
+            lost, sent_again = self._lost, self._sent_again
             try:
-                return await self.engine.generate(tokens, sampling, session=session)
+                return await self._engine.generate(tokens, sampling, session=session)
+            except WeightsLost:
+                lost.set()  # nothing happens if the weights have come again since the request
+                await sent_again.wait()
             except (RuntimeError, MemoryError, OSError) as error:
-                if not isinstance(error, WeightsLost) or self.send_again is None:
-                    raise EngineError(
-                        f"the rollout engine failed: {type(error).__name__}: {error}"
-                    ) from error
-            self.send_again()  # blocks: without weights no trajectory can go on
+                raise EngineError(
+                    f"the rollout engine failed: {type(error).__name__}: {error}"
+                ) from error
 
-    async def _respond(self, episode: Episode, text: str) -> TurnResult:
-        """The environment's answer; if there is none, the end of this trajectory with the error as
-        data.
-        """
-        try:
-            return await self.limit.call(lambda: episode.respond(text))
-        except EnvironmentFailed as error:
-            info = {ERROR: str(error), "success": False}
-            return TurnResult(reward=0.0, message=None, terminated=False, truncated=True, info=info)
+
+def _first_episode(task: Task) -> Episode:
+    try:
+        return guarded(task.make_episode)
+    except EnvironmentFailed as error:
+        raise ValueError(f"environment {task.environment} cannot be built: {error}") from error
+
+
+async def _plainly(answer: Coroutine[Any, Any, T]) -> T:
+    return await answer
+
+
+def _close(seat: _Seat) -> None:
+    if seat.episode is not None:
+        calls.close(seat.episode.environment)
 
 
 def _stable_seed(*parts: object) -> int:
     """A 63-bit seed, the same in every process and run."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-@dataclass(frozen=True, slots=True)
-class PlaySettings:
-    max_response_length: int
-    max_context_length: int
-    temperature: float
-    seed: int
-    top_p: float = 1.0
-    environment_timeout: float = EnvironmentConfig.environment_timeout
-
-
-class Collection:
-    def __init__(self, engine, renderer, tasks, settings, *, advance=None):
-        self.args = engine, renderer, tasks
-        self.settings, self.advance = settings, advance
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *a):
-        pass
-
-    def play(self):
-        s = self.settings
-        self._groups = collect(
-            *self.args,
-            max_tokens=s.max_response_length,
-            max_context=s.max_context_length,
-            temperature=s.temperature,
-            seed=s.seed,
-            environment_timeout=s.environment_timeout,
-            advance=self.advance,
-        )
-        return True
-
-    def groups(self):
-        return self._groups

@@ -34,7 +34,8 @@ class EvaluationResult:
     success: float
     ci_low: float
     ci_high: float
-    random: float
+    random: float | None
+    """Of the reference players; None if it is not known."""
     optimum: float | None
     reward: float
     valid_format_rate: float
@@ -45,14 +46,11 @@ class EvaluationResult:
         return asdict(self)
 
     def __str__(self) -> str:
-        rates = (
-            self.success,
-            self.ci_low,
-            self.ci_high,
-            self.random,
-            math.nan if self.optimum is None else self.optimum,
+        known = ["-" if rate is None else f"{rate:.1%}" for rate in (self.random, self.optimum)]
+        return (
+            f"success {self.success:.1%} [{self.ci_low:.1%}, {self.ci_high:.1%}]"
+            f"  random {known[0]}  optimum {known[1]}"
         )
-        return "success {:.1%} [{:.1%}, {:.1%}]  random {:.1%}  optimum {:.1%}".format(*rates)
 
 
 def evaluate(
@@ -111,7 +109,9 @@ def evaluate(
 def reference_players(
     config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
 ) -> Baselines:
-    """The uniform-random and the optimal player on the same initial states under the same budget."""
+    """The uniform-random and the optimal player on the same initial states under the same
+    budget.
+    """
     prompts = boards[:num_prompts] if boards else range(123, 123 + num_prompts)
     return baselines(name, prompts, episode_config(config), config.options(name))
 
@@ -120,15 +120,15 @@ def mean_references(
     references: Mapping[str, Baselines], shares: Mapping[str, float]
 ) -> dict[str, float]:
     """Success of the random and the optimal player, environments weighted by their shares of the
-    rollouts.
+    rollouts; without a player that is not known in one of them.
     """
     total = sum(shares.values())
-    return {
-        "random": sum(share / total * references[name].random for name, share in shares.items()),
-        "optimum": sum(
-            share / total * (references[name].optimum or math.nan) for name, share in shares.items()
-        ),
-    }
+    means = {}
+    for player in ("random", "optimum"):
+        rates = {name: getattr(references[name], player) for name in shares}
+        if None not in rates.values():
+            means[player] = sum(share / total * rates[name] for name, share in shares.items())
+    return means
 
 
 def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
@@ -151,7 +151,9 @@ def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float,
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374 Eq. 1)."""
+    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374
+    Eq. 1).
+    """
     num_samples = min(len(row) for row in successes)
     result, k = {}, 1
     while k <= num_samples:

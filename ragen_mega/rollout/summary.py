@@ -11,7 +11,7 @@ from statistics import fmean
 
 from ragen_mega.algorithm.diagnostics import in_group_reward_std
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
-from ragen_mega.rollout.collector import ERROR
+from ragen_mega.environments.episode import ERROR
 
 _MAX_REASON = 200
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
+from ragen_mega.environments import calls
 from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import Task, tasks_for_group
 
 TRAINING_SEEDS = (1_000_000, 1_000_000_000)
@@ -63,7 +64,7 @@ class TaskSampler:
         groups = []
         for index, name in enumerate(self._names):
             group_id = step * num_groups + index
-            seed = self._fresh_seed(makers[name](), self._held_out[name], generator)
+            seed = self._fresh_seed(makers[name], self._held_out[name], generator)
             groups.append(
                 tasks_for_group(
                     group_id,
@@ -78,24 +79,30 @@ class TaskSampler:
 
     @staticmethod
     def _fresh_seed(
-        episode: Episode, held_out: frozenset[str], generator: np.random.Generator
+        make_episode: Callable[[], Episode],
+        held_out: frozenset[str],
+        generator: np.random.Generator,
     ) -> int:
         """A training seed whose initial state is no evaluation board."""
-        while True:
-            seed = int(generator.integers(*TRAINING_SEEDS))
-            if not held_out or initial_state(episode, seed) not in held_out:
-                return seed
+        seed = int(generator.integers(*TRAINING_SEEDS))
+        if held_out:
+            episode = make_episode()
+            while initial_state(episode, seed) in held_out:
+                seed = int(generator.integers(*TRAINING_SEEDS))
+        return seed
 
 
 def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = None) -> str:
     """The first observation, by which boards are told apart."""
-    return episode.environment.reset(seed, board=board)
+    return calls.reset(episode.environment, seed, board=board)
 
 
 def held_out_states(config: EnvironmentConfig, name: str) -> frozenset[str]:
     """First observations of the packaged evaluation boards of `name`; empty if it has none."""
+    boards = evaluation_boards(config, name)
+    if not boards:
+        return frozenset()
     episode = episode_maker(config, name)()
-    boards = evaluation_boards(config, name) or []
     return frozenset(initial_state(episode, board.seed, board.rows) for board in boards)
 
 
@@ -108,8 +115,11 @@ def evaluation_boards(
     Raises ValueError if a file is given that holds none for this environment.
     """
     options = config.options(name)
-    if path is None and not has_packaged_boards(make(name, **options)):
-        return None
+    if path is None:
+        environment = make(name, **options)
+        calls.close(environment)
+        if not has_packaged_boards(environment):
+            return None
     return load_boards(path, name, **options)
 
 

@@ -7,14 +7,17 @@ answer and how to describe the state, never how to play.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from ragen_mega.data.packing import minibatches
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
-from ragen_mega.environments.episode import Episode
+from ragen_mega.environments import calls
+from ragen_mega.environments.episode import Episode, Message, TurnResult, failed_turn
+from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.scripted import scripted_response
 
@@ -28,18 +31,16 @@ def scripted_texts(
     """Everything that is said in scripted episodes, one string per message: the corpus of the
     tokenizer.
     """
-    texts = ["system\nuser\nassistant\n"] * len(
-        seeds
-    )  # the chat template's words, as frequent as they will be
+    # The chat template's words, as frequent as they will be.
+    texts = ["system\nuser\nassistant\n"] * len(seeds)
     episode = make_episode()
     for seed in seeds:
-        generator = np.random.default_rng([seed, 1])
-        texts.extend(message.content for message in episode.start(seed, outcome_seed=seed))
-        while not episode.done:
-            response = scripted_response(episode, generator, skill=skill)
+        texts.extend(message.content for message in _start(episode, seed))
+        for response, result in _scripted_turns(episode, seed, skill):
             texts.append(response)
-            if (message := episode.respond(response).message) is not None:
-                texts.append(message.content)
+            if result.message is not None:
+                texts.append(result.message.content)
+    calls.close(episode.environment)
     return texts
 
 
@@ -53,24 +54,42 @@ def scripted_trajectory(
     max_turns: int | None = None,
 ) -> Trajectory:
     """The first `max_turns` turns (None: all) of a scripted episode; the loss mask covers what the
-    player says.
+    player says. The episode's environment is closed.
     """
-    generator = np.random.default_rng([seed, 1])
     trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
-    trajectory.append_observation(renderer.start(episode.start(seed, outcome_seed=seed)))
-    while not episode.done:
-        response = scripted_response(episode, generator, skill=skill)
+    trajectory.append_observation(renderer.start(_start(episode, seed)))
+    for response, result in _scripted_turns(episode, seed, skill):
         tokens = [
             *renderer.tokenizer.encode(response, add_special_tokens=False),
             renderer.end_of_turn,
         ]
         turn = trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
-        result = episode.respond(response)
         turn.reward, turn.info = result.reward, result.info
         if result.message is None or len(trajectory.turns) == max_turns:
             break
         trajectory.append_observation(renderer.observe(result.message, finished_cleanly=True))
+    calls.close(episode.environment)
     return trajectory
+
+
+def _start(episode: Episode, seed: int) -> list[Message]:
+    try:
+        return guarded(lambda: episode.start(seed, outcome_seed=seed))
+    except EnvironmentFailed as error:
+        kind = type(episode.environment).__name__
+        raise ValueError(f"environment {kind} cannot start from seed {seed}: {error}") from error
+
+
+def _scripted_turns(episode: Episode, seed: int, skill: float) -> Iterator[tuple[str, TurnResult]]:
+    """What the player says and what it leads to; an environment that fails ends the episode."""
+    generator = np.random.default_rng([seed, 1])
+    while not episode.done:
+        response = scripted_response(episode, generator, skill=skill)
+        try:
+            yield response, guarded(partial(episode.respond, response))
+        except EnvironmentFailed as error:
+            yield response, failed_turn(error)
+            return
 
 
 def fit(

@@ -29,6 +29,7 @@ from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.clone import fit, scripted_texts, scripted_trajectory
+from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 BASE, WARM_START, WARM_START_CRITIC = "base", "warm_start", "warm_start_critic"
@@ -128,6 +129,9 @@ def warm_start(
         temperature=warm.warm_start_temperature,
     )
     student.load_weights(open_model(config.run_directory / BASE))
+    for name in config.environment.shares:
+        if note := narration_note(name, episode_maker(config.environment, name)()):
+            console.say(note)
     first_turns = scripted_play(
         config, renderer, console, 4 * warm.warm_start_trajectories, max_turns=1
     )

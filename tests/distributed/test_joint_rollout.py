@@ -15,9 +15,9 @@ from ragen_mega.data import distributed
 from ragen_mega.data.types import Completion, SamplingParams, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks
-from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.support.forked_ranks import on_ranks

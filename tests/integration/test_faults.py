@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.environments import protocol as base
-from ragen_mega.environments.protocol import Registration, StepResult
+from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.rollout.collector import Task
 from ragen_mega.run.run import Run
@@ -265,14 +264,11 @@ def test_a_run_goes_on_with_a_broken_environment(
     """Every trajectory of the start model that pulls an arm meets the environment; those that fail
     are truncated.
     """
-    monkeypatch.setitem(
-        base._REGISTRY,
-        "bandit",
-        Registration(f"{__name__}:Flaky", base._REGISTRY["bandit"].options),
-    )
     run = open_run(
         output,
         "flaky",
+        "--environments",
+        f"{__name__}:Flaky",
         "--num-steps",
         "1",
         "--environment-timeout",
@@ -297,5 +293,5 @@ def test_a_run_goes_on_with_a_broken_environment(
     said = capfd.readouterr().out
     assert (
         f"step 0: environment errors closed {len(failed)} trajectories as truncated; the first:"
-        " bandit with seed " in said
+        f" {__name__}:Flaky with seed " in said
     )

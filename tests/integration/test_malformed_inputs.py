@@ -17,7 +17,7 @@ import torch
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.protocol import make
+from ragen_mega.environments.registry import make
 from ragen_mega.models.huggingface import load_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.storage.checkpoints import find_latest

@@ -29,8 +29,8 @@ from ragen_mega.engines.sglang.http_json import RequestRefused
 from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
 from ragen_mega.engines.sglang.weights import Message, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.protocol import make
-from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.environments.registry import make
+from ragen_mega.rollout.collector import Collection, PlaySettings, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.support.processes import command_of, is_alive, wait_until
 from tests.support.sglang_server import (
@@ -343,16 +343,11 @@ def test_a_rollout_survives_sigkill_of_the_server(
             engine.weight_version,
             [engine.server.pid, *supervisor.descendants(engine.server.pid)],
         )
-        groups = collect(
-            engine,
-            renderer,
-            tasks,
-            max_tokens=20,
-            max_context=MAX_CONTEXT,
-            seed=1,
-            advance=kill_once,
-            send_again=send_again,
-        )
+        settings = PlaySettings(20, MAX_CONTEXT, 1.0, 1)
+        with Collection(engine, renderer, tasks, settings, advance=kill_once) as collection:
+            while not collection.play():
+                send_again()
+            groups = collection.groups()
         assert len(sent_again) == num_sent_again
         assert engine.counts.restarts == restarts + 1 and engine.counts.reissued > 0
         assert engine.weight_version == version

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.environments import protocol as base
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.protocol import Registration, StepResult
+from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.reference_players import baselines, optimal_actions
+from ragen_mega.environments.registry import register
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,8 +110,8 @@ class Coin:
         return {}
 
 
-def test_environment_without_a_solver(monkeypatch):
-    monkeypatch.setitem(base._REGISTRY, "coin", Registration(f"{__name__}:Coin"))
+def test_environment_without_a_solver():
+    register("coin", Coin)
     result = baselines("coin", range(100), EpisodeConfig())
     assert result.random == pytest.approx(0.5, abs=0.04) and not result.is_exact
     assert result.optimum is None and result.optimum_closed_loop is None

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
-from ragen_mega.environments.protocol import make
-from ragen_mega.rollout.collector import Task, collect, tasks_for_group
+from ragen_mega.environments.registry import make
+from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from tests.support.rounding import exact_logprobs
@@ -140,9 +140,7 @@ def lake_tasks(num_groups: int = 2, group_size: int = 4) -> list[Task]:
 def test_mask_covers_exactly_what_the_engine_returned(
     engine: RecordingEngine, renderer: ChatRenderer, model: Qwen2ForCausalLM
 ) -> None:
-    groups = collect(
-        engine, renderer, lake_tasks(), max_tokens=12, max_context=512, temperature=0.8, seed=3
-    )
+    groups = collect(engine, renderer, lake_tasks(), PlaySettings(12, 512, 0.8, 3))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     assert [group.group_id for group in groups] == [0, 1] and len(trajectories) == 8
     assert sorted(engine.released) == list(range(8))
@@ -171,9 +169,7 @@ def test_between_turns_stands_what_the_environment_said(
     engine: RecordingEngine, renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tasks = lake_tasks(1, 2)
-    trajectory = collect(engine, renderer, tasks, max_tokens=10, max_context=512, seed=0)[
-        0
-    ].trajectories[1]
+    trajectory = collect(engine, renderer, tasks, PlaySettings(10, 512, 1.0, 0))[0].trajectories[1]
     episode = tasks[1].make_episode()
     episode.start(tasks[1].seed, outcome_seed=tasks[1].outcome_seed)
     for turn, following in zip(trajectory.turns, trajectory.turns[1:], strict=False):
@@ -193,7 +189,7 @@ def test_samples_depend_on_seed_and_task_alone(
     engine: RecordingEngine, renderer: ChatRenderer
 ) -> None:
     def play(tasks: Sequence[Task], seed: int) -> list[Trajectory]:
-        groups = collect(engine, renderer, tasks, max_tokens=8, max_context=512, seed=seed)
+        groups = collect(engine, renderer, tasks, PlaySettings(8, 512, 1.0, seed))
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     tasks = lake_tasks()
@@ -222,9 +218,7 @@ def test_solved_episodes_are_terminated_with_their_reward(
         engine,
         renderer,
         tasks,
-        max_tokens=60,
-        max_context=512,
-        seed=0,
+        PlaySettings(60, 512, 1.0, 0),
         advance=lambda: seen.append(1),
     )
     assert len(seen) == 2
@@ -256,7 +250,7 @@ def test_no_trajectory_waits_for_another(
     engine = ScriptedEngine(
         tokenizer, lambda session, turn: "?", delay=lambda session: 200 if session == 0 else 1
     )
-    collect(engine, renderer, lake_tasks(1, 3), max_tokens=5, max_context=512, seed=0)
+    collect(engine, renderer, lake_tasks(1, 3), PlaySettings(5, 512, 1.0, 0))
     assert engine.log[:10] == sorted(
         engine.log[:10], key=lambda call: call[1]
     )  # sessions 1 and 2 go on together
@@ -270,33 +264,29 @@ def test_a_context_without_room_closes_the_trajectory(
     tasks = lake_tasks(1, 4)
     prompt = len(renderer.start(tasks[0].make_episode().start(tasks[0].seed)))
     max_context = prompt + 70
-    for trajectory in collect(
-        engine, renderer, tasks, max_tokens=12, max_context=max_context, seed=0
-    )[0].trajectories:
+    for trajectory in collect(engine, renderer, tasks, PlaySettings(12, max_context, 1.0, 0))[
+        0
+    ].trajectories:
         assert len(trajectory) <= max_context
         assert trajectory.truncated and not trajectory.terminated
         assert [turn.info.get("context_overflow", False) for turn in trajectory.turns][-1]
         assert not any("context_overflow" in turn.info for turn in trajectory.turns[:-1])
         assert 1 <= len(trajectory.turns) < 5 and trajectory.loss_mask[-1]
-    free = collect(engine, renderer, tasks[:1], max_tokens=12, max_context=512, seed=0)[
-        0
-    ].trajectories[0]
+    free = collect(engine, renderer, tasks[:1], PlaySettings(12, 512, 1.0, 0))[0].trajectories[0]
     second = free.turns[1].start
     for max_context, sampled in (
         (second, 0),
         (second + 1, 1),
     ):  # no room at all, room for one token
-        cut = collect(engine, renderer, tasks[:1], max_tokens=12, max_context=max_context, seed=0)[
+        cut = collect(engine, renderer, tasks[:1], PlaySettings(12, max_context, 1.0, 0))[
             0
         ].trajectories[0]
         assert cut.tokens == free.tokens[: second + 1 if sampled else free.turns[0].end]
         assert len(cut.turns) == 1 + sampled and cut.turns[-1].info["context_overflow"]
-    tight = collect(engine, renderer, tasks, max_tokens=12, max_context=prompt + 3, seed=0)[
-        0
-    ].trajectories
+    tight = collect(engine, renderer, tasks, PlaySettings(12, prompt + 3, 1.0, 0))[0].trajectories
     assert all(len(trajectory) <= prompt + 3 for trajectory in tight)
-    with pytest.raises(ValueError, match=f"has {prompt} tokens and max_context is {prompt}"):
-        collect(engine, renderer, tasks, max_tokens=12, max_context=prompt, seed=0)
+    with pytest.raises(ValueError, match=f"has {prompt} tokens and max_context_length is {prompt}"):
+        collect(engine, renderer, tasks, PlaySettings(12, prompt, 1.0, 0))
 
 
 class BrokenEpisode(Episode):
@@ -319,9 +309,7 @@ def test_an_environment_that_raises_costs_one_trajectory(
         engine,
         renderer,
         [healthy, replace(other, make_episode=broken)],
-        max_tokens=6,
-        max_context=512,
-        seed=0,
+        PlaySettings(6, 512, 1.0, 0),
     )
     fine, failed = groups[0].trajectories
     assert len(fine.turns) == 5 and "error" not in fine.turns[-1].info
@@ -340,7 +328,7 @@ def test_an_episode_that_cannot_start_ends_the_rollout(
 ) -> None:
     tasks = tasks_for_group(0, "frozen_lake", 0, frozen_lake(), group_size=3, board=("SF", "FX"))
     with pytest.raises(ValueError, match="board"):
-        collect(engine, renderer, tasks, max_tokens=6, max_context=512, seed=0)
+        collect(engine, renderer, tasks, PlaySettings(6, 512, 1.0, 0))
 
 
 def test_tasks_of_a_group_share_all_but_their_outcomes() -> None:
@@ -355,7 +343,7 @@ def test_tasks_of_a_group_share_all_but_their_outcomes() -> None:
     assert again == tasks
     with pytest.raises(ValueError, match="group_size"):
         tasks_for_group(3, "frozen_lake", 11, frozen_lake(), group_size=0)
-    assert collect(None, None, [], max_tokens=1, max_context=2, seed=0) == []
+    assert collect(None, None, [], PlaySettings(1, 2, 1.0, 0)) == []
 
 
 def trajectory_of(

@@ -14,9 +14,9 @@ from ragen_mega.environments.boards import (
     has_packaged_boards,
     load_boards,
     packaged_sets,
-    read_boards,
 )
-from ragen_mega.environments.protocol import Environment, make, names, stable_seed
+from ragen_mega.environments.protocol import Environment, stable_seed
+from ragen_mega.environments.registry import make, names
 
 CHECK = "\u221a"
 ROOM = ["######", "#____#", "#_PXO#", "#____#", "#____#", "######"]
@@ -73,7 +73,8 @@ def test_bad_options_are_refused(name, options, message):
 
 def test_seeds_do_not_depend_on_the_process():
     script = (
-        "from ragen_mega.environments.protocol import make, stable_seed\nprint(stable_seed(5, 'x'),"
+        "from ragen_mega.environments.protocol import stable_seed\n"
+        "from ragen_mega.environments.registry import make\nprint(stable_seed(5, 'x'),"
         " *(make(n).reset(10123) for n in ('sokoban', 'sokoban_large', 'frozen_lake')))"
     )
     run = [sys.executable, "-X", "utf8", "-c", script]
@@ -269,7 +270,7 @@ def test_boards_of_other_kinds_are_left_out(tmp_path):
     assert [board.seed for board in load_boards(path, "sokoban", dim=7)] == [9]
     assert [board.rows for board in load_boards(path, "frozen_lake")] == [tuple(LAKE)]
     with pytest.raises(
-        ValueError, match=r"none of its 3 boards \(sets mine\) fits environment sokoban_large"
+        ValueError, match=r"none of its boards \(sets mine\) fits environment sokoban_large"
     ):
         load_boards(path, "sokoban_large")
 
@@ -302,8 +303,9 @@ def test_boards_of_other_kinds_are_left_out(tmp_path):
 def test_malformed_boards_name_file_and_line(tmp_path, line, message):
     path = tmp_path / "boards.jsonl"
     path.write_text(record() + "\n" + line + "\n", encoding="utf-8")
+    name = "sokoban" if "#" in line or "board" not in line else "frozen_lake"
     with pytest.raises(ValueError, match=message) as caught:
-        read_boards(path)
+        load_boards(path, name)
     assert str(caught.value).startswith(f"{path}, line 2: ") and "\n" not in str(caught.value)
 
 
@@ -311,9 +313,9 @@ def test_unreadable_boards_files(tmp_path):
     for name, content in (("empty.jsonl", b"\n \n"), ("binary.jsonl", b"\xff\xfe\x00")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=name):
-            read_boards(tmp_path / name)
+            load_boards(tmp_path / name, "sokoban")
     with pytest.raises(ValueError, match="cannot read the boards file"):
-        read_boards(tmp_path)
+        load_boards(tmp_path, "sokoban")
 
 
 # Gymnasium

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.environments.boards import load_boards
-from ragen_mega.environments.protocol import make
-from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake, parse_lake
+from ragen_mega.environments.registry import make
+from ragen_mega.environments.worlds.frozen_lake.lakes import parse_lake
+from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_boards.py"
 

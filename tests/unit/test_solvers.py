@@ -14,14 +14,14 @@ import pytest
 import ragen_mega.environments.boards as boards_module
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.protocol import make
 from ragen_mega.environments.reference_players import baselines, optimal_actions, wilson_interval
-from ragen_mega.environments.worlds.frozen_lake.solver import MAX_UNSEEN_ACTIONS, LakeSolver
-from ragen_mega.environments.worlds.frozen_lake.world import (
+from ragen_mega.environments.registry import make
+from ragen_mega.environments.worlds.frozen_lake.lakes import (
     DIRECTIONS,
     generate_lake,
     parse_lake,
 )
+from ragen_mega.environments.worlds.frozen_lake.solver import MAX_UNSEEN_ACTIONS, LakeSolver
 from ragen_mega.environments.worlds.sokoban.rooms import parse_room
 from ragen_mega.environments.worlds.sokoban.solver import random_success, shortest_plan
 

@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 
 from ragen_mega.data.types import Completion, SamplingParams
-from ragen_mega.environments import protocol as base
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.pool import SECONDS_TOGETHER, EnvironmentFailed, TimeLimit
-from ragen_mega.environments.protocol import Registration, StepResult, make
+from ragen_mega.environments.pool import EnvironmentFailed, Worker
+from ragen_mega.environments.protocol import StepResult
+from ragen_mega.environments.registry import make, register
 from ragen_mega.environments.worlds.bandit.world import Bandit
-from ragen_mega.rollout.collector import collect, tasks_for_group
+from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import environment_errors, summarize
@@ -92,8 +92,8 @@ def renderer() -> ChatRenderer:
 
 
 @pytest.fixture
-def play(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    monkeypatch.setitem(base._REGISTRY, "flaky", Registration(f"{__name__}:Flaky"))
+def play(renderer: ChatRenderer) -> Iterator[Callable]:
+    register("flaky", Flaky)
 
     def play(way: str, *, timeout: float, fail: Exception | None = None, group_size: int = 8):
         def episode() -> Episode:
@@ -106,10 +106,7 @@ def play(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
             engine,
             renderer,
             tasks,
-            max_tokens=60,
-            max_context=200,
-            seed=0,
-            environment_timeout=timeout,
+            PlaySettings(60, 200, 1.0, 0, environment_timeout=timeout),
         )
 
     return play
@@ -167,22 +164,25 @@ def test_hanging_environments_cost_their_time_limit_once(play: Callable) -> None
     assert {why for _, why in environment_errors([group])} == {"took longer than 0.5 s"}
 
 
-def test_beyond_a_second_only_the_slow_one_waits() -> None:
-    """Four calls that sleep 20 s with a limit of 3 s: a second each for all, then together."""
+def test_calls_that_do_not_return_wait_together() -> None:
+    """Four calls that never return, each of which may take half a second; another one answers."""
+    forever = threading.Event()
 
-    async def work() -> float:
-        limit = TimeLimit(SECONDS_TOGETHER + 2)
-        start = time.monotonic()
-        failed = await asyncio.gather(
-            *(limit.call(lambda: time.sleep(20)) for _ in range(4)), return_exceptions=True
+    async def work() -> None:
+        workers = [Worker(0.5) for _ in range(5)]
+        calls = [worker.call(forever.wait) for worker in workers[:4]]
+        *failed, answered = await asyncio.gather(
+            *calls, workers[4].call(lambda: 5), return_exceptions=True
         )
-        assert [type(error) for error in failed] == [EnvironmentFailed] * 4
-        assert await limit.call(lambda: 5) == 5
-        limit.close()
-        return time.monotonic() - start
+        assert [type(error) for error in failed] == [EnvironmentFailed] * 4 and answered == 5
+        assert str(failed[0]) == "took longer than 0.5 s"
+        for worker in workers:
+            worker.end(lambda: None)
+        forever.set()
+        for worker in workers:
+            worker.join(5)
 
-    seconds = asyncio.run(work())
-    assert 4 * SECONDS_TOGETHER + 1.9 < seconds < 4 * (SECONDS_TOGETHER + 2) - 1
+    asyncio.run(work())
 
 
 def test_an_environment_that_cannot_start_names_its_seed(play: Callable) -> None:
@@ -212,18 +212,18 @@ def fresh_threads() -> list[threading.Thread]:
     """Workers that are not asleep in one of the hanging environments above."""
     frames = sys._current_frames()
     return [
-        thread for thread in threading.enumerate()
-        if thread.name == "environment"
-        and frames[thread.ident].f_code.co_name not in ("step", "<lambda>")
-    ]  # fmt: skip
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "environment" and frames[thread.ident].f_code.co_name != "step"
+    ]
 
 
 def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
     program = """
 import asyncio, time
-from ragen_mega.environments.pool import TimeLimit
+from ragen_mega.environments.pool import Worker
 try:
-    asyncio.run(TimeLimit(0.1).call(lambda: time.sleep(600)))
+    asyncio.run(Worker(0.1).call(lambda: time.sleep(600)))
 except Exception as error:
     print(error)
 """

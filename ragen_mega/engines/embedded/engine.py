@@ -9,9 +9,11 @@ computed once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +26,24 @@ from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.slots import Prefill, SlotTable
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.rollout.engine import EngineCounts
+
+STEPS_AWAY = 32
+"""Decode steps that an answer from outside takes, however fast it comes."""
+MAX_PATIENCE = 30.0
+"""Seconds that the engine stands still for an answer which is due. One that takes longer counts
+when it comes, and what is sampled beside it may then differ in the last bits."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Absence:
+    """A trajectory that waits for an answer from outside, and the step at which it goes on."""
+
+    due: int
+    answer: asyncio.Future[Any]
+    is_over: asyncio.Future[None]
+    is_overdue: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +86,8 @@ class EmbeddedEngine:
         self._sessions: list[int] = []  # session of every slot in use
         self._waiting: dict[int, _Request] = {}  # by session, in order of arrival
         self._running: dict[int, _Request] = {}  # by session
+        self._absences: deque[_Absence] = deque()  # in order of their beginning
+        self._step = 0
         self._scheduler: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -145,6 +167,28 @@ class EmbeddedEngine:
             ):  # the caller was cancelled
                 self._forget(session)
 
+    async def meanwhile(self, answer: Coroutine[Any, Any, T]) -> T:
+        """What `answer` comes to, `STEPS_AWAY` decode steps from now, whenever it really came.
+
+        Others are decoded meanwhile, and what they are decoded with does not depend on the speed of
+        the answer, and so not their log-probabilities to the bit either: with nothing to do, or an
+        answer that is due, the engine waits.
+        """
+        absence = _Absence(
+            self._step + STEPS_AWAY,
+            asyncio.ensure_future(answer),
+            asyncio.get_running_loop().create_future(),
+        )
+        self._absences.append(absence)
+        self._wake_scheduler()
+        try:
+            await absence.is_over
+            return absence.answer.result()
+        finally:
+            absence.answer.cancel()
+            if absence in self._absences:  # the caller was cancelled
+                self._absences.remove(absence)
+
     def release(self, session: int) -> None:
         """Free the session's slot; a completion in progress is cancelled. Unknown sessions are
         released already.
@@ -171,6 +215,7 @@ class EmbeddedEngine:
             request.future.cancel()
         self._waiting.clear()
         self._running.clear()
+        self._absences.clear()
         self._slot_of.clear()
         self._sessions.clear()
         self._scheduler = self._decoder = self._slots = None
@@ -192,11 +237,13 @@ class EmbeddedEngine:
         """Hand the scheduler's failure to everyone who waits for it."""
         if task.cancelled() or (error := task.exception()) is None:
             return
-        for request in (*self._waiting.values(), *self._running.values()):
-            if not request.future.done():
-                request.future.set_exception(error)
+        requests = (*self._waiting.values(), *self._running.values())
+        for future in (*(r.future for r in requests), *(a.is_over for a in self._absences)):
+            if not future.done():
+                future.set_exception(error)
         self._waiting.clear()
         self._running.clear()
+        self._absences.clear()
 
     async def _schedule(self) -> None:
         """Admit, decode one token everywhere, let trajectories react; until nothing can run."""
@@ -204,11 +251,34 @@ class EmbeddedEngine:
             # Callers that were just answered come back with their next turn before the next step is
             # planned.
             await asyncio.sleep(0)
+            if await self._end_absences():
+                continue
             admitted = self._admit()
-            if not admitted and not self._running:
-                return
             if self._running:
                 self._answer(self._slots.decode(self._decoder))
+                self._step += 1
+            elif upcoming := [one.due for one in self._absences if not one.is_overdue]:
+                self._step = max(self._step, upcoming[0])
+            elif self._absences:
+                answers = [absence.answer for absence in self._absences]
+                await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+            elif not admitted:
+                return
+
+    async def _end_absences(self) -> bool:
+        """Let those go on whose step has come, in order; whether there were any."""
+        due = [absence for absence in self._absences if absence.due <= self._step]
+        awaited = [absence.answer for absence in due if not absence.is_overdue]
+        if awaited:
+            await asyncio.wait(awaited, timeout=MAX_PATIENCE)
+        ended = [absence for absence in due if absence.answer.done()]
+        for absence in due:
+            absence.is_overdue = True
+        for absence in ended:
+            self._absences.remove(absence)
+            if not absence.is_over.done():
+                absence.is_over.set_result(None)
+        return bool(ended)
 
     def _admit(self) -> bool:
         """Prefill every waiting request that has or finds a slot, equal beginnings first computed

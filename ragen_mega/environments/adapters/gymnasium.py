@@ -12,7 +12,8 @@ from typing import Any
 
 import gymnasium
 
-from ragen_mega.environments.protocol import make, names
+from ragen_mega.environments import calls
+from ragen_mega.environments.registry import make, names
 
 _MAX_EPISODE_STEPS = 100  # as in gym-sokoban and FrozenLake-v1
 _MAX_OBSERVATION_LENGTH = 4096
@@ -52,7 +53,9 @@ class TextWorld(gymnasium.Env[str, int]):
                 " board"
             )
         prompt_seed = int(self.np_random.integers(2**31)) if seed is None else seed
-        self._observation = self.world.reset(prompt_seed, outcome_seed=outcome_seed, board=board)
+        self._observation = calls.reset(
+            self.world, prompt_seed, outcome_seed=outcome_seed, board=board
+        )
         return self._observation, {"success": False}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -60,9 +63,12 @@ class TextWorld(gymnasium.Env[str, int]):
             raise ValueError(
                 f"action must be an index into {', '.join(self.world.actions)}, not {action!r}"
             )
-        result = self.world.step(self.world.actions[int(action)])
+        result = calls.step(self.world, self.world.actions[int(action)])
         self._observation = result.observation
         return result.observation, result.reward, result.terminated, result.truncated, result.info
+
+    def close(self) -> None:
+        calls.close(self.world)
 
     def render(self) -> str | None:  # type: ignore[override]
         return self._observation if self.render_mode == "ansi" else None

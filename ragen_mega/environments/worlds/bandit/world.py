@@ -18,10 +18,18 @@ from ragen_mega.environments.protocol import (
     check_seed,
     stable_seed,
 )
+from ragen_mega.environments.worlds.bandit.narrator import NARRATOR
+from ragen_mega.environments.worlds.bandit.solver import SOLVER
 
 
 class Bandit:
-    """One pull, one payout. Success means that the arm with the higher expected reward was pulled."""
+    """One pull, one payout. Success means that the arm with the higher expected reward was
+    pulled.
+    """
+
+    is_instant = True
+    narrator = NARRATOR
+    solver = SOLVER
 
     def __init__(
         self,

@@ -10,11 +10,13 @@ vectors, Smallwood and Sondik 1973).
 from __future__ import annotations
 
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragen_mega.environments.worlds.frozen_lake.world import DIRECTIONS, Cell, Lake
+from ragen_mega.environments.protocol import Budget, References, Solver
+from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell, Lake
 
 _Array = NDArray[np.float64]
 _TIE = 1e-12
@@ -128,3 +130,33 @@ class LakeSolver:
         if player == self._lake.goal:
             return 1.0
         return 0.0 if player in self._lake.holes else float(value[self._index[player]])
+
+
+def references(environment: Any, budget: Budget) -> References:
+    """Success of the reference players from where the player stands."""
+    facts = environment.facts()
+    solver, player = LakeSolver(environment.lake, facts["success_rate"]), facts["player"]
+    return References(
+        random=solver.random(player, budget.action_budget),
+        optimum=solver.open_loop(
+            player,
+            max_turns=budget.max_turns,
+            max_actions_per_turn=budget.max_actions_per_turn,
+            max_actions=budget.max_actions,
+        ),
+        optimum_closed_loop=solver.closed_loop(player, budget.max_actions),
+    )
+
+
+def optimal_actions(environment: Any, actions_left: int) -> list[str]:
+    """The best next action alone, because the one after it depends on where this one slips; none
+    if the episode is over.
+    """
+    facts, lake = environment.facts(), environment.lake
+    if facts["player"] == lake.goal or facts["player"] in lake.holes:
+        return []
+    solver = LakeSolver(lake, facts["success_rate"])
+    return [solver.best_action(facts["player"], actions_left)]
+
+
+SOLVER = Solver(references, optimal_actions)

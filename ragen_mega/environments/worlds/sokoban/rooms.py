@@ -134,7 +134,9 @@ def generate_room(rng: np.random.Generator, *, dim: int, num_boxes: int, search_
 
 
 def _dig(rng: np.random.Generator, dim: int) -> list[Cell]:
-    """Floor cells opened by a random walk of int(1.7 * (rows + columns)) stamps, in reading order."""
+    """Floor cells opened by a random walk of int(1.7 * (rows + columns)) stamps, in reading
+    order.
+    """
     num_stamps = int(1.7 * (dim + dim))
     turns = (rng.random(num_stamps) < _TURN_PROBABILITY).tolist()
     headings = rng.integers(len(_STEPS), size=num_stamps + 1).tolist()

@@ -8,7 +8,9 @@ reached.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from typing import Any
 
+from ragen_mega.environments.protocol import Budget, References, Solver
 from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell, Room
 
 _State = tuple[int, frozenset[int]]  # player, boxes; a cell is row * columns + column
@@ -100,10 +102,8 @@ def _live_cells(
     while frontier:
         cell = frontier.pop()
         for step in steps:
-            source, pusher = (
-                cell - step,
-                cell - 2 * step,
-            )  # pushing `source` by `step` from `pusher` lands on `cell`
+            # Pushing `source` by `step` from `pusher` lands on `cell`.
+            source, pusher = cell - step, cell - 2 * step
             if source not in live and source not in walls and pusher not in walls:
                 live.add(source)
                 frontier.append(source)
@@ -116,3 +116,21 @@ def _plan_to(state: _State, parents: dict[_State, tuple[_State, str] | None]) ->
         state, name = parent
         plan.append(name)
     return plan[::-1]
+
+
+def references(environment: Any, budget: Budget) -> References:
+    """Success of the reference players from this position."""
+    plan = shortest_plan(environment.room, budget.max_actions)
+    return References(
+        random=random_success(environment.room, budget.action_budget),
+        optimum=float(plan is not None and len(plan) <= budget.action_budget),
+        optimum_closed_loop=float(plan is not None),
+    )
+
+
+def optimal_actions(environment: Any, actions_left: int) -> list[str]:
+    """A shortest solution from here, cut off at the budget; none if there is none."""
+    return (shortest_plan(environment.room) or [])[:actions_left]
+
+
+SOLVER = Solver(references, optimal_actions)

@@ -19,6 +19,7 @@ from ragen_mega.environments.protocol import (
     check_seed,
     stable_seed,
 )
+from ragen_mega.environments.worlds.sokoban.narrator import NARRATOR
 from ragen_mega.environments.worlds.sokoban.rooms import (
     BOX,
     DIRECTIONS,
@@ -30,7 +31,7 @@ from ragen_mega.environments.worlds.sokoban.rooms import (
     generate_room,
     parse_room,
 )
-from ragen_mega.environments.worlds.sokoban.solver import shortest_plan
+from ragen_mega.environments.worlds.sokoban.solver import SOLVER, shortest_plan
 
 Observation = Literal["grid", "cells", "coord", "grid_coord"]
 Vocabulary = Literal["standard", "new"]
@@ -52,6 +53,9 @@ class Sokoban:
     """
 
     actions: tuple[str, ...] = tuple(DIRECTIONS)
+    is_instant = True
+    narrator = NARRATOR
+    solver = SOLVER
 
     def __init__(
         self,
@@ -94,12 +98,11 @@ class Sokoban:
         return f"sokoban_{self._dim}x{self._dim}_{self._num_boxes}box"
 
     def accepts_board(self, rows: Sequence[str]) -> bool:
-        """Whether a well-formed board has this environment's kind and size."""
-        return (
-            any("#" in row for row in rows)
-            and (len(rows), len(rows[0])) == (self._dim, self._dim)
-            and len(parse_room(rows).boxes) == self._num_boxes
-        )
+        """Whether a board is a room of this size. Raises ValueError if it is a malformed one."""
+        if not any("#" in row for row in rows):
+            return False
+        room = parse_room(rows)
+        return room.size == (self._dim, self._dim) and len(room.boxes) == self._num_boxes
 
     def reset(
         self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None

@@ -1,0 +1,64 @@
+"""What can be said of a lake: what lies around the player and where moves may lead, never which
+move is best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ragen_mega.environments.protocol import Narrator
+from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell
+
+
+def describe(environment: Any, actions: Sequence[str]) -> str:
+    """The four neighbours, each move as what lies behind/ahead of it, and that of the chosen
+    actions.
+
+    A move may slip to either side but never backwards, so what lies behind is what it cannot lead
+    to. The pair is one word: chosen one after the other, its halves would not always belong to the
+    same move.
+    """
+    facts, lake = environment.facts(), environment.lake
+    order, player = list(DIRECTIONS), facts["player"]
+    parts, kinds = [], {}
+    for action in order:
+        cell = lake.neighbour(player, action)
+        kinds[action] = _lake_cell(facts, cell)
+        parts.append(
+            f" {action} {kinds[action]}"
+            if cell == player
+            else f" {action} to{cell} {kinds[action]}"
+        )
+    moves = {
+        action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}"
+        for index, action in enumerate(order)
+    }
+    # The second of two moves is made under other odds; a mark of its own lets a policy prefer other
+    # words there.
+    chosen = [
+        f" {'then' if index else 'go'}{moves[action]}" for index, action in enumerate(actions)
+    ]
+    return "".join([*parts, *moves.values(), *chosen])
+
+
+def _lake_cell(facts: dict[str, Any], cell: Cell) -> str:
+    """One word for a cell as seen from the player."""
+    if cell == facts["player"]:
+        return "edge"
+    if cell in facts["holes"]:
+        return "hole"
+    if cell == facts["goal"]:
+        return "goal"
+    return (
+        "closer"
+        if _distance(cell, facts["goal"]) < _distance(facts["player"], facts["goal"])
+        else "farther"
+    )
+
+
+def _distance(a: Cell, b: Cell) -> int:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+NARRATOR = Narrator(describe, actions_per_turn=2)

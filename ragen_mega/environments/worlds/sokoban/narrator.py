@@ -1,0 +1,73 @@
+"""What can be said of a room: where to stand for a push and what moves do, never which move is
+best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ragen_mega.environments.protocol import Narrator
+from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell
+
+
+def describe(environment: Any, actions: Sequence[str]) -> str:
+    """Where to stand for a push toward the target, what each move does, and that of the chosen
+    actions.
+
+    Moves lead into a wall, are stuck (the box cannot move), push the box closer to or away from the
+    nearest target, or take the player near to or far from a place to stand.
+    """
+    facts = environment.facts()
+    standing = _standing_cells(facts)
+    parts = [f" stand{cell}" for cell in standing]
+    effects = {}
+    for action, move in DIRECTIONS.items():
+        to, pushed, effects[action] = _effect(facts, move, standing)
+        parts.append(
+            f" {action} to{to}" + (f" push{pushed}" if pushed else "") + f" {effects[action]}"
+        )
+    parts += [f" go {effects[action]}" for action in actions]
+    return "".join(parts)
+
+
+def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
+    """Cells behind a box as seen from its nearest target, walls not considered."""
+    cells = []
+    for box in facts["boxes"]:
+        for move in DIRECTIONS.values():
+            if _to_target(facts, _add(box, move)) < _to_target(facts, box):
+                cells.append((box[0] - move[0], box[1] - move[1]))
+    return cells
+
+
+def _effect(
+    facts: dict[str, Any], move: Cell, standing: Sequence[Cell]
+) -> tuple[Cell, Cell | None, str]:
+    """Cell that a move leads to, cell that a box is pushed to, and what that does."""
+    player, free, boxes = facts["player"], facts["free"], facts["boxes"]
+    to = _add(player, move)
+    if to in boxes:
+        pushed = _add(to, move)
+        if pushed not in free or pushed in boxes:
+            return to, pushed, "stuck"
+        return to, pushed, "closer" if _to_target(facts, pushed) < _to_target(facts, to) else "away"
+    if to not in free:
+        return to, None, "wall"
+    nearest = min((_distance(player, cell) for cell in standing), default=0)
+    return to, None, "near" if any(_distance(to, cell) < nearest for cell in standing) else "far"
+
+
+def _to_target(facts: dict[str, Any], cell: Cell) -> int:
+    return min(_distance(cell, target) for target in facts["targets"])
+
+
+def _add(cell: Cell, move: Cell) -> Cell:
+    return cell[0] + move[0], cell[1] + move[1]
+
+
+def _distance(a: Cell, b: Cell) -> int:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+NARRATOR = Narrator(describe)

@@ -1,0 +1,456 @@
+"""Doors for environments: names, what may be left out, calls that are awaited, and samples that do
+not depend on how fast they are answered.
+"""
+
+import asyncio
+import hashlib
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.small_policy import lake_tokenizer, tiny_qwen2
+from transformers import PreTrainedTokenizerFast
+
+from ragen_mega.config import EnvironmentConfig
+from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.environments import calls
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.pool import MAX_THREADS
+from ragen_mega.environments.protocol import StepResult
+from ragen_mega.environments.reference_players import baselines
+from ragen_mega.environments.registry import make, names, register
+from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
+from ragen_mega.rollout.collector import Collection, PlaySettings, collect, tasks_for_group
+from ragen_mega.rollout.evaluate import mean_references, reference_players
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.warm_start.clone import scripted_texts
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+COMPACT = EpisodeConfig(prompt_style="compact")
+
+
+class Bare:
+    """Three members and nothing else."""
+
+    actions = ("yes", "no")
+
+    def reset(self, seed):
+        return f"Seed {seed}?"
+
+    def step(self, action):
+        return "Thanks.", 1.0 if action == "yes" else 0.0, True, False, {}
+
+
+# Names
+
+
+def test_a_registered_environment_has_a_name_options_and_a_share() -> None:
+    class Sized(Bare):
+        size = 3
+
+        def __init__(self, *, word: str = "a"):
+            self.said = word * self.size
+
+    register("sized", Sized, word="b")
+    register("sized", Sized, word="b")  # once more is no harm
+    assert "sized" in names()
+    assert make("sized", size=2).said == "bb" and make("sized", word="c").said == "ccc"
+    config = EnvironmentConfig("sized:4,frozen_lake", environment_options='{"sized": {"size": 5}}')
+    assert config.shares == {"sized": 4, "frozen_lake": 1}
+    assert episode_maker(config, "sized")().environment.said == "bbbbb"
+    for options, message in (
+        ({"size": "x"}, "option size of environment sized must be int, not 'x'"),
+        ({"seize": 1}, "no option seize; its options are word, size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make("sized", **options)
+    for name in ("sized", "a:b", "a,b", ""):
+        with pytest.raises(ValueError, match="choose another name"):
+            register(name, Bare)
+    with pytest.raises(ValueError, match="'sizes'; .*did you mean sized"):
+        make("sizes")
+
+
+def test_an_installed_package_declares_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_worlds.py").write_text(
+        "class Theirs:\n    actions = ['go']\n    def reset(self, seed): return 'now'\n"
+        "    def step(self, action): return 'then', 0.0, True, False, {}\n"
+    )
+    info = tmp_path / "their_worlds-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-worlds\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[ragen_mega.environments]\ntheirs = their_worlds:Theirs\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "theirs" in names() and make("theirs").reset(0) == "now"
+    assert EnvironmentConfig("theirs:4").shares == {"theirs": 4}
+
+
+def test_a_file_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nearby_world.py").write_text(
+        "class Near:\n    actions = ['go']\n    def reset(self, seed): return 'now'\n"
+        "    def step(self, action): return 'then', 0.0, True, False, {}\n"
+    )
+    (tmp_path / "broken_world.py").write_text("class Near:\n  actions = [\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert make("nearby_world:Near").reset(1) == "now"
+    assert EnvironmentConfig("nearby_world:Near:4,bandit").shares == {
+        "nearby_world:Near": 4,
+        "bandit": 1,
+    }
+    with pytest.raises(ValueError, match=r"cannot import broken_world:Near \(SyntaxError"):
+        make("broken_world:Near")
+
+
+class Silent(Bare):
+    step = None
+
+
+class Mute(Bare):
+    actions = ()
+
+
+class Binary(Bare):
+    def reset(self, seed):
+        return b"Say 3."
+
+
+class Unlicensed(Bare):
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Nothing", "cannot import .*Nothing .AttributeError"),
+        ("Silent", "Silent has no step; an environment is a class with reset"),
+        ("Mute", "Mute has no actions; an environment"),
+        ("Unlicensed", "Unlicensed cannot be built: RuntimeError: no licence"),
+        ("Binary", "the observation of reset must be text .str., not b'Say 3.'"),
+        ("Bare:0", "distinct names with positive shares"),
+    ],
+)
+def test_mistakes_are_one_line_at_the_start(kind: str, message: str) -> None:
+    name = f"{__name__}:{kind}"
+    with pytest.raises(ValueError, match=message) as caught:
+        reference_players(EnvironmentConfig(name), name, None, 2)
+    assert "\n" not in str(caught.value)
+
+
+# What may be left out
+
+
+def test_three_members_are_enough() -> None:
+    register("bare", Bare)
+    episode = Episode(make("bare"), EpisodeConfig(max_turns=1))
+    system, first = episode.start(7, outcome_seed=3)
+    assert "Seed 7?" in first.content and "Your available actions are:\nyes, no" in first.content
+    result = episode.respond("hm</think><answer>Yes</answer>")
+    assert result.terminated and result.reward == 1.0 and result.info["success"] is True
+    with pytest.raises(ValueError, match="Bare does not start from boards"):
+        episode.start(7, board=["##"])
+    known = baselines("bare", range(64), COMPACT)
+    assert known.random == pytest.approx(0.5, abs=0.05) and not known.is_exact
+    assert known.optimum is None and known.optimum_closed_loop is None
+    lake = baselines("frozen_lake", range(4), COMPACT)
+    both = mean_references({"bare": known, "frozen_lake": lake}, {"bare": 1, "frozen_lake": 3})
+    assert both == {"random": pytest.approx((known.random + 3 * lake.random) / 4)}
+
+
+def test_an_optimum_of_zero_is_zero() -> None:
+    unsolvable = ["#######", "#PX___#", "#__#__#", "#____O#", "#######"]
+    known = baselines("sokoban", [unsolvable], EpisodeConfig(max_actions=1))
+    assert mean_references({"sokoban": known}, {"sokoban": 1})["optimum"] == 0.0
+
+
+def test_a_world_that_is_too_slow_to_measure_has_no_random_level(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Sleepy(Bare):
+        def reset(self, seed):
+            time.sleep(0.02)
+            return super().reset(seed)
+
+    register("sleepy", Sleepy)
+    monkeypatch.setattr("ragen_mega.environments.reference_players.MAX_SECONDS", 0.1)
+    known = baselines("sleepy", range(4), COMPACT)
+    assert known.random is None and known.random_ci_low is None
+    assert mean_references({"sleepy": known}, {"sleepy": 1}) == {}
+
+
+def test_without_a_narrator_the_thought_repeats_the_observation() -> None:
+    class Tagged(Bare):
+        def reset(self, seed):
+            return "a </think> b\n" + "long " * 100
+
+    texts = scripted_texts(lambda: Episode(Tagged(), COMPACT), range(20), skill=0.0)
+    said = [text for text in texts if "<answer>" in text]
+    assert len(said) == 20
+    thoughts = {text.partition("</think>")[0] for text in said}
+    assert len(thoughts) == 1 and thoughts.pop().startswith(" a (/think) b long long")
+    assert {text.partition("<answer> ")[2] for text in said} == {"yes</answer>", "no</answer>"}
+    with pytest.raises(ValueError, match="no solver for Tagged"):
+        scripted_texts(lambda: Episode(Tagged(), EpisodeConfig()), range(1), skill=0.5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (None, "TypeError: step must return a StepResult or"),
+        ((b"x", 0.0, False, False, {}), "TypeError: the observation of step must be text"),
+        (("x", None, False, False, {}), "TypeError: the environment's reward must be a number"),
+        (("x", float("nan"), False, False, {}), "FloatingPointError: .* finite number, not nan"),
+        (("x", 0.0, False, False, None), "TypeError: the info of a step must be a dict"),
+        (StepResult("x", 1, True), None),
+    ],
+)
+def test_answers_of_the_wrong_kind(answer: object, error: str | None) -> None:
+    class Odd(Bare):
+        def step(self, action):
+            return answer
+
+    if error is None:
+        assert calls.step(Odd(), "yes").reward == 1
+        return
+    kind, _, message = error.partition(": ")
+    with pytest.raises((TypeError, FloatingPointError), match=message) as caught:
+        calls.step(Odd(), "yes")
+    assert type(caught.value).__name__ == kind
+    register(name := f"odd {error}".replace(" ", "_").replace(":", "").replace(",", ""), Odd)
+    with pytest.raises(ValueError, match="fails whatever is done"):
+        baselines(name, range(2), COMPACT)
+
+
+# Calls that are awaited
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return lake_tokenizer(lambda: Episode(make("frozen_lake"), COMPACT))
+
+
+@pytest.fixture
+def play(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable]:
+    model = tiny_qwen2(len(tokenizer))
+
+    def play(
+        make_episode: Callable[[], Episode], *, sessions: int = 32, size: int = 8
+    ) -> list[TrajectoryGroup]:
+        tasks = [
+            task
+            for group in range(4)
+            for task in tasks_for_group(group, "lake", 50 + group, make_episode, group_size=size)
+        ]
+        engine = EmbeddedEngine(model.config, max_context=512, max_sessions=sessions)
+        with engine.awake():
+            engine.load_weights(model.state_dict().items())
+            renderer = ChatRenderer(tokenizer, think=True)
+            return collect(engine, renderer, tasks, PlaySettings(20, 512, 1.0, 3))
+
+    yield play
+
+
+def digest(groups: list[TrajectoryGroup]) -> str:
+    """Of tokens and of the bits of log-probabilities."""
+    played = [
+        (one.group_id, one.outcome_seed, one.tokens, one.rollout_logprobs, one.total_reward)
+        for group in groups
+        for one in group.trajectories
+    ]
+    return hashlib.sha256(repr(played).encode()).hexdigest()
+
+
+class Crowd(FrozenLake):
+    """All that are reset at the same time meet; whoever does not find the others goes on alone."""
+
+    meeting = threading.Barrier(32)
+    num_closed = 0
+    num_made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).num_made += 1
+
+    def reset(self, seed, *, outcome_seed=None, board=None) -> str:
+        self.meeting.wait(60)
+        return super().reset(seed, outcome_seed=outcome_seed)
+
+    def close(self) -> None:
+        type(self).num_closed += 1
+
+
+class AsyncCrowd(FrozenLake):
+    """The same as coroutines."""
+
+    num_inside = high_water = num_closed = 0
+
+    async def reset(self, seed, *, outcome_seed=None, board=None) -> str:
+        kind = type(self)
+        kind.num_inside += 1
+        kind.high_water = max(kind.high_water, kind.num_inside)
+        while kind.high_water < 32:
+            await asyncio.sleep(0.001)
+        kind.num_inside -= 1
+        return super().reset(seed, outcome_seed=outcome_seed)
+
+    async def step(self, action: str) -> StepResult:
+        await asyncio.sleep(0)
+        return super().step(action)
+
+    async def close(self) -> None:
+        type(self).num_closed += 1
+
+
+def test_32_environments_are_asked_at_the_same_time_and_closed(play: Callable) -> None:
+    for kind in (Crowd, AsyncCrowd):
+        groups = play(lambda kind=kind: Episode(kind(), COMPACT))
+        assert [len(group.trajectories) for group in groups] == [8] * 4
+        assert not any("error" in t.turns[-1].info for g in groups for t in g.trajectories)
+        assert kind.num_closed == 32
+    assert Crowd.num_made == 32
+
+
+GOLDEN = {
+    "bandit": ("8cc6e8f3abaf8c9c", "53343c607184a5b2"),
+    "frozen_lake": ("77f15326f9251070", "516d150790f65610"),
+    "sokoban": ("cf25ffc7b129d21d", "5a5e97ee891b12af"),
+}
+
+
+@pytest.mark.parametrize("name", list(GOLDEN))
+def test_the_games_play_as_they_always_have(name: str) -> None:
+    """Texts of the warm start and sampled tokens under tiny random weights, as first recorded."""
+    config = EnvironmentConfig(name, prompt_style="compact", max_turns=4)
+    maker = episode_maker(config, name)
+    texts = scripted_texts(maker, range(30), skill=0.3)
+    tokenizer = train_tokenizer(texts)
+    model = tiny_qwen2(len(tokenizer))
+    tasks = [
+        task
+        for group in range(3)
+        for task in tasks_for_group(group, name, 50 + group, maker, group_size=4)
+    ]
+    engine = EmbeddedEngine(model.config, max_context=1500, max_sessions=9)
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        renderer = ChatRenderer(tokenizer, think=True)
+        groups = collect(engine, renderer, tasks, PlaySettings(25, 1500, 0.9, 3))
+    tokens = [one.tokens for group in groups for one in group.trajectories]
+    hashes = (hashlib.sha256(repr(part).encode()).hexdigest()[:16] for part in (texts, tokens))
+    assert tuple(hashes) == GOLDEN[name]
+
+
+class Delayed(FrozenLake):
+    """Answers after a random time."""
+
+    clock = random.Random(0)
+    longest = 0.0
+
+    def reset(self, seed, *, outcome_seed=None, board=None) -> str:
+        time.sleep(self.clock.random() * self.longest)
+        return super().reset(seed, outcome_seed=outcome_seed)
+
+
+class DelayedEpisode(Episode):
+    """Also where no action was legal."""
+
+    def respond(self, text: str):
+        time.sleep(self.environment.clock.random() * self.environment.longest)
+        return super().respond(text)
+
+
+@pytest.mark.parametrize("sessions", [32, 12])
+def test_samples_do_not_depend_on_delays(
+    play: Callable, sessions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens and log-probabilities are equal to the bit, with a slot for each trajectory and with
+    too few; without the engine's gate they are not.
+    """
+    digests = []
+    for seed, longest in enumerate((0.0, 0.01, 0.05)):
+        monkeypatch.setattr(Delayed, "longest", longest)
+        monkeypatch.setattr(Delayed, "clock", random.Random(seed))
+        digests.append(digest(play(lambda: DelayedEpisode(Delayed(), COMPACT), sessions=sessions)))
+    assert len(set(digests)) == 1
+    monkeypatch.delattr(EmbeddedEngine, "meanwhile")
+    assert digest(play(lambda: DelayedEpisode(Delayed(), COMPACT))) != digests[0]
+
+
+def test_environments_are_reset_and_used_again_beyond_the_bound(
+    play: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen_mega.rollout.collector.MAX_THREADS", 5)
+    assert MAX_THREADS > 5
+
+    class Counted(FrozenLake):
+        num_made = num_closed = num_open = high_water = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            Counted.num_made += 1
+
+        def close(self) -> None:
+            Counted.num_closed += 1
+
+    groups = play(lambda: Episode(Counted(), COMPACT))
+    assert [len(group.trajectories) for group in groups] == [8] * 4
+    assert (Counted.num_made, Counted.num_closed) == (5, 5)
+    instant = [t for g in play(lambda: Episode(FrozenLake(), COMPACT)) for t in g.trajectories]
+    again = [t for g in groups for t in g.trajectories]
+    assert [t.tokens for t in again] == [t.tokens for t in instant]
+
+
+def test_a_collection_that_is_left_early_closes_everything(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    class Kept(FrozenLake):
+        num_closed = 0
+
+        def close(self) -> None:
+            Kept.num_closed += 1
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    model = tiny_qwen2(len(tokenizer))
+    engine = EmbeddedEngine(model.config, max_context=512, max_sessions=8)
+    tasks = tasks_for_group(0, "lake", 1, lambda: Episode(Kept(), COMPACT), group_size=8)
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        renderer = ChatRenderer(tokenizer, think=True)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            Collection(
+                engine, renderer, tasks, PlaySettings(5, 512, 1.0, 0), advance=stop
+            ) as collection,
+        ):
+            collection.play()
+        assert Kept.num_closed == 8
+        engine.load_weights(model.state_dict().items())  # no session is left
+
+
+def test_the_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+    (tmp_path / "documented_world.py").write_text(
+        page.partition("```python\n# my_world.py\n")[2].partition("```")[0]
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    episode = Episode(make("documented_world:Digit", largest=0), COMPACT)
+    assert "Name a digit." in episode.start(5)[0].content
+    assert episode.respond("</think><answer>7</answer>").message.content.startswith("lower")
+    result = episode.respond("</think><answer>0</answer>")
+    assert result.info["success"] and result.reward == 1.0
+    assert 0.5 < baselines("documented_world:Digit", range(8), EpisodeConfig()).random < 1
