@@ -37,9 +37,8 @@ class JSONClient:
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The decoded answer, however long it takes. Raises ConnectionLost without one and
-        RequestRefused for a status of 400 or more.
-
-        For requests that may be asked twice: if a connection breaks, another one is tried.
+        RequestRefused for a status of 400 or more. What the server may have begun is not asked
+        twice.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
@@ -47,11 +46,7 @@ class JSONClient:
             self._end_of_loop = _close_with_loop(self._requests)
             await anext(self._end_of_loop)
         try:
-            try:
-                answer = await self._requests.post(path, json=body)
-            except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
-                # The server may have ended it just when it was used again.
-                answer = await self._requests.post(path, json=body)
+            answer = await self._requests.post(path, json=body)
         except httpx2.TransportError as error:
             raise ConnectionLost(f"{path}: {type(error).__name__} {error}") from error
         return _decode(path, answer)
@@ -59,7 +54,7 @@ class JSONClient:
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 600.0
     ) -> Any:
-        """As `post`, but blocking, once, and for at most `timeout` seconds of silence."""
+        """As `post`, but blocking, and for at most `timeout` seconds of silence."""
         try:
             answer = self._blocking.request(method, path, json=body, timeout=timeout)
         except httpx2.TransportError as error:

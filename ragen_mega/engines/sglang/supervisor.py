@@ -108,13 +108,15 @@ def remove_left_behind(inodes: set[int]) -> None:
 
 def descendants(root: int) -> list[int]:
     """Processes below `root` that still run; zombies do not, but those below them may."""
-    alive = []
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(root).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                    alive.append(process.pid)
-    return alive
+    # Not Process.children, which leaves out what seems older than `root` when the clock is set.
+    found = {process.pid: process.info for process in psutil.process_iter(["ppid", "status"])}
+
+    def is_below(pid: int) -> bool:
+        parent = found[pid]["ppid"]
+        return parent == root or (parent in found and is_below(parent))
+
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return [pid for pid, about in found.items() if about["status"] not in ended and is_below(pid)]
 
 
 if __name__ == "__main__":
