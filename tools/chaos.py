@@ -13,11 +13,11 @@ the run is finished. Exit code 1 if any of these fails:
 
 - a round goes on from the newest checkpoint that was not damaged;
 - after a kill of a rank no process of the run is left, within a time limit; after one of a server
-  the run goes on;
+    the run goes on;
 - the finished run logged every step once, with the metrics of the undisturbed run, and has its
-  parameters to the bit: no step is lost and no trajectory trained twice. No seed repeats what
-  SGLang samples on a CPU; there, every step was trained on the tasks of the undisturbed run, each
-  played once, and its metrics are those of the rollout on the disk.
+    parameters to the bit: no step is lost and no trajectory trained twice. No seed repeats what
+    SGLang samples on a CPU; there, every step was trained on the tasks of the undisturbed run, each
+    played once, and its metrics are those of the rollout on the disk.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class VocabShard:
 
     Attributes:
         start: global id of the first column.
-        num_valid: leading columns that are real entries; those behind are padding with
-            probability 0.
+        num_valid: leading columns that are real entries; those behind are padding with probability
+            0.
         num_entries: real entries of the whole vocabulary.
         group: tensor-parallel group, None for an unsplit vocabulary.
     """

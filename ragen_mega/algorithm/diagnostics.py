@@ -22,7 +22,8 @@ from ragen_mega.data.types import Completion, TokenBatch, Trajectory, Trajectory
 
 SIGNALS = ("reward_std", "entropy", "grad_norm", "success_rate")
 """What `EchoTrapMonitor.observe` understands: in-group reward std, token-mean policy entropy in
-nats, gradient norm before clipping, success rate in [0, 1]."""
+nats, gradient norm before clipping, success rate in [0, 1].
+"""
 
 _REMEDIES = {
     "reward_std_cliff": "keep fewer groups (filter_value), drop the KL term, raise clip_ratio_high",
@@ -127,8 +128,7 @@ class EchoTrapMonitor:
 
         Args:
             signals: any of `SIGNALS`; a step without an update has no entropy and no gradient norm.
-            A value that is not
-                finite warns as `<signal>_not_finite` and is otherwise left out.
+                A value that is not finite warns as `<signal>_not_finite` and is otherwise left out.
         """
         unknown = sorted(set(signals) - set(SIGNALS))
         if unknown:

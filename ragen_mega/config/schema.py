@@ -132,17 +132,20 @@ class ParallelConfig(Section):
     """
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers: Transformer Engine's (CUDA and --bf16), or megatron-core's local ones. `auto` takes
-    the former where they can compute."""
+    the former where they can compute.
+    """
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     """Matrix products of the layers in FP8 (Transformer Engine): `e4m3` throughout, `hybrid` with
-    e5m2 for gradients. The LM head, the critic's head and attention stay in higher precision."""
+    e5m2 for gradients. The LM head, the critic's head and attention stay in higher precision.
+    """
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per
     block of 128 or 32 values.
     """
     offload: OffloadMode = "none"
     """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer
-    state; or furthermore actor and critic in turns, each while the other one computes."""
+    state; or furthermore actor and critic in turns, each while the other one computes.
+    """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         return (
@@ -176,7 +179,8 @@ class ParallelConfig(Section):
     @property
     def recipe(self) -> str:
         """How FP8 tensors are scaled. With `tensorwise` a log-probability depends on the weights
-        and its own microbatch alone, not on what was computed before."""
+        and its own microbatch alone, not on what was computed before.
+        """
         return self.fp8_recipe or "tensorwise"
 
     def check_world(self, world_size: int) -> None:
@@ -222,7 +226,8 @@ class EnvironmentConfig(Section):
     curriculum: str = "{}"
     """JSON object: step -> options per environment that training adds to environment_options from
     that step on. Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30":
-    {}}'."""
+    {}}'.
+    """
     max_turns: int = 5
     """Turns per trajectory (K)."""
     max_actions_per_turn: int = 5
@@ -311,7 +316,8 @@ class RolloutConfig(Section):
     """
     rollout_engine: Literal["embedded", "sglang"] = "embedded"
     """Who samples: `embedded` decodes in this process with a key-value cache per trajectory;
-    `sglang` is a server of this rank or of several, kept between rollouts."""
+    `sglang` is a server of this rank or of several, kept between rollouts.
+    """
     sglang_python: str | None = None
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the
     trainer's (default: it is).
@@ -322,10 +328,12 @@ class RolloutConfig(Section):
     rollout_tensor_parallel_size: Count = 1
     """Consecutive ranks that share one SGLang server, each with a part of its layers. As large as
     --tensor-model-parallel-size, and weights pass to the servers without any traffic between
-    tensor-parallel ranks."""
+    tensor-parallel ranks.
+    """
     rollout_fp8: bool = False
     """SGLang computes the linear layers in FP8, with a scale per block of 128 x 128 weights. Its
-    samples then differ from the trainer's policy: correct for it with --importance-cap."""
+    samples then differ from the trainer's policy: correct for it with --importance-cap.
+    """
     rollout_deterministic: bool = False
     """SGLang's samples depend on their seeds alone, not on the batch that they are drawn in;
     slower, and on GPUs only.
@@ -334,7 +342,8 @@ class RolloutConfig(Section):
     """How weights reach SGLang's servers: `ipc` copies on the device and keeps no copy, so that a
     server that died is replaced when all ranks have played their parts and can send theirs again;
     `file` goes through files in host memory, from which it is replaced at once. `auto` is `ipc` on
-    GPUs and `file` on a CPU."""
+    GPUs and `file` on a CPU.
+    """
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
         """Engines of a job. Raises ValueError unless every one has its ranks on one node."""
@@ -571,7 +580,8 @@ class TrainConfig(Section):
     adam_eps: Positive = 1e-8
     """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
     gradient descent with momentum, which leaves weights with little gradient where they are: noisy
-    rewards then spare what was learned before."""
+    rewards then spare what was learned before.
+    """
     clip_grad: Positive = 1.0
     """Largest global gradient norm."""
     critic_warmup: Natural = 0
@@ -610,7 +620,8 @@ class WarmStartConfig(Section):
     warm_start_temperature: Positive = 1.0
     """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what
     is certain there, and as open where the play is random: reinforcement learning then shifts
-    choices without loosening facts."""
+    choices without loosening facts.
+    """
     warm_start_skill: Probability = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""
 

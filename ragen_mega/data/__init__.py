@@ -1,1 +1,3 @@
-"""What flows through a step - completions, trajectories, token batches - and how ranks exchange it."""
+"""What flows through a step - completions, trajectories, token batches - and how ranks exchange
+it.
+"""

@@ -224,7 +224,8 @@ class _AdamState:
 
     def _locate(self, parameter: nn.Parameter) -> tuple[MegatronOptimizer, Tensor | None, slice]:
         """The optimizer of a parameter, the tensor that Adam updates for it, and which part of the
-        flattened parameter that is; no tensor if other data-parallel ranks hold all of it."""
+        flattened parameter that is; no tensor if other data-parallel ranks hold all of it.
+        """
         for optimizer in self._optimizers:
             if isinstance(optimizer, DistributedOptimizer):
                 if not any(parameter in buffer.param_index_map for buffer in optimizer.buffers):

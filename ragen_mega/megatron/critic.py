@@ -53,7 +53,9 @@ class MegatronCritic:
         return export_weights(self.module, self.groups)
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """[T] value of the state in which each label is chosen, 0 where the label was not sampled."""
+        """[T] value of the state in which each label is chosen, 0 where the label was not
+        sampled.
+        """
         return self.trainer.per_token(batch, lambda micro, output: output * micro.loss_mask)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:

@@ -183,6 +183,8 @@ def _fill(storages: Mapping[str, torch.UntypedStorage], values: HostCopy) -> Non
 
 
 def _wait(storages: Mapping[str, torch.UntypedStorage]) -> None:
-    """Return when copies from these storages have ended: they were started on the current stream."""
+    """Return when copies from these storages have ended: they were started on the current
+    stream.
+    """
     if any(storage.device.type == "cuda" for storage in storages.values()):
         torch.cuda.current_stream().synchronize()

@@ -158,7 +158,9 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def layer_fields(parallel: ParallelConfig, implementation: Implementation) -> dict[str, Any]:
-    """The fields of megatron-core's TransformerConfig that say what computes and in which numbers."""
+    """The fields of megatron-core's TransformerConfig that say what computes and in which
+    numbers.
+    """
     fields: dict[str, Any] = dict(transformer_impl=implementation)
     if parallel.fp8 == "none":
         return fields

@@ -233,7 +233,9 @@ class Trainer:
         )
 
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
-        """Everything large that this trainer keeps, whichever optimizer of megatron-core holds it."""
+        """Everything large that this trainer keeps, whichever optimizer of megatron-core holds
+        it.
+        """
         for name, parameter in self.module.named_parameters():
             yield "parameters", name, parameter
         for index, buffer in enumerate(self.model.buffers + self.model.expert_parallel_buffers):

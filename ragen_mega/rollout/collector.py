@@ -13,6 +13,7 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -182,7 +183,7 @@ class Collection:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._runner.close()  # cancels what still runs, which closes its environments
+        _apart(self._runner.close)  # cancels what still runs, which closes its environments
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
@@ -195,7 +196,7 @@ class Collection:
         EngineError if the engine fails, FloatingPointError if its weights have diverged, and what
         `advance` raises.
         """
-        return self._runner.run(self._play())
+        return _apart(self._runner.run, self._play())
 
     def groups(self) -> list[TrajectoryGroup]:
         """What was played, in order of the groups' first tasks."""
@@ -360,6 +361,16 @@ def _first_episode(task: Task) -> Episode:
         return guarded(task.make_episode)
     except EnvironmentFailed as error:
         raise ValueError(f"environment {task.environment} cannot be built: {error}") from error
+
+
+def _apart(function: Callable[..., T], *args: Any) -> T:
+    """Call a function where no event loop runs: here, or in a thread, e.g. from a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function(*args)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
 
 
 async def _plainly(answer: Coroutine[Any, Any, T]) -> T:

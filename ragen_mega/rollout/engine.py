@@ -63,7 +63,8 @@ class RolloutEngine(Protocol):
     shard: EngineShard | None
     """What `load_weights` takes here: this rank's shards under the names of SGLang; None: full
     tensors, for an engine of this process alone. Of the processes that share an engine the first
-    one samples, for all."""
+    one samples, for all.
+    """
 
     counts: EngineCounts
 

@@ -151,8 +151,8 @@ def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float,
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374
-    Eq. 1).
+    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374 Eq.
+    1).
     """
     num_samples = min(len(row) for row in successes)
     result, k = {}, 1

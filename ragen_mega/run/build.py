@@ -1,4 +1,6 @@
-"""Configuration -> run: policy, critic, engine, tasks, logger. The only file that picks a backend."""
+"""Configuration -> run: policy, critic, engine, tasks, logger. The only file that picks a
+backend.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,9 @@ def known_references(
 
 
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
-    """Who samples for this rank. An SGLang server is started when it is first needed. Collective."""
+    """Who samples for this rank. An SGLang server is started when it is first needed.
+    Collective.
+    """
     rollout = config.rollout
     num_sessions = rollout.sessions_per_engine(num_engines(config))
     if rollout.rollout_engine == "embedded":

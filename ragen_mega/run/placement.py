@@ -1,4 +1,5 @@
-"""Who has the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN, stated by the loop, done and recorded here.
+"""Who has the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN, stated by the loop, done and recorded
+here.
 
 TRAIN    the trainer's models compute; the engine sleeps.
 SYNC     the policy's weights pass to the engine, which has taken memory for weights; all else of
@@ -147,7 +148,8 @@ class Colocated:
 
     def take_ledger(self) -> dict[str, Max]:
         """Memory since the last call, in GiB, of the rank that is worst off: `<phase>_<what>` after
-        the phase was entered, `<phase>_end_<what>` before it was left. Collective."""
+        the phase was entered, `<phase>_end_<what>` before it was left. Collective.
+        """
         ledgers = distributed.gather_objects(self._ledger)
         self._ledger = {}
         worst = {}

@@ -1,5 +1,6 @@
 """How a run is made to stop: SIGTERM becomes a question that all ranks answer alike at points where
-they meet anyway, and the death of another rank an error in one line."""
+they meet anyway, and the death of another rank an error in one line.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,9 @@ class RolloutStore:
         return stored.groups
 
     def prune(self, oldest: int) -> None:
-        """Delete the rollouts of steps before `oldest`, and what a killed process left unfinished."""
+        """Delete the rollouts of steps before `oldest`, and what a killed process left
+        unfinished.
+        """
         for path in self.directory.glob(".step_*.part"):
             path.unlink()
         for step in self.steps():

@@ -114,7 +114,7 @@ def test_the_random_model_never_stops(tmp_path: Path, is_tied: bool) -> None:
     [
         (
             "--model Qwen9",
-            "the size of Qwen9 is not known; give --load a directory with a config.json, or --model",
+            "the size of Qwen9 is not known; give --load a directory with a config.json",
         ),
         ("--steps 1", "--steps must be at least 2"),
         ("--keep 0.5 0", "--keep must hold shares above 0"),

@@ -2,7 +2,6 @@
 loaded by all that load.
 """
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -16,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from ragen_mega import evaluate
 from ragen_mega.config import parse
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
@@ -23,7 +23,7 @@ from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import checkpoint
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
-from ragen_mega.train import train
+from ragen_mega.train import starpo
 from tests.support.converted_models import ARCHITECTURES, FLAGS, convert, write_start
 from tests.support.forked_ranks import on_ranks
 from tests.support.rounding import float32_bound
@@ -113,7 +113,7 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
         run = build(
             parse([*FLAGS, *TP2, "--load", str(start), "--output", str(tmp_path), "--name", "run"])
         )
-        train(run)
+        starpo(run)
         record(run, tmp_path / "trained.pt")
         run.close()
 
@@ -168,25 +168,11 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
     assert_equal(loaded["weights"], trained["weights"])
     assert torch.equal(loaded["logprobs"], trained["logprobs"])
 
-    def evaluate() -> None:
-        arguments = dict.fromkeys(
-            (
-                "boards",
-                "max_turns",
-                "max_actions_per_turn",
-                "max_actions",
-                "prompt_style",
-                "environment_options",
-            )
-        )
-        arguments |= dict(
-            environment="bandit", num_prompts=4, samples_per_prompt=1, temperature=0.5, seed=0
-        )
-        run = load_tool("evaluate").run
+    def compare_evaluations() -> None:
         results = [
-            run(argparse.Namespace(load=str(path), **arguments)).to_dict()
+            evaluate(path, "bandit", num_prompts=4, samples_per_prompt=1)
             for path in (model, exported)
         ]
         assert results[0] == results[1]
 
-    on_two_ranks(evaluate)
+    on_two_ranks(compare_evaluations)

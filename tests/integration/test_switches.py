@@ -21,10 +21,10 @@ from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import CheckpointReader
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.run.build import build
-from ragen_mega.train import train_and_close
+from ragen_mega.storage.model_readers import open_model
+from ragen_mega.train import starpo
 from ragen_mega.warm_start.small_model import write_small_model
 
 FLAGS = """
@@ -50,7 +50,7 @@ def make(cls, start: Path, train: TrainConfig, loss: LossConfig, **options):
     config = parse(FLAGS)
     groups = initialize(config.parallel, 0)
     model = cls(load_config(str(start)), groups, config.parallel, train, loss, **options)
-    model.load_weights(CheckpointReader(start))
+    model.load_weights(open_model(start))
     return model
 
 
@@ -300,7 +300,8 @@ class Watched:
             self.rows.append(metrics.result())
 
         self.run.finish_step = finish_step
-        train_and_close(self.run)
+        with self.run:
+            starpo(self.run)
 
     def _watch(self, model: str, owner) -> None:
         update = owner.update

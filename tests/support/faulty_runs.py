@@ -36,8 +36,8 @@ def start_of(output: Path) -> Path:
 
 
 def poison(run: Run, changes: dict[int, tuple[str, float]]) -> None:
-    """Spoil the n-th minibatch, of four a step: a field on its first sampled token, or during its updates a weight
-    of `actor` or `critic`.
+    """Spoil the n-th minibatch, of four a step: a field on its first sampled token, or during its
+    updates a weight of `actor` or `critic`.
     """
     minibatches = run.minibatches
 

@@ -42,7 +42,8 @@ TOLERANCE, MEAN_TOLERANCE = (1.0, 0.15) if IS_CUDA else (1e-4, 1e-4)
 """Of one log-probability and of the mean of a completion's. The expected ones are computed in
 float32 from the weights as the server holds them. In bfloat16 these models, whose weights are
 large, are that far off in transformers too: over 6400 sampled tokens at temperature 0.7 by 0.54 at
-most and 0.045 in the mean. Under other weights the mean would be above 1."""
+most and 0.045 in the mean. Under other weights the mean would be above 1.
+"""
 START_TIMEOUT = 120.0 if IS_CUDA else 1200.0
 VOCAB = 400
 MAX_CONTEXT = 400

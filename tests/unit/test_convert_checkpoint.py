@@ -387,7 +387,8 @@ def memory(field: str) -> int:
 
 def peak_of(first, work) -> int:
     """Bytes by which a child process grows at most while it does `work`, mapped files included,
-    once it has done `first`, which brings the code into its memory."""
+    once it has done `first`, which brings the code into its memory.
+    """
     receive, send = multiprocessing.Pipe(duplex=False)
 
     def child() -> None:

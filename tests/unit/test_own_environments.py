@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.small_policy import lake_tokenizer, tiny_qwen2
 from transformers import PreTrainedTokenizerFast
 
 from ragen_mega.config import EnvironmentConfig
@@ -31,6 +30,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
+from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
 COMPACT = EpisodeConfig(prompt_style="compact")
 
