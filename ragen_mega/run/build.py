@@ -222,6 +222,14 @@ def check_model_and_engine(config: StarPOConfig) -> None:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
     on_main(lambda: check_weights(config, hf))
+    check_engine(config, hf)
+    if torch.cuda.is_available():
+        setting = Setting.from_config(config, distributed.world_size())
+        check_fits(ModelShape.of(hf), setting, torch.cuda.mem_get_info()[1])
+
+
+def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError where the engine could not serve this model on this machine."""
     tp = config.rollout.rollout_tensor_parallel_size
     num_engines(config)
     head_rows(hf, 0, tp)
@@ -236,9 +244,6 @@ def check_model_and_engine(config: StarPOConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
-    if torch.cuda.is_available():
-        setting = Setting.from_config(config, distributed.world_size())
-        check_fits(ModelShape.from_config(hf.to_dict()), setting, torch.cuda.mem_get_info()[1])
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
