@@ -50,4 +50,7 @@ def shutdown() -> None:
     global _groups_are_for
     _groups_are_for = None
     parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):  # megatron-core forgets some
+            setattr(parallel_state, name, None)
     distributed.stop()
