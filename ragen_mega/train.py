@@ -14,6 +14,7 @@ from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.diagnostics import diagnose
 from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data.distributed import device
 from ragen_mega.data.packing import pack
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
@@ -73,11 +74,11 @@ def starpo(run: Run) -> None:
             if config.needs_reference:
                 batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
             batch = estimate_advantages(
-                batch,
+                batch.to(device()),  # whose kernels compute them
                 trajectories,
                 config.advantage,
                 group_weights=group_weights(kept, config.filter),
-            )
+            ).to(batch.tokens.device)
         metrics.add("mismatch", engine_vs_policy(batch))
 
         # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?

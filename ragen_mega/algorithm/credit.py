@@ -110,7 +110,7 @@ def estimate_advantages(
     """
     name = settings.advantage_estimator
     estimator = find_estimator(name)
-    scores = _scores(trajectories, settings)
+    scores = _scores(trajectories, settings, batch.tokens.device)
     inputs = CreditInputs(
         batch=batch,
         trajectories=trajectories,
@@ -127,7 +127,7 @@ def estimate_advantages(
     if settings.whitens:
         advantages = starpo.whiten(advantages, batch.loss_mask)
     if group_weights is not None:
-        advantages = advantages * inputs.per_token(group_weights)
+        advantages = advantages * inputs.per_token(group_weights.to(advantages.device))
     return batch.with_fields(advantages=advantages)
 
 
@@ -169,13 +169,14 @@ def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:
     return rewards
 
 
-def _scores(trajectories: Sequence[Trajectory], settings: Any) -> Tensor:
+def _scores(trajectories: Sequence[Trajectory], settings: Any, device: torch.device) -> Tensor:
     """[S] total rewards, normalised as configured."""
-    scores = torch.tensor([trajectory.total_reward for trajectory in trajectories])
+    rewards = [trajectory.total_reward for trajectory in trajectories]
+    scores = torch.tensor(rewards, device=device)
     keys = {
         "group": [one.group_id for one in trajectories],
         "environment": [one.environment for one in trajectories],
         "batch": [0 for _ in trajectories],
     }[settings.reward_normalization_scope]
-    ids = torch.tensor([sorted(set(keys)).index(key) for key in keys])
+    ids = torch.tensor([sorted(set(keys)).index(key) for key in keys], device=device)
     return starpo.normalize_rewards(scores, ids, method=settings.reward_normalization)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 from torch import Tensor
@@ -56,14 +56,6 @@ FINAL_EXPORT = "huggingface"
 Tasks = Sequence[Sequence[Task]]
 Origin = dict[str, Any]
 """Everything that a rollout depends on, as JSON takes it."""
-
-
-class Learner(Protocol):
-    """What takes optimizer steps: the actor or the critic."""
-
-    def update(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One optimizer step; returns its metrics. Collective."""
-        ...
 
 
 @dataclass
@@ -238,12 +230,11 @@ class Run:
             keep_zero=config.filter_keep_zero,
         )
 
-    def learners(self, step: int) -> dict[str, Learner]:
+    def learners(self, step: int) -> dict[str, MegatronPolicy | MegatronCritic]:
         """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
-        learners: dict[str, Learner] = {"critic": self.critic} if self.critic else {}
-        if step >= self.config.train.critic_warmup:
-            learners["actor"] = self.policy
-        return learners
+        critic = {"critic": self.critic} if self.critic else {}
+        is_warm = step >= self.config.train.critic_warmup
+        return critic | ({"actor": self.policy} if is_warm else {})
 
     def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
         """The minibatches of a step, the same on every rank and at every call."""
