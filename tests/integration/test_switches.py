@@ -367,7 +367,7 @@ def test_passes_over_a_rollout_and_minibatches(start: Path, tmp_path: Path) -> N
 
 def returns_by_group(run: Watched) -> dict[int, list[float]]:
     """Shaped returns of the step's whole rollout, read back as it was stored."""
-    groups = run.run.rollouts.store.read(0).groups
+    groups = run.run.rollouts.read(0).groups
     return {g.group_id: [sum(odd_tokens(one)) for one in g.trajectories] for g in groups}
 
 
