@@ -323,6 +323,7 @@ def test_a_rollout_survives_sigkill_of_the_server(
 
     def send_again() -> None:
         sent_again.append(len(ended))
+        engine.pause()
         engine.load_weights(shards(model), again=True)
         engine.start()
 

@@ -151,8 +151,12 @@ def test_memory_is_taken_by_statements(build: Callable[..., SGLangEngine], trans
             engine.start()
             generate(engine)
             assert asked(engine) == expected + GENERATE
+        engine.pause()
+        assert asked(engine) == FREE
+        with pytest.raises(RuntimeError, match="is awake and must be started"):
+            generate(engine)
         engine.load_weights(shards(), again=True)
-        assert asked(engine) == FREE + WAKE + SEND
+        assert asked(engine) == WAKE + SEND
         engine.start()
         generate(engine)
         assert asked(engine) == START + GENERATE
