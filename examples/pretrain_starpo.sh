@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 """:" # For Bash these lines are a program that becomes torchrun on this file; for Python they are a string.
 . "$(dirname "$0")/../tools/setup_env.sh" && setup_env
-exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "${NPROC_PER_NODE:-$(default_ranks)}" "$0" "$@"
+ranks="${NPROC_PER_NODE:-$(default_ranks)}"
+"$PYTHON" -m ragen_mega.run.check "$ranks" "$@" || exit $(($? % 100)) # 100: --help has been printed
+exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "$ranks" "$0" "$@"
 ":"""
 
 # Train an agent by StarPO:     bash examples/pretrain_starpo.sh [--recipe NAME] [flags]     (NPROC_PER_NODE ranks;

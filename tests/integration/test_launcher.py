@@ -93,6 +93,42 @@ class TestPolyglot:
         assert "frozen_lake" in process.stderr and "'chess'" in process.stderr
 
 
+class TestCheck:
+    """What the script does before ranks start: flags are refused before anything heavy is there."""
+
+    @pytest.mark.parametrize(
+        ("flags", "code", "said"),
+        [
+            (["--help"], 100, "--tensor-model-parallel-size"),
+            (["--learning-rat", "1"], 2, "unknown flag --learning-rat"),
+            (["--tensor-model-parallel-size", "3"], 2, "must divide the world size (2)"),
+            (["--rollout-engine", "sglang", "--rollout-tensor-parallel-size", "4"], 2, "divide"),
+            (["--rollout-engine", "sglang", "--sglang-python", "/none"], 2, "does not exist"),
+            (["--environments", "nothing:World"], 2, "cannot import nothing"),
+            ([], 0, ""),
+        ],
+    )
+    def test_neither_torch_nor_transformers_is_imported(self, tmp_path, flags, code, said):
+        source = f"""
+            import sys
+
+            from ragen_mega.run.check import main
+
+            sys.argv = ["check", "2", *{flags!r}]
+            code = 0
+            try:
+                main()
+            except SystemExit as error:
+                code = error.code
+            assert not {{"torch", "transformers", "megatron"}} & set(sys.modules)
+            sys.exit(code)
+            """
+        process = execute(sys.executable, program(tmp_path, source))
+        assert process.returncode == code, process.stderr
+        assert said in process.stdout + process.stderr
+        assert len(process.stderr.splitlines()) == (code == 2)
+
+
 class TestRecipes:
     def test_command_line_comes_last(self, tmp_path):
         flags = "# why\n--lr 1e-3  # because\n--environment-options '{\"a\": 1}'\n\n--bf16\n"
@@ -210,7 +246,7 @@ class TestSetup:
             textwrap.dedent(f"""\
                 #!/usr/bin/env bash
                 case "$*" in
-                *"pip --version"*) ;;
+                *"pip --version"* | *"ragen_mega.run.check"*) ;;
                 *"pip install"*)
                     if [ -e {copy}/fail-pip ]; then echo "ERROR: no route" >&2; exit 1; fi ;;
                 "- "*) if [ -e {copy}/lacks ]; then echo numpy; exit 3; fi ;;
