@@ -28,8 +28,8 @@ def check(flags: Sequence[str], num_ranks: int | None, *, recipe: str) -> None:
     python = config.rollout.sglang_python
     if python is not None and not Path(python).exists():
         raise ValueError(
-            f"sglang_python {python} does not exist; give the interpreter of an environment that has"
-            " SGLang, e.g. the one that tools/setup_sglang_cpu.sh makes"
+            f"sglang_python {python} does not exist; give the interpreter of an environment that"
+            " has SGLang, e.g. the one that tools/setup_sglang_cpu.sh makes"
         )
 
 
