@@ -142,6 +142,8 @@ class ParallelConfig(Section):
     """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per
     block of 128 or 32 values.
     """
+    placement: Literal["colocated"] = "colocated"
+    """Who has the devices: engines and trainer share them, in turns."""
     offload: OffloadMode = "none"
     """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer
     state; or furthermore actor and critic in turns, each while the other one computes.

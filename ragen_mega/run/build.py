@@ -35,7 +35,7 @@ from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, evaluation_boards
-from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
+from ragen_mega.run.placement import ACTOR, CRITIC, PLACEMENTS, Placement
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import (
@@ -96,7 +96,7 @@ def build(config: StarPOConfig) -> Run:
         start = start._replace(critic=local_directory(config.model.critic_load))
 
     timers = Timers()
-    placement = Colocated(config.parallel.offload, timers.timed)
+    placement = PLACEMENTS[config.parallel.placement](config.parallel.offload, timers.timed)
     policy, critic = build_models(config, hf, groups, start, placement)
     console.say(f"model: {precision.describe(policy.module.config)}")
     run = Run(

@@ -219,6 +219,10 @@ class Colocated:
             ) from error
 
 
+PLACEMENTS: dict[str, type[Colocated]] = {"colocated": Colocated}
+"""Name in the configuration -> who has the devices."""
+
+
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
