@@ -103,8 +103,8 @@ class MegatronPolicy:
         """What the last export moved, how fast, and which share that is of what plain collectives
         reach here.
         """
-        if self._link_speed is None and self._traffic.pp_bytes + self._traffic.tp_bytes:
-            self._link_speed = measure_bound(reshard_plan(self.module, self.groups), with_tp=True)
+        if self._link_speed is None and self._traffic.moved_bytes:
+            self._link_speed = measure_bound(reshard_plan(self.module, self.groups))
         return self._traffic.metrics(self._link_speed)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:

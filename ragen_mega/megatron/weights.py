@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from ragen_mega.megatron.model import QwenModel, ValueHead
-from ragen_mega.megatron.reshard_plan import ReshardPlan
-from ragen_mega.megatron.resharding import Traffic, aligned, gather
+from ragen_mega.megatron.resharding import ReshardPlan, Traffic, aligned, gather
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot, shard
 from ragen_mega.models.server_cut import cut_stream

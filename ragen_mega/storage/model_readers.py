@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,11 +24,10 @@ from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import fp8_block, load_config
 from ragen_mega.models.layout import Slot, expected_tensors, model_slots, unshard
 from ragen_mega.models.shape import ModelShape, check_config
-from ragen_mega.storage.integrity import describe_file, manifest_sha256
+from ragen_mega.storage.integrity import check_files, read_manifest
 from ragen_mega.storage.shard_files import DTYPES, PATTERN, PieceReader
 
 ROLE = "actor."
-MANIFEST = "manifest.json"
 FORMAT = "ragen_mega megatron model"
 VERSION = 1
 _BYTES_AT_ONCE = 2**22
@@ -64,7 +63,7 @@ def open_model(
     verify = distributed.is_main() if verify is None else verify
     if MegatronReader.is_for(directory):
         if verify:
-            verify_manifest(directory)
+            _verify_manifest(directory)
         reader: ModelReader = MegatronReader(directory, shape)
     else:
         reader = HuggingFaceReader(directory, own.dtype or torch.bfloat16)
@@ -308,44 +307,16 @@ def _stacked(slot: Slot) -> tuple[int, ...]:
     return slot.whole if slot.layer is None else (slot.shape.num_layers, *slot.whole)
 
 
-def verify_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a directory in megatron format. Raises ValueError if a file is not as it was
-    written.
-    """
+def _verify_manifest(directory: Path) -> None:
+    """Raise ValueError if a file of a directory in megatron format is not as it was written."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-        own = manifest.pop("sha256")
-        files = {
-            name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        manifest = read_manifest(directory, format=FORMAT, version=VERSION)
+        check_files(directory, manifest["files"], PATTERN)
+    except ValueError as error:
         raise ValueError(
-            f"cannot read {directory / MANIFEST} ({type(error).__name__}); copy the directory again"
+            f"{directory} is damaged or no {FORMAT!r} of version {VERSION}: {error}; copy the"
+            " directory again or convert it with the program that wrote it"
         ) from None
-    if own != manifest_sha256(manifest):
-        raise ValueError(
-            f"{directory / MANIFEST} does not have the SHA-256 that it states; copy the directory"
-            " again"
-        )
-    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ValueError(
-            f"{directory} is no {FORMAT!r} of version {VERSION}; convert it with the program that"
-            " wrote it"
-        )
-    for name, (size, expected) in files.items():
-        path = directory / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise ValueError(
-                f"{path} is missing or does not have {size} bytes; copy the directory again"
-            )
-        if describe_file(path)["sha256"] != expected:
-            raise ValueError(
-                f"{path} does not have the SHA-256 in {MANIFEST}; it is damaged, copy the directory"
-                " again"
-            )
-    if added := sorted({path.name for path in directory.glob(PATTERN)} - files.keys()):
-        raise ValueError(f"{directory / added[0]} is not in {MANIFEST}; copy the directory again")
-    return manifest
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:

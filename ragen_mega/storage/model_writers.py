@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -25,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.storage.integrity import sync, write_whole
 from ragen_mega.storage.model_readers import check_finite
 from ragen_mega.storage.shard_files import DTYPES
 
@@ -88,9 +88,8 @@ class TensorFile:
     def close(self) -> None:
         """Give the file its name, once the disk has it all."""
         assert not self._ahead, f"{self._path} is not complete"
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
+        sync(self._unfinished)
         self._unfinished.replace(self._path)
 
 
@@ -133,9 +132,7 @@ class HuggingFaceWriter:
                 "metadata": {"total_size": self._total},
                 "weight_map": dict(sorted(self._weight_map.items())),
             }
-            unfinished = self._index.with_name(f".{self._index.name}.tmp")
-            unfinished.write_text(json.dumps(index, indent=2) + "\n")
-            unfinished.replace(self._index)
+            write_whole(self._index, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def save_huggingface(

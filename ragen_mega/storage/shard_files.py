@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from ragen_mega.storage.integrity import sync
 
 PATTERN = "rank_*.safetensors"
 HEADER = "pieces"
@@ -68,8 +69,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
         save_file(tensors, path, metadata={HEADER: json.dumps(header)})
     except SafetensorError as error:  # what it makes of a full disk
         raise OSError(f"cannot write {path}: {error}") from None
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
 
 
 class PieceReader:
