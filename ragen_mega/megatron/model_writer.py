@@ -119,8 +119,7 @@ class MegatronWriter:
             return
         axis, num_blocks = int(slot.cut == "row"), 2 if slot.cut == "gate_up" else 1
         size = shape[axis] // (num_blocks * num_parts)
-        for block in range(num_blocks):
-            for part in range(num_parts):
-                offset, local = [0] * len(shape), list(shape)
-                offset[axis], local[axis] = (block * num_parts + part) * size, size
-                yield Cut(first + part, tuple(offset), tuple(local))
+        for block in range(num_blocks * num_parts):
+            offset, local = [0] * len(shape), list(shape)
+            offset[axis], local[axis] = block * size, size
+            yield Cut(first + block % num_parts, tuple(offset), tuple(local))

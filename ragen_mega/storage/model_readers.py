@@ -76,24 +76,22 @@ def check_tensors(
 ) -> None:
     """Raise ValueError unless a reader has exactly the tensors of a model of this shape."""
     expected = expected_tensors(shape)
-    optional: dict[str, tuple[int, ...]] = {}
+    optional = {_HEAD: expected[_EMBEDDING]} if is_critic or shape.is_tied else {}
     if is_critic:
         optional[VALUE_HEAD] = (1, shape.hidden_size)
-        expected.pop(_HEAD, None)
-    if _HEAD not in expected:
-        optional[_HEAD] = expected[_EMBEDDING]
+    allowed = expected | optional
     names = {name for name in reader.names() if not _DERIVED.fullmatch(name)}
-    if missing := [name for name in expected if name not in names]:
+    if missing := [name for name in expected if name not in names and name not in optional]:
         raise ValueError(
             f"{where} lacks {missing[0]}{_and_more(missing)}; is it a complete"
             f" {shape.model_type} checkpoint?"
         )
-    if unknown := sorted(names - expected.keys() - optional.keys()):
+    if unknown := sorted(names - allowed.keys()):
         raise ValueError(
             f"{where} holds {unknown[0]}{_and_more(unknown)}, for which a {shape.model_type}"
             f" {'critic' if is_critic else 'policy'} has no place; is config.json of another model?"
         )
-    for name, wanted in (expected | optional).items():
+    for name, wanted in allowed.items():
         if name in names and (found := reader.describe(name)[1]) != wanted:
             raise ValueError(
                 f"{name} has shape {list(found)} in {where} and config.json asks for"
