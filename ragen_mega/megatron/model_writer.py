@@ -99,7 +99,7 @@ class MegatronWriter:
 
     def _padded(self, slot: Slot) -> tuple[int, ...]:
         """Shape under the key, without the dimension of the layers."""
-        if slot.cut != "vocab":
+        if slot.weight.cut != "vocab":
             return slot.whole
         tp = self._parallel.tensor_model_parallel_size
         return trainer_vocab_size(slot.shape.vocab_size, tp), *slot.whole[1:]
@@ -114,10 +114,10 @@ class MegatronWriter:
         if slot.layer is not None:
             stage = slot.layer * num_stages // slot.shape.num_layers
         first = stage * num_parts
-        if slot.cut == "replicated":
+        if slot.weight.cut == "replicated":
             yield Cut(first, (0,) * len(shape), shape)
             return
-        axis, num_blocks = int(slot.cut == "row"), 2 if slot.cut == "gate_up" else 1
+        axis, num_blocks = int(slot.weight.cut == "row"), 2 if slot.weight.cut == "gate_up" else 1
         size = shape[axis] // (num_blocks * num_parts)
         for block in range(num_blocks * num_parts):
             offset, local = [0] * len(shape), list(shape)

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -37,26 +38,14 @@ class Entry:
 
     stage: int
     slot: Slot
-    shape: tuple[int, ...]
-    """Of one rank's slice, in Megatron's layout."""
-    dtype: torch.dtype
-
-    @property
-    def num_elements(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
+    piece: Tensor
+    """Shape and type of one rank's slice, in Megatron's layout (on the device `meta`)."""
 
     def order(self) -> tuple[int, str, list[str | int]]:
         """Stage by stage, and there by name with layer 2 before layer 10."""
         parts = re.split(r"(\d+)", self.slot.names[0])
-        return (
-            self.stage,
-            str(self.dtype),
-            [int(part) if part.isdigit() else part for part in parts],
-        )
+        natural = [int(part) if part.isdigit() else part for part in parts]
+        return self.stage, str(self.piece.dtype), natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +60,20 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.entries[0].dtype
+        return self.entries[0].piece.dtype
 
     @property
     def num_elements(self) -> int:
-        return sum(entry.num_elements for entry in self.entries)
+        return sum(entry.piece.numel() for entry in self.entries)
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
+        return sum(entry.piece.nbytes for entry in self.entries)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views into a bucket's parameters one after the other: one per entry, in its shape."""
-        pieces = flat.split([entry.num_elements for entry in self.entries])
-        return [piece.view(entry.shape) for entry, piece in zip(self.entries, pieces, strict=True)]
+        parts = flat.split([entry.piece.numel() for entry in self.entries])
+        return [part.view_as(entry.piece) for entry, part in zip(self.entries, parts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +105,19 @@ class ReshardPlan:
         if len(stages) > 1:
             dist.all_gather_object(stages, mine, group=groups.pp)
         entries = _unique(
-            [Entry(stage, *what) for stage, held in enumerate(stages) for what in held]
+            Entry(stage, slot, torch.empty(size, dtype=dtype, device="meta"))
+            for stage, held in enumerate(stages)
+            for slot, size, dtype in held
         )
         plan = cls(groups, tuple(_buckets(entries, bucket_bytes // groups.tp.size())))
-        check_same_on_all_ranks(plan.digest())
+        # everything that decides which collectives are called, in which order, with how many bytes
+        text = "\n".join(
+            f"{index} {entry.stage} {entry.slot.names} {entry.slot.weight.cut}"
+            f" {entry.piece.shape} {entry.piece.dtype}"
+            for index, bucket in enumerate(plan.buckets)
+            for entry in bucket.entries
+        )
+        check_same_on_all_ranks(hashlib.sha256(text.encode()).hexdigest())
         shape, names = entries[0].slot.shape, plan.names
         expected = expected_tensors(shape, is_critic=VALUE_HEAD in names).keys()
         if differing := sorted(expected ^ set(names)):
@@ -143,17 +141,6 @@ class ReshardPlan:
     def shard_bytes(self) -> int:
         """Of the whole model's slices on one tensor-parallel rank, all pipeline stages together."""
         return sum(bucket.num_bytes for bucket in self.buckets)
-
-    def digest(self) -> str:
-        """SHA-256 of everything that decides which collectives are called, in which order and with
-        how many bytes.
-        """
-        text = "\n".join(
-            f"{index} {entry.stage} {entry.slot.names} {entry.slot.cut} {entry.shape} {entry.dtype}"
-            for index, bucket in enumerate(self.buckets)
-            for entry in bucket.entries
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_same_on_all_ranks(digest: str) -> None:
@@ -293,7 +280,7 @@ def measure_bound(plan: ReshardPlan) -> float:
     return num_bytes / best / 1e9
 
 
-def _unique(entries: Sequence[Entry]) -> list[Entry]:
+def _unique(entries: Iterable[Entry]) -> list[Entry]:
     """Sorted; of weights that several stages hold, as the tied embedding, the copy of the first
     stage.
     """
@@ -307,15 +294,14 @@ def _unique(entries: Sequence[Entry]) -> list[Entry]:
 
 def _buckets(entries: Sequence[Entry], limit: int) -> list[Bucket]:
     buckets: list[list[Entry]] = []
-    num_bytes = 0
-    for entry in entries:
-        last = buckets[-1][0] if buckets else None
-        fits = last is not None and (last.stage, last.dtype) == (entry.stage, entry.dtype)
-        if not fits or num_bytes + entry.num_bytes > limit:
-            buckets.append([])
-            num_bytes = 0
-        buckets[-1].append(entry)
-        num_bytes += entry.num_bytes
+    for _, alike in groupby(entries, key=lambda entry: (entry.stage, entry.piece.dtype)):
+        num_bytes = limit  # so that the first begins a bucket
+        for entry in alike:
+            if num_bytes + entry.piece.nbytes > limit:
+                buckets.append([])
+                num_bytes = 0
+            buckets[-1].append(entry)
+            num_bytes += entry.piece.nbytes
     return [Bucket(tuple(members)) for members in buckets]
 
 

@@ -45,8 +45,10 @@ def mark_tensor_parallel(model: QwenModel) -> None:
     parameters = dict(model.named_parameters())
     for slot in slots(model):
         parameter = parameters[slot.parameter]
-        if slot.cut != "replicated" and not getattr(parameter, "tensor_model_parallel", False):
-            set_tensor_model_parallel_attributes(parameter, True, int(slot.cut == "row"), 1)
+        if slot.weight.cut != "replicated" and not getattr(
+            parameter, "tensor_model_parallel", False
+        ):
+            set_tensor_model_parallel_attributes(parameter, True, int(slot.weight.cut == "row"), 1)
 
 
 def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -25,7 +25,7 @@ from ragen_mega.models.huggingface import fp8_block, load_config
 from ragen_mega.models.layout import Slot, expected_tensors, model_slots, unshard
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.storage.integrity import check_files, read_manifest
-from ragen_mega.storage.shard_files import DTYPES, PATTERN, PieceReader
+from ragen_mega.storage.shard_files import DTYPES, PATTERN, MappedFiles, PieceReader
 
 ROLE = "actor."
 FORMAT = "ragen_mega megatron model"
@@ -97,12 +97,12 @@ def check_tensors(
                 f"{name} has shape {list(found)} in {where} and config.json asks for"
                 f" {list(wanted)}; is config.json of another model?"
             )
-    if verify and _HEAD in names and shape.is_tied and not is_critic:
-        if not torch.equal(reader(_HEAD), reader(_EMBEDDING)):
-            raise ValueError(
-                f"config.json ties {_HEAD} to the embedding, and the two differ; set"
-                " tie_word_embeddings to false in config.json to keep both"
-            )
+    is_doubled = _HEAD in names and shape.is_tied and not is_critic
+    if verify and is_doubled and not torch.equal(reader(_HEAD), reader(_EMBEDDING)):
+        raise ValueError(
+            f"config.json ties {_HEAD} to the embedding, and the two differ; set"
+            " tie_word_embeddings to false in config.json to keep both"
+        )
     reader.release()
 
 
@@ -124,7 +124,7 @@ class HuggingFaceReader:
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         """`dtype` is the type that quantised weights are said to have."""
         self._dtype = dtype
-        self._handles: dict[Path, safe_open] = {}
+        self._handles = MappedFiles()
         self._block = fp8_block(json.loads((directory / "config.json").read_text()))
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
         if index.exists():
@@ -139,7 +139,7 @@ class HuggingFaceReader:
                     " again"
                 ) from None
         elif single.exists():
-            self._files = dict.fromkeys(self._open(single).keys(), single)
+            self._files = dict.fromkeys(self._handles[single].keys(), single)
         else:
             raise ValueError(
                 f"no model.safetensors or model.safetensors.index.json in {directory}; give a"
@@ -172,10 +172,10 @@ class HuggingFaceReader:
     def __call__(self, name: str) -> Tensor | None:
         if name not in self._files:
             return None
-        tensor = self._open(self._files[name]).get_tensor(name)
+        tensor = self._handles[self._files[name]].get_tensor(name)
         if not self._is_scale(name + _SCALE):
             return tensor
-        scale = self._open(self._files[name + _SCALE]).get_tensor(name + _SCALE).float()
+        scale = self._handles[self._files[name + _SCALE]].get_tensor(name + _SCALE).float()
         blocks = tensor.float().reshape(scale.shape[0], self._block[0], scale.shape[1], -1)
         return (blocks * scale[:, None, :, None]).reshape(tensor.shape)
 
@@ -199,21 +199,15 @@ class HuggingFaceReader:
     def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
         path = self._files[name]
         try:
-            stored = self._open(path).get_slice(name)
+            stored = self._handles[path].get_slice(name)
         except SafetensorError as error:
-            raise _damaged(path, error) from None
+            raise ValueError(
+                f"cannot read {name} of {path}: {error}; the file is damaged, copy it again"
+            ) from None
         return stored.get_dtype(), tuple(stored.get_shape())
 
     def release(self) -> None:
         self._handles.clear()
-
-    def _open(self, path: Path) -> safe_open:
-        if path not in self._handles:
-            try:
-                self._handles[path] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise _damaged(path, error) from None
-        return self._handles[path]
 
 
 class MegatronReader:
@@ -230,7 +224,7 @@ class MegatronReader:
             if (found := self._pieces.global_shapes.get(key)) is None:
                 continue
             expected = _stacked(slot)
-            is_padded = slot.cut == "vocab" and found[0] >= expected[0]
+            is_padded = slot.weight.cut == "vocab" and found[0] >= expected[0]
             if found != expected and not (is_padded and found[1:] == expected[1:]):
                 raise ValueError(
                     f"{slot.key} has shape {list(found)} in {directory} and config.json asks"
@@ -289,7 +283,7 @@ class MegatronReader:
                 (*(1 for _ in lead), count, *shape[1:]),
                 dtype=whole.dtype,
                 global_shape=_stacked(slot),
-                allow_padding=slot.cut == "vocab",
+                allow_padding=slot.weight.cut == "vocab",
             )
             whole[start : start + count] = box.reshape(count, *shape[1:])
             self._pieces.release()
@@ -315,10 +309,6 @@ def _verify_manifest(directory: Path) -> None:
             f"{directory} is damaged or no {FORMAT!r} of version {VERSION}: {error}; copy the"
             " directory again or convert it with the program that wrote it"
         ) from None
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"cannot read {path}: {error}; the file is missing or damaged, copy it again")
 
 
 def _and_more(names: list[str]) -> str:
