@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
-from ragen_mega.models.layout import Slot, expected_tensors, unshard
+from ragen_mega.models.layout import Slot, expected_tensors, group_by_size, unshard
 from ragen_mega.models.server_cut import engine_name, from_trainer
 
 BUCKET_BYTES = 256 * 2**20
@@ -109,7 +109,13 @@ class ReshardPlan:
             for stage, held in enumerate(stages)
             for slot, size, dtype in held
         )
-        plan = cls(groups, tuple(_buckets(entries, bucket_bytes // groups.tp.size())))
+        limit = bucket_bytes // groups.tp.size()
+        buckets = tuple(
+            Bucket(tuple(members))
+            for _, alike in groupby(entries, key=lambda entry: (entry.stage, entry.piece.dtype))
+            for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limit)
+        )
+        plan = cls(groups, buckets)
         # everything that decides which collectives are called, in which order, with how many bytes
         text = "\n".join(
             f"{index} {entry.stage} {entry.slot.names} {entry.slot.weight.cut}"
@@ -290,19 +296,6 @@ def _unique(entries: Iterable[Entry]) -> list[Entry]:
         if not is_tied_copy:
             first.setdefault(entry.slot.names, entry)
     return list(first.values())
-
-
-def _buckets(entries: Sequence[Entry], limit: int) -> list[Bucket]:
-    buckets: list[list[Entry]] = []
-    for _, alike in groupby(entries, key=lambda entry: (entry.stage, entry.piece.dtype)):
-        num_bytes = limit  # so that the first begins a bucket
-        for entry in alike:
-            if num_bytes + entry.piece.nbytes > limit:
-                buckets.append([])
-                num_bytes = 0
-            buckets[-1].append(entry)
-            num_bytes += entry.piece.nbytes
-    return [Bucket(tuple(members)) for members in buckets]
 
 
 def _check_allocator() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from ragen_mega.models.family import CRITIC_HEAD, Weight
 from ragen_mega.models.shape import ModelShape, trainer_vocab_size
 
+T = TypeVar("T")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -110,6 +112,19 @@ def complete(
             f"{len(missing)} of {len(expected)} weights are missing, first {missing[0]!r}; export"
             " the whole model"
         )
+
+
+def group_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in lists whose sizes are at most `limit` together, or of a single item."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + size(item) > limit:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    yield group
 
 
 def find_slot(

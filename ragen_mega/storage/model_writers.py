@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.models.family import VALUE_HEAD
-from ragen_mega.models.layout import complete, expected_tensors
+from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.storage.integrity import sync, write_whole
 from ragen_mega.storage.model_readers import check_finite
@@ -101,14 +101,8 @@ class HuggingFaceWriter:
     def __init__(
         self, directory: Path, tensors: Mapping[str, Kind], max_shard_size: int = MAX_SHARD_SIZE
     ) -> None:
-        shards: list[dict[str, Kind]] = [{}]
-        size = 0
-        for name, kind in tensors.items():
-            if shards[-1] and size + num_bytes(kind) > max_shard_size:
-                shards.append({})
-                size = 0
-            shards[-1][name] = kind
-            size += num_bytes(kind)
+        parts = group_by_size(tensors.items(), lambda item: num_bytes(item[1]), max_shard_size)
+        shards = [dict(part) for part in parts]
         count = len(shards)
         files = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
         self._index = directory / "model.safetensors.index.json" if count > 1 else None
