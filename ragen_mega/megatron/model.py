@@ -43,13 +43,15 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if error := cut_error(shape, tp, pp):
         raise ValueError(error)
-    widths = {
-        "hidden size": shape.hidden_size,
-        "attention width": shape.q_size // tp,
-        "query, key and value width": (shape.q_size + 2 * shape.kv_size) // tp,
-        "intermediate size": shape.ffn_size // tp,
-    }
-    precision.check_widths(widths, parallel)
+    precision.check_widths(
+        {
+            "hidden size": shape.hidden_size,
+            "attention width": shape.q_size // tp,
+            "query, key and value width": (shape.q_size + 2 * shape.kv_size) // tp,
+            "intermediate size": shape.ffn_size // tp,
+        },
+        parallel,
+    )
 
 
 def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> TransformerConfig:

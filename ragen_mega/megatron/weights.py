@@ -58,7 +58,6 @@ def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None
     A tied LM head is the embedding. A critic without a stored value head keeps its own. Raises
     ValueError on a missing or mis-shaped tensor, and if a number is not finite.
     """
-    tp_rank, tp_size = model.tp_group.rank(), model.tp_group.size()
     parameters = dict(model.named_parameters())
     for slot in slots(model):
         is_tied_head = slot.names == ("lm_head.weight",) and model.shape.is_tied
@@ -72,7 +71,7 @@ def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None
                 f"{', '.join(names)} must have the shapes {slot.shapes} that config.json asks for,"
                 f" not {found}; is the checkpoint complete, and of this model?"
             )
-        local = shard(slot, tensors, tp_rank, tp_size)
+        local = shard(slot, tensors, model.tp_group.rank(), model.tp_group.size())
         check_finite(", ".join(names), local)
         with torch.no_grad():
             parameters[slot.parameter].copy_(local)

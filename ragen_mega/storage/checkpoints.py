@@ -173,8 +173,8 @@ class CheckpointWriter:
             return
         self._thread.join()
         self._thread = None
-        errors = [error for error in distributed.gather_objects(self._error) if error is not None]
-        if errors:
+        everyone = distributed.gather_objects(self._error)
+        if errors := [error for error in everyone if error is not None]:
             raise OSError(
                 f"cannot write a checkpoint to {self.directory}: {errors[0]}; free space or choose"
                 " another --output"
