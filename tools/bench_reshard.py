@@ -45,8 +45,14 @@ from ragen_mega.data import distributed
 from ragen_mega.data.checksums import check_checksums, check_names, checksums
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, check_model, transformer_config
-from ragen_mega.megatron.reshard_plan import BUCKET_BYTES, ReshardPlan
-from ragen_mega.megatron.resharding import Traffic, aligned, all_gather, gather
+from ragen_mega.megatron.resharding import (
+    BUCKET_BYTES,
+    ReshardPlan,
+    Traffic,
+    aligned,
+    all_gather,
+    gather,
+)
 from ragen_mega.megatron.weights import slots
 from ragen_mega.models.server_cut import cut_stream, engine_name, head_rows
 from ragen_mega.models.shape import ModelShape

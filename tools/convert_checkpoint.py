@@ -45,13 +45,12 @@ from ragen_mega.models.shape import ModelShape, check_config, find_family
 from ragen_mega.report.console import Console, fail
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,
-    MANIFEST,
     STATE,
     Checkpoint,
     find_latest,
     read_checkpoint,
 )
-from ragen_mega.storage.integrity import sync
+from ragen_mega.storage.integrity import MANIFEST, sync
 from ragen_mega.storage.model_readers import (
     HuggingFaceReader,
     MegatronReader,

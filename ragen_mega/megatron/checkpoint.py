@@ -10,8 +10,8 @@ optimizer.
 
 megatron-core's own state dict of the distributed optimizer is not used: with torch's AdamW (0.16.1)
 it asserts before the first step, its loader fails on the entry `step`, and afterwards all
-parameters share one step tensor, which then advances once per parameter. `_AdamState` reads and
-writes the moments where they are instead.
+parameters share one step tensor, which then advances once per parameter. Here the moments are read
+and written where they are instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
@@ -64,7 +64,7 @@ def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path
     }
     # The same number on every rank, also on one that holds no parameter of a trainer's optimizer.
     state[_STEPS] = {
-        role: {"optimizer": _AdamState(trainer).step(), "schedule": trainer.schedule.num_steps}
+        role: {"optimizer": _count_steps(trainer), "schedule": trainer.schedule.num_steps}
         for role, trainer in trainers.items()
     }
     staged = _Stage()
@@ -94,20 +94,21 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
         )
     except CheckpointingException as error:
         raise ValueError(
-            f"the checkpoint {directory} is of another model or estimator ({_first_line(error)}); "
-            "resume with the flags it was written with"
+            f"the checkpoint {directory} is of another model or estimator"
+            f" ({str(error).strip().splitlines()[0][:200]}); resume with the flags it was written"
+            " with"
         ) from None
     for role, trainer in trainers.items():
         steps = loaded[_STEPS][role]
         trainer.memory.require("parameters", "optimizer")
-        adam = _AdamState(trainer)
         parameters = _sharded_parameters(trainer)
         with torch.no_grad():
             for name, sharded in parameters.items():
                 sharded.data.copy_(loaded[role]["model"][name])
             trainer.optimizer.reload_model_params()
             for name, sharded in parameters.items():
-                adam.write(sharded.data, loaded[role]["optimizer"][name], steps["optimizer"])
+                values = loaded[role]["optimizer"][name]
+                _write_adam(trainer, sharded.data, values, steps["optimizer"])
         trainer.schedule.num_steps = steps["schedule"]
         trainer.schedule.step(0)
 
@@ -131,117 +132,97 @@ def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[s
     device.
     """
     trainer.memory.require("parameters", "optimizer")
-    parameters, adam = _sharded_parameters(trainer), _AdamState(trainer)
-    optimizer = {}
+    parameters, optimizer = _sharded_parameters(trainer), {}
     for name, sharded in parameters.items():
-        values = adam.placeholders(sharded.data) if placeholders else adam.read(sharded.data)
+        empty = torch.empty(sharded.data.shape, dtype=torch.float32, device="meta")
+        values = (
+            dict.fromkeys(_kinds(sharded.data), empty)
+            if placeholders
+            else _read_adam(trainer, sharded.data)
+        )
         optimizer[name] = {
             kind: make_sharded_optimizer_tensor(sharded, value, prefix=f"optimizer.state.{kind}")
             for kind, value in values.items()
         }
-        sharded.data = (
-            sharded.data.detach().to("meta")
-            if placeholders
-            else sharded.data.detach().to("cpu", copy=True)
-        )
+        sharded.data = sharded.data.detach().to("meta" if placeholders else "cpu", copy=True)
     state = {"model": parameters, "optimizer": optimizer}
     add_prefix_for_sharding(state, f"{role}.")
     return state
 
 
-class _AdamState:
-    """Adam's tensors of a trainer, one parameter at a time, whichever optimizer of megatron-core
-    holds them.
+def _read_adam(trainer: Trainer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Adam's tensors of a parameter: kind -> tensor of its shape, in host memory. With the
+    distributed optimizer a collective over its ranks.
     """
+    optimizer, main, part = _locate(trainer, parameter)
+    held = {} if main is None else optimizer.optimizer.state.get(main, {}) | {_MAIN: main}
+    values = {}
+    for kind in _kinds(parameter):
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if kind in held:  # Adam holds nothing before the first step
+            whole[part] = held[kind].detach().flatten()
+        if isinstance(optimizer, DistributedOptimizer):
+            # Every element is zero on all ranks but one; as integers their sum is exact to the
+            # bit (-0.0 too).
+            dist.all_reduce(whole.view(torch.int32), group=optimizer.data_parallel_group)
+        # on the device never more than one of them
+        values[kind] = whole.reshape(parameter.shape).cpu()
+    return values
 
-    def __init__(self, trainer: Trainer) -> None:
-        optimizer = trainer.optimizer
-        self._optimizers: list[MegatronOptimizer] = getattr(
-            optimizer, "chained_optimizers", [optimizer]
-        )
 
-    def placeholders(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Kind -> tensor of the parameter's shape without contents."""
-        return {
-            kind: torch.empty(parameter.shape, dtype=torch.float32, device="meta")
-            for kind in _kinds(parameter)
-        }
+def _write_adam(
+    trainer: Trainer, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int
+) -> None:
+    """Take tensors of the parameter's shape, as `_read_adam` gave them after `step` steps."""
+    optimizer, main, part = _locate(trainer, parameter)
+    if main is None:
+        return
+    local = {
+        kind: value.flatten()[part].reshape(main.shape).to(main.device)
+        for kind, value in values.items()
+    }
+    if _MAIN in local:
+        main.copy_(local.pop(_MAIN))
+    inner = optimizer.optimizer
+    inner.state[main] = {kind: value.clone() for kind, value in local.items()}
+    if isinstance(inner, torch.optim.Adam):  # AdamW too; a tensor of its own for each parameter
+        inner.state[main]["step"] = torch.tensor(float(step))
+    else:  # fused implementations count once per group
+        for group in inner.param_groups:
+            group["step"] = step
 
-    def read(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Kind -> tensor of the parameter's shape. With the distributed optimizer a collective over
-        its ranks.
-        """
-        optimizer, main, part = self._locate(parameter)
-        state = {} if main is None else optimizer.optimizer.state.get(main, {})
-        values = {}
-        for kind in _kinds(parameter):
-            whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if main is not None and (
-                kind == _MAIN or kind in state
-            ):  # Adam holds nothing before the first step
-                whole[part] = (main if kind == _MAIN else state[kind]).detach().flatten()
-            if isinstance(optimizer, DistributedOptimizer):
-                # Every element is zero on all ranks but one; as integers their sum is exact to the
-                # bit (-0.0 too).
-                dist.all_reduce(whole.view(torch.int32), group=optimizer.data_parallel_group)
-            values[kind] = whole.reshape(
-                parameter.shape
-            ).cpu()  # on the device never more than one of them
-        return values
 
-    def write(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int) -> None:
-        """Take tensors of the parameter's shape, as `read` gave them after `step` steps."""
-        optimizer, main, part = self._locate(parameter)
-        if main is None:
-            return
-        local = {
-            kind: value.flatten()[part].reshape(main.shape).to(main.device)
-            for kind, value in values.items()
-        }
-        if _MAIN in local:
-            main.copy_(local.pop(_MAIN))
-        inner = optimizer.optimizer
-        inner.state[main] = {kind: value.clone() for kind, value in local.items()}
-        if isinstance(inner, torch.optim.Adam):  # AdamW too; a tensor of its own for each parameter
-            inner.state[main]["step"] = torch.tensor(float(step))
-        else:  # fused implementations count once per group
-            for group in inner.param_groups:
-                group["step"] = step
+def _count_steps(trainer: Trainer) -> int:
+    """How many optimizer steps were taken. Collective."""
+    counts = [
+        int(counter["step"])
+        for optimizer in trainer.optimizers
+        for counter in (*optimizer.optimizer.state.values(), *optimizer.optimizer.param_groups)
+        if "step" in counter
+    ]
+    return max(distributed.gather_objects(max(counts, default=0)))
 
-    def step(self) -> int:
-        """How many optimizer steps were taken. Collective."""
-        counts = [0]
-        for optimizer in self._optimizers:
-            counts += [
-                int(state["step"])
-                for state in optimizer.optimizer.state.values()
-                if "step" in state
-            ]
-            counts += [
-                int(group["step"]) for group in optimizer.optimizer.param_groups if "step" in group
-            ]
-        return max(distributed.gather_objects(max(counts)))
 
-    def _locate(self, parameter: nn.Parameter) -> tuple[MegatronOptimizer, Tensor | None, slice]:
-        """The optimizer of a parameter, the tensor that Adam updates for it, and which part of the
-        flattened parameter that is; no tensor if other data-parallel ranks hold all of it.
-        """
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, DistributedOptimizer):
-                if not any(parameter in buffer.param_index_map for buffer in optimizer.buffers):
-                    continue
-                if (main := _shards(optimizer).get(parameter)) is None:
-                    return optimizer, None, slice(0, 0)
-                owned = optimizer._get_model_param_range_map(parameter)["param"]
-                return optimizer, main, slice(owned.start, owned.end)
-            main = getattr(parameter, "main_param", parameter)
-            if any(
-                main is other
-                for group in optimizer.optimizer.param_groups
-                for other in group["params"]
-            ):
-                return optimizer, main, slice(None)
-        raise AssertionError(f"no optimizer updates a parameter of shape {list(parameter.shape)}")
+def _locate(
+    trainer: Trainer, parameter: nn.Parameter
+) -> tuple[MegatronOptimizer, Tensor | None, slice]:
+    """The optimizer of a parameter, the tensor that Adam updates for it, and which part of the
+    flattened parameter that is; no tensor if other data-parallel ranks hold all of it.
+    """
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, DistributedOptimizer):
+            if not any(parameter in buffer.param_index_map for buffer in optimizer.buffers):
+                continue
+            if (main := _shards(optimizer).get(parameter)) is None:
+                return optimizer, None, slice(0, 0)
+            owned = optimizer._get_model_param_range_map(parameter)["param"]
+            return optimizer, main, slice(owned.start, owned.end)
+        main = getattr(parameter, "main_param", parameter)
+        if any(
+            main is other for group in optimizer.optimizer.param_groups for other in group["params"]
+        ):
+            return optimizer, main, slice(None)
+    raise AssertionError(f"no optimizer updates a parameter of shape {list(parameter.shape)}")
 
 
 def _shards(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
@@ -271,24 +252,21 @@ class _Stage(SaveShardedStrategy):
         self.pieces: list[Piece] = []
 
     def save(self, sharded_state_dict: dict, checkpoint_dir: str | Path) -> None:
-        for part in nested_values(sharded_state_dict):
-            if _is_main(part):
-                data = part.data.contiguous()
-                shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-                self.pieces.append(
-                    Piece(
-                        part.key,
-                        tuple(part.global_offset),
-                        tuple(part.global_shape),
-                        data.reshape(shape),
-                    )
-                )
+        self.pieces = [
+            Piece(
+                part.key,
+                tuple(part.global_offset),
+                tuple(part.global_shape),
+                part.data.contiguous().reshape(_box(part)),
+            )
+            for part in nested_values(sharded_state_dict)
+            if is_main_replica(part.replica_id)
+        ]
 
 
-def _is_main(part: ShardedTensor) -> bool:
-    """Whether this rank is the one that writes the piece; the others hold replicas."""
-    replica = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id,)
-    return all(index == 0 for index in replica)
+def _box(part: ShardedTensor) -> tuple[int, ...]:
+    """Shape of a part among all dimensions of its global tensor."""
+    return (1,) * part.prepend_axis_num + tuple(part.local_shape)
 
 
 class _Read(LoadShardedStrategy):
@@ -315,7 +293,7 @@ class _Read(LoadShardedStrategy):
             data = reader.read(
                 part.key,
                 part.global_offset,
-                (1,) * part.prepend_axis_num + tuple(part.local_shape),
+                _box(part),
                 dtype=part.dtype,
                 global_shape=part.global_shape,
                 # rows of the vocabulary that only fill up tensor-parallel ranks
@@ -335,7 +313,3 @@ class _Read(LoadShardedStrategy):
             )
             for key, shape in reader.global_shapes.items()
         }
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200]

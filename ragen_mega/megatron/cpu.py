@@ -111,30 +111,24 @@ class _CudaLiteralMode(TorchFunctionMode):
         args: tuple = (),
         kwargs: dict | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = _on_cpu(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.")
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
         return func(*args, **kwargs)
 
 
-def _names_cuda(device: object) -> bool:
-    return (
-        (isinstance(device, str) and device.startswith("cuda"))
-        or (isinstance(device, torch.device) and device.type == "cuda")
-        or (isinstance(device, int) and not isinstance(device, bool))
-    )
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    device = kwargs.get("device")
+    names_cuda = isinstance(device, int) or str(device).startswith("cuda")
+    return kwargs | {"device": CPU} if names_cuda else kwargs
 
 
 def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        return factory(*args, **kwargs)
+        return factory(*args, **_on_cpu(kwargs))
 
     return on_cpu
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,12 +10,11 @@ from ragen_kernels import value_loss
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron.model import QwenCritic, transformer_config
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_weights, load_weights
+from ragen_mega.megatron.weights import export_weights
 
 
 class MegatronCritic:
@@ -41,9 +39,7 @@ class MegatronCritic:
         """Start from the Hugging Face tensors that `read` returns; without a value head in them
         values start at 0.
         """
-        self.trainer.memory.require("parameters", "optimizer")
-        load_weights(self.module, read)
-        self.trainer.optimizer.reload_model_params()
+        self.trainer.load_weights(read)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor), value head included; every rank must consume
@@ -60,13 +56,6 @@ class MegatronCritic:
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """One step of clipped value regression towards `returns`. Returns its metrics."""
-        weights = aggregation_weights(
-            minibatch.loss_mask,
-            minibatch.cu_seqlens,
-            mode="token-mean",
-            num_tokens=int(minibatch.loss_mask.sum()),
-            num_trajectories=minibatch.num_trajectories,
-        )
 
         def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
             value, is_clipped = value_loss(
@@ -74,7 +63,7 @@ class MegatronCritic:
             )
             return value, torch.stack([value.detach().float(), is_clipped.sum()])
 
-        sums, grad_norm = self.trainer.step(minibatch.with_fields(weights=weights), loss, 2)
+        sums, step = self.trainer.step(minibatch, loss, 2)
         mask = minibatch.loss_mask
         num_tokens = max(1, int(mask.sum()))
         residual = (minibatch.returns - minibatch.values)[mask]
@@ -85,6 +74,4 @@ class MegatronCritic:
             "explained_variance": (
                 1.0 - float(residual.var(unbiased=False)) / variance if variance > 0 else 0.0
             ),
-            "grad_norm": grad_norm,
-            "skipped": float(not math.isfinite(grad_norm)),
-        }
+        } | step

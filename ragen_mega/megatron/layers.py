@@ -58,8 +58,7 @@ def drop_quantised_weights(model: nn.Module) -> None:
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
@@ -105,10 +104,6 @@ class PackedAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError(
-                "context parallelism needs Transformer Engine; install the h100 extra or drop it"
-            )
         self.scale = softmax_scale
 
     def forward(

@@ -27,6 +27,12 @@ from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import layer_spec
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
 
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+}
+
 
 def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Raise ValueError unless everything that the configuration says is computed, and the model can
@@ -37,13 +43,15 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if error := cut_error(shape, tp, pp):
         raise ValueError(error)
-    widths = {
-        "hidden size": shape.hidden_size,
-        "attention width": shape.q_size // tp,
-        "query, key and value width": (shape.q_size + 2 * shape.kv_size) // tp,
-        "intermediate size": shape.ffn_size // tp,
-    }
-    precision.check_widths(widths, parallel)
+    precision.check_widths(
+        {
+            "hidden size": shape.hidden_size,
+            "attention width": shape.q_size // tp,
+            "query, key and value width": (shape.q_size + 2 * shape.kv_size) // tp,
+            "intermediate size": shape.ffn_size // tp,
+        },
+        parallel,
+    )
 
 
 def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> TransformerConfig:
@@ -51,13 +59,6 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
     check_model(hf, parallel)
     shape = ModelShape.of(hf)
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
-    recompute: dict[str, Any] = {}
-    if parallel.recompute == "full":
-        recompute = dict(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
-    elif parallel.recompute == "selective":
-        recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -93,7 +94,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         **precision.layer_fields(
             parallel, precision.choose_implementation(parallel, precision.Machine.here())
         ),
-        **recompute,
+        **_RECOMPUTE[parallel.recompute],
     )
 
 
@@ -139,15 +140,12 @@ class QwenModel(GPTModel):
         """Hidden states [T, H] of all positions, with the collective in backward that a
         column-parallel head needs.
         """
-        if self.config.sequence_parallel:
-            output = tensor_parallel.gather_from_sequence_parallel_region(
-                output, group=self.tp_group
-            )
-        else:
-            output = tensor_parallel.copy_to_tensor_model_parallel_region(
-                output, group=self.tp_group
-            )
-        return output.squeeze(1)
+        whole = (
+            tensor_parallel.gather_from_sequence_parallel_region
+            if self.config.sequence_parallel
+            else tensor_parallel.copy_to_tensor_model_parallel_region
+        )
+        return whole(output, group=self.tp_group).squeeze(1)
 
     def vocab_arguments(self) -> dict[str, Any]:
         """Where this rank's rows of the vocabulary start, how many ids are real, and who holds the

@@ -7,21 +7,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 
-from ragen_mega import __version__
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.checkpoint import BACKEND
 from ragen_mega.megatron.checkpoint import VERSION as BACKEND_VERSION
 from ragen_mega.models.layout import Slot, model_slots, shard
 from ragen_mega.models.shape import ModelShape, trainer_vocab_size
-from ragen_mega.storage.integrity import describe_file, manifest_sha256
-from ragen_mega.storage.model_readers import FORMAT, MANIFEST, ROLE, VERSION
+from ragen_mega.storage.integrity import describe_file, write_manifest
+from ragen_mega.storage.model_readers import FORMAT, ROLE, VERSION
 from ragen_mega.storage.model_writers import Kind, TensorFile
 from ragen_mega.storage.shard_files import HEADER, file_name
 
@@ -91,24 +89,17 @@ class MegatronWriter:
         save_config(CheckpointingConfig(BACKEND, BACKEND_VERSION), str(self._directory))
         torch.save({}, self._directory / "common.pt")
         files = {path.name: describe_file(path) for path in sorted(self._directory.iterdir())}
-        libraries = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "layout": {
-                key: value
-                for key, value in asdict(self._parallel).items()
-                if key.endswith("model_parallel_size")
-            },
-            "versions": libraries | {"ragen_mega": __version__},
-            "files": files,
+        layout = {
+            name: size
+            for name, size in asdict(self._parallel).items()
+            if name.endswith("model_parallel_size")
         }
-        text = json.dumps(manifest | {"sha256": manifest_sha256(manifest)}, indent=2)
-        (self._directory / MANIFEST).write_text(text + "\n")
+        facts = {"format": FORMAT, "version": VERSION, "layout": layout}
+        write_manifest(self._directory, facts, files)
 
     def _padded(self, slot: Slot) -> tuple[int, ...]:
         """Shape under the key, without the dimension of the layers."""
-        if slot.cut != "vocab":
+        if slot.weight.cut != "vocab":
             return slot.whole
         tp = self._parallel.tensor_model_parallel_size
         return trainer_vocab_size(slot.shape.vocab_size, tp), *slot.whole[1:]
@@ -123,13 +114,12 @@ class MegatronWriter:
         if slot.layer is not None:
             stage = slot.layer * num_stages // slot.shape.num_layers
         first = stage * num_parts
-        if slot.cut == "replicated":
+        if slot.weight.cut == "replicated":
             yield Cut(first, (0,) * len(shape), shape)
             return
-        axis, num_blocks = int(slot.cut == "row"), 2 if slot.cut == "gate_up" else 1
+        axis, num_blocks = int(slot.weight.cut == "row"), 2 if slot.weight.cut == "gate_up" else 1
         size = shape[axis] // (num_blocks * num_parts)
-        for block in range(num_blocks):
-            for part in range(num_parts):
-                offset, local = [0] * len(shape), list(shape)
-                offset[axis], local[axis] = (block * num_parts + part) * size, size
-                yield Cut(first + part, tuple(offset), tuple(local))
+        for block in range(num_blocks * num_parts):
+            offset, local = [0] * len(shape), list(shape)
+            offset[axis], local[axis] = block * size, size
+            yield Cut(first + block % num_parts, tuple(offset), tuple(local))

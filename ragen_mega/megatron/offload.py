@@ -59,9 +59,7 @@ class Offloadable:
         }
         for kind, storages in leaving.items():
             if kind != "gradients":
-                self._copy_to(self._host, storages)
-        for storages in leaving.values():
-            _wait(storages)
+                _copy_to(self._host, storages)
         for kind, storages in leaving.items():
             self._away[kind] = {
                 name: (storage, storage.nbytes()) for name, storage in storages.items()
@@ -80,28 +78,27 @@ class Offloadable:
         """
         num_bytes = 0
         for kind in kinds or KINDS:
-            for name, (storage, size) in self._away.get(kind, {}).items():
+            for name, (storage, size) in self._away.pop(kind, {}).items():
                 storage.resize_(size)
                 if kind == "gradients":
                     _bytes(storage).zero_()
                 else:
                     _bytes(storage).copy_(self._host[name], non_blocking=True)
                 num_bytes += size
-            self._away.pop(kind, None)
         return num_bytes
 
     def require(self, *kinds: Kind) -> None:
         """What every use begins with. Raises RuntimeError if a kind is away and nobody brings it
         back.
         """
-        if not (missing := [kind for kind in kinds if kind in self._away]):
-            return
-        if self.bring_back is None:
+        missing = [kind for kind in kinds if kind in self._away]
+        if missing and self.bring_back is None:
             raise RuntimeError(
                 f"{' and '.join(missing)} of the {self.name} are offloaded; restore() them before"
                 " they are used"
             )
-        self.bring_back(*missing)
+        if missing:
+            self.bring_back(*missing)
 
     def on_device(self) -> dict[Kind, int]:
         """Bytes of each kind that are on the device, each storage counted once."""
@@ -118,9 +115,7 @@ class Offloadable:
         """A copy of a kind in host memory of its own."""
         self.require(kind)
         copy: dict[str, Tensor] = {}
-        storages = self._storages()[kind]
-        self._copy_to(copy, storages)
-        _wait(storages)
+        _copy_to(copy, self._storages()[kind])
         return copy
 
     @contextmanager
@@ -130,7 +125,7 @@ class Offloadable:
         """
         self.require(kind)
         storages = self._storages()[kind]
-        self._copy_to(self._host, storages)
+        _copy_to(self._host, storages)
         try:
             _fill(storages, values)
             yield
@@ -148,13 +143,15 @@ class Offloadable:
                 found[kind][f"{kind}/{name}"] = storage
         return found
 
-    @staticmethod
-    def _copy_to(host: dict[str, Tensor], storages: Mapping[str, torch.UntypedStorage]) -> None:
-        """Start to copy storages into `host`, which grows as needed."""
-        for name, storage in storages.items():
-            if name not in host or len(host[name]) != storage.nbytes():
-                host[name] = _host_memory(storage.nbytes(), for_gpu=storage.device.type == "cuda")
-            host[name].copy_(_bytes(storage), non_blocking=True)
+
+def _copy_to(host: dict[str, Tensor], storages: Mapping[str, torch.UntypedStorage]) -> None:
+    """Copy storages into `host`, which grows as needed."""
+    for name, storage in storages.items():
+        if name not in host or len(host[name]) != storage.nbytes():
+            host[name] = _host_memory(storage.nbytes(), for_gpu=storage.is_cuda)
+        host[name].copy_(_bytes(storage), non_blocking=True)
+    if any(storage.is_cuda for storage in storages.values()):
+        torch.cuda.current_stream().synchronize()
 
 
 def _host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
@@ -180,11 +177,3 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def _fill(storages: Mapping[str, torch.UntypedStorage], values: HostCopy) -> None:
     for name, storage in storages.items():
         _bytes(storage).copy_(values[name], non_blocking=True)
-
-
-def _wait(storages: Mapping[str, torch.UntypedStorage]) -> None:
-    """Return when copies from these storages have ended: they were started on the current
-    stream.
-    """
-    if any(storage.device.type == "cuda" for storage in storages.values()):
-        torch.cuda.current_stream().synchronize()

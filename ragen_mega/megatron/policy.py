@@ -4,7 +4,6 @@ engine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,14 +12,13 @@ from ragen_kernels import PolicyObjective, linear_logprobs, linear_policy_loss, 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_shards, export_weights, load_weights, reshard_plan
+from ragen_mega.megatron.weights import export_shards, export_weights, reshard_plan
 from ragen_mega.rollout.engine import EngineShard
 
 _METRICS = (
@@ -75,9 +73,7 @@ class MegatronPolicy:
         """Start from the Hugging Face tensors that `read` returns; they are also the reference
         policy.
         """
-        self.trainer.memory.require("parameters", "optimizer")
-        load_weights(self.module, read)
-        self.trainer.optimizer.reload_model_params()
+        self.trainer.load_weights(read)
         if self._keep_reference:
             self._reference = self.trainer.memory.snapshot("parameters")
 
@@ -103,8 +99,8 @@ class MegatronPolicy:
         """What the last export moved, how fast, and which share that is of what plain collectives
         reach here.
         """
-        if self._link_speed is None and self._traffic.pp_bytes + self._traffic.tp_bytes:
-            self._link_speed = measure_bound(reshard_plan(self.module, self.groups), with_tp=True)
+        if self._link_speed is None and self._traffic.moved_bytes:
+            self._link_speed = measure_bound(reshard_plan(self.module, self.groups))
         return self._traffic.metrics(self._link_speed)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -135,7 +131,6 @@ class MegatronPolicy:
         """One clipped-surrogate step on a minibatch with old log-probabilities and advantages.
         Returns its metrics.
         """
-        weighted = self._weigh(minibatch, self.aggregation)
 
         def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
             value, stats = linear_policy_loss(
@@ -162,19 +157,18 @@ class MegatronPolicy:
             )
             return value, torch.stack([value.detach().float(), *(term.sum() for term in per_token)])
 
-        sums, grad_norm = self.trainer.step(weighted, loss, len(_METRICS))
+        sums, step = self.trainer.step(minibatch, loss, len(_METRICS), self.aggregation)
         num_tokens = max(1, int(minibatch.loss_mask.sum()))
         metrics = {name: float(total) / num_tokens for name, total in zip(_METRICS, sums)}
         metrics["loss"] = float(sums[0])
         if self.objective.kl_kind is None:
             del metrics["ref_kl"]
-        return metrics | _step_metrics(grad_norm, self.trainer.lr)
+        return metrics | step | {"lr": self.trainer.lr}
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:
         """One behaviour-cloning step: mean negative log-likelihood of the tokens under the loss
         mask, at the temperature.
         """
-        weighted = self._weigh(minibatch, "token-mean")
 
         def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
             active = micro.weights != 0
@@ -188,19 +182,5 @@ class MegatronPolicy:
             value = -(micro.weights[active] * logprobs).sum()
             return value, value.detach().float().reshape(1)
 
-        sums, grad_norm = self.trainer.step(weighted, loss, 1)
-        return {"loss": float(sums[0])} | _step_metrics(grad_norm, self.trainer.lr)
-
-    def _weigh(self, minibatch: TokenBatch, mode: str) -> TokenBatch:
-        weights = aggregation_weights(
-            minibatch.loss_mask,
-            minibatch.cu_seqlens,
-            mode=mode,
-            num_tokens=int(minibatch.loss_mask.sum()),
-            num_trajectories=minibatch.num_trajectories,
-        )
-        return minibatch.with_fields(weights=weights)
-
-
-def _step_metrics(grad_norm: float, lr: float) -> dict[str, float]:
-    return {"grad_norm": grad_norm, "skipped": float(not math.isfinite(grad_norm)), "lr": lr}
+        sums, step = self.trainer.step(minibatch, loss, 1)
+        return {"loss": float(sums[0])} | step | {"lr": self.trainer.lr}

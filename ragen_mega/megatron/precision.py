@@ -88,12 +88,11 @@ def choose_implementation(parallel: ParallelConfig, machine: Machine) -> Impleme
     """
     if parallel.transformer_impl == "local":
         return "local"
-    asked = (
-        [f"--transformer-impl {parallel.transformer_impl}"]
-        if parallel.transformer_impl != "auto"
-        else []
-    )
-    asked += [f"--fp8 {parallel.fp8}"] if parallel.fp8 != "none" else []
+    flags = {
+        f"--transformer-impl {parallel.transformer_impl}": parallel.transformer_impl != "auto",
+        f"--fp8 {parallel.fp8}": parallel.fp8 != "none",
+    }
+    asked = [flag for flag, is_asked in flags.items() if is_asked]
     if obstacle := _obstacle_to_layers(parallel, machine):
         if not asked:
             return "local"
@@ -171,9 +170,8 @@ def layer_fields(parallel: ParallelConfig, implementation: Implementation) -> di
         # must not span them.
         tp_only_amax_red=True,
     )
-    if (
-        parallel.recipe == "delayed"
-    ):  # Transformer Engine's defaults; those of megatron-core remember one pass
+    # Transformer Engine's defaults; those of megatron-core remember one pass
+    if parallel.recipe == "delayed":
         fields |= dict(fp8_amax_history_len=1024, fp8_amax_compute_algo="max")
     return fields
 

@@ -1,26 +1,165 @@
 """Trainer shards -> rollout engine, by one of two paths over one plan, with every byte counted.
 
-`gather` rebuilds full Hugging Face tensors: per bucket one broadcast over pipeline stages and one
-all-gather over tensor- parallel ranks; any engine takes them. `aligned` is for an engine with as
-many tensor-parallel ranks as the trainer: the shard of a rank is, after de-interleaving q, k and v,
-the engine's shard of the same rank, so that only the broadcast is left. Every bucket is memory of
-its own that is never written again, so a receiver may copy it as late as it likes.
+What a sync moves is decided once: one sorted list of all stages' parameters in buckets, the same on
+every rank. `gather` rebuilds full Hugging Face tensors: per bucket one broadcast over pipeline
+stages and one all-gather over tensor-parallel ranks; any engine takes them. `aligned` is for an
+engine with as many tensor-parallel ranks as the trainer: the shard of a rank is, after
+de-interleaving q, k and v, the engine's shard of the same rank, so that only the broadcast is left.
+Every bucket is memory of its own that is never written again, so a receiver may copy it as late as
+it likes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ragen_mega.data import distributed
-from ragen_mega.megatron.reshard_plan import Bucket, ReshardPlan
-from ragen_mega.models.layout import unshard
+from ragen_mega.models.family import VALUE_HEAD
+from ragen_mega.models.layout import Slot, expected_tensors, group_by_size, unshard
 from ragen_mega.models.server_cut import engine_name, from_trainer
+
+BUCKET_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter of one pipeline stage, as every tensor-parallel rank of that stage holds it."""
+
+    stage: int
+    slot: Slot
+    piece: Tensor
+    """Shape and type of one rank's slice, in Megatron's layout (on the device `meta`)."""
+
+    def order(self) -> tuple[int, str, list[str | int]]:
+        """Stage by stage, and there by name with layer 2 before layer 10."""
+        parts = re.split(r"(\d+)", self.slot.names[0])
+        natural = [int(part) if part.isdigit() else part for part in parts]
+        return self.stage, str(self.piece.dtype), natural
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that travel as one flat tensor: of one stage and one dtype."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def stage(self) -> int:
+        return self.entries[0].stage
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entries[0].piece.dtype
+
+    @property
+    def num_elements(self) -> int:
+        return sum(entry.piece.numel() for entry in self.entries)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.piece.nbytes for entry in self.entries)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Views into a bucket's parameters one after the other: one per entry, in its shape."""
+        parts = flat.split([entry.piece.numel() for entry in self.entries])
+        return [part.view_as(entry.piece) for entry, part in zip(self.entries, parts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """Built once per model by all ranks together; every later sync follows it without a word about
+    names or shapes.
+    """
+
+    groups: ProcessGroupCollection
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def build(
+        cls,
+        groups: ProcessGroupCollection,
+        local: Iterable[tuple[Slot, Tensor]],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> ReshardPlan:
+        """The plan of a model of which this rank holds `local`. Collective over all ranks.
+
+        A gathered bucket, tensor-parallel ranks together, has at most `bucket_bytes`, or holds a
+        single tensor. Raises ValueError, the same on all ranks, if their plans differ or if a name
+        of the model is missing.
+        """
+        _check_allocator()
+        mine = [(slot, tuple(tensor.shape), tensor.dtype) for slot, tensor in local]
+        stages = [mine] * groups.pp.size()
+        if len(stages) > 1:
+            dist.all_gather_object(stages, mine, group=groups.pp)
+        entries = _unique(
+            Entry(stage, slot, torch.empty(size, dtype=dtype, device="meta"))
+            for stage, held in enumerate(stages)
+            for slot, size, dtype in held
+        )
+        limit = bucket_bytes // groups.tp.size()
+        buckets = tuple(
+            Bucket(tuple(members))
+            for _, alike in groupby(entries, key=lambda entry: (entry.stage, entry.piece.dtype))
+            for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limit)
+        )
+        plan = cls(groups, buckets)
+        # everything that decides which collectives are called, in which order, with how many bytes
+        text = "\n".join(
+            f"{index} {entry.stage} {entry.slot.names} {entry.slot.weight.cut}"
+            f" {entry.piece.shape} {entry.piece.dtype}"
+            for index, bucket in enumerate(plan.buckets)
+            for entry in bucket.entries
+        )
+        check_same_on_all_ranks(hashlib.sha256(text.encode()).hexdigest())
+        shape, names = entries[0].slot.shape, plan.names
+        expected = expected_tensors(shape, is_critic=VALUE_HEAD in names).keys()
+        if differing := sorted(expected ^ set(names)):
+            raise ValueError(
+                f"a weight sync must send each of {len(expected)} weights, and all stages together"
+                f" have {len(names)}; the first that is missing or unknown is {differing[0]}; does"
+                " every rank build the same model?"
+            )
+        return plan
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for bucket in self.buckets for entry in bucket.entries]
+
+    @property
+    def names(self) -> list[str]:
+        """Hugging Face names of all tensors, in the order of the stream."""
+        return [name for entry in self.entries for name in entry.slot.names]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of the whole model's slices on one tensor-parallel rank, all pipeline stages together."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+def check_same_on_all_ranks(digest: str) -> None:
+    """Raise ValueError on every rank, naming those that differ from rank 0, unless all have the
+    same digest. Collective.
+    """
+    digests = distributed.gather_objects(digest)
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+        raise ValueError(
+            f"all ranks must plan the same weight sync, and ranks {', '.join(map(str, others))}"
+            f" differ from rank 0 ({digests[others[0]][:8]} against {digests[0][:8]}); start all"
+            " ranks with one config and one version"
+        )
 
 
 @dataclass(slots=True)
@@ -41,10 +180,9 @@ class Traffic:
     """In flattening and collectives, without what the receiver does with the weights."""
 
     @property
-    def gbytes_per_second(self) -> float:
-        """Bytes over both kinds of links per second; 0 if nothing had to move."""
-        moved = self.pp_bytes + self.tp_bytes
-        return moved / self.seconds / 1e9 if moved else 0.0
+    def moved_bytes(self) -> int:
+        """Over both kinds of links."""
+        return self.pp_bytes + self.tp_bytes
 
     def metrics(self, bound: float | None = None) -> dict[str, float]:
         """For the step's metrics; `bound` is the GB/s of plain collectives of this size
@@ -56,10 +194,10 @@ class Traffic:
             "sync_gbytes_tensor": self.tp_bytes / 1e9,
             "sync_gbytes_shard": self.shard_bytes / 1e9,
         }
-        if self.pp_bytes + self.tp_bytes:
-            values["sync_gbytes_per_second"] = self.gbytes_per_second
+        if self.moved_bytes:
+            speed = values["sync_gbytes_per_second"] = self.moved_bytes / self.seconds / 1e9
             if bound:
-                values["sync_share_of_bound"] = self.gbytes_per_second / bound
+                values["sync_share_of_bound"] = speed / bound
         return values
 
 
@@ -123,9 +261,9 @@ def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tens
     return gathered
 
 
-def measure_bound(plan: ReshardPlan, *, with_tp: bool, repeats: int = 3) -> float:
-    """GB/s of this rank's plain broadcast over pp, and all-gather over tp if `with_tp`, of a buffer
-    like the largest bucket.
+def measure_bound(plan: ReshardPlan) -> float:
+    """GB/s of this rank's plain broadcast over pipeline stages and all-gather over tensor-parallel
+    ranks, of a buffer like the largest bucket.
 
     What no sync over these links can exceed by more than noise; 0 if nothing has to move.
     Collective over both groups.
@@ -134,21 +272,43 @@ def measure_bound(plan: ReshardPlan, *, with_tp: bool, repeats: int = 3) -> floa
     largest = max(plan.buckets, key=lambda bucket: bucket.num_bytes)
     flat = torch.zeros(largest.num_elements, dtype=largest.dtype, device=distributed.device())
     gathered = flat.new_empty(tp.size() * len(flat))
-    bytes_pp = largest.num_bytes if pp.size() > 1 else 0
-    bytes_tp = (tp.size() - 1) * largest.num_bytes if with_tp else 0
-    if not bytes_pp + bytes_tp:
-        return 0.0
+    num_bytes = ((pp.size() > 1) + tp.size() - 1) * largest.num_bytes
     best = float("inf")
-    for _ in range(repeats + 1):  # the first time opens the connections
+    for _ in range(4):  # the first time opens the connections
         _wait()
         start = time.perf_counter()
-        if bytes_pp:
+        if pp.size() > 1:
             dist.broadcast(flat, src=dist.get_global_rank(pp, 0), group=pp)
-        if bytes_tp:
+        if tp.size() > 1:
             all_gather(gathered, flat, tp)
         _wait()
         best = min(best, time.perf_counter() - start)
-    return (bytes_pp + bytes_tp) / best / 1e9
+    return num_bytes / best / 1e9
+
+
+def _unique(entries: Iterable[Entry]) -> list[Entry]:
+    """Sorted; of weights that several stages hold, as the tied embedding, the copy of the first
+    stage.
+    """
+    first: dict[tuple[str, ...], Entry] = {}
+    for entry in sorted(entries, key=Entry.order):
+        is_tied_copy = entry.slot.names == ("lm_head.weight",) and entry.slot.shape.is_tied
+        if not is_tied_copy:
+            first.setdefault(entry.slot.names, entry)
+    return list(first.values())
+
+
+def _check_allocator() -> None:
+    """Buckets are plain `torch.empty`, which with this setting is virtual memory that CUDA IPC
+    cannot hand to an engine.
+    """
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        is_set = "expandable_segments:true" in os.environ.get(variable, "").lower()
+        if is_set and torch.cuda.is_available():
+            raise ValueError(
+                "weights cannot be sent from expandable segments; take expandable_segments out of"
+                f" {variable}"
+            )
 
 
 def _of_stage(
@@ -167,7 +327,8 @@ def _broadcast(
 ) -> Tensor:
     pp = plan.groups.pp
     if pp.rank() == bucket.stage:
-        flat = bucket.flatten(tensors)
+        mine = [tensors[entry.slot.parameter].detach().reshape(-1) for entry in bucket.entries]
+        flat = torch.cat(mine)
     else:
         flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=distributed.device())
     if pp.size() > 1:

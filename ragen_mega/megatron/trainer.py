@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import microbatches, pad
@@ -35,7 +36,7 @@ from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import QwenModel, model_inputs
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
-from ragen_mega.megatron.weights import mark_tensor_parallel
+from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
 
 PerToken = Callable[[TokenBatch, Tensor], Tensor]
 """(microbatch, model output) -> [T] float32"""
@@ -106,8 +107,15 @@ class Trainer:
             wd_incr_steps=train.num_steps,
             wd_incr_style="constant",
         )
+        self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, module)
+
+    def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+        """Start from the Hugging Face tensors that `read` returns."""
+        self.memory.require("parameters", "optimizer")
+        load_weights(self.module, read)
+        self.optimizer.reload_model_params()
 
     def per_token(self, batch: TokenBatch, compute: PerToken) -> Tensor:
         """[T] of `compute` over all trajectories of `batch`, without gradients, equal on every
@@ -118,57 +126,62 @@ class Trainer:
         parts = self._share(batch)
         if parts:
             self.model.eval()
-            microbatch_list = [self._micro(batch, ids) for ids in parts]
-            if (
-                self._lacks_scales
-            ):  # delayed scaling learns them from a pass, and only where gradients are enabled
-                self._run(parts[:1], microbatch_list[:1], compute, forward_only=True)
+            micros = [self._micro(batch, ids) for ids in parts]
+            # delayed scaling learns them from a pass, and only where gradients are enabled
+            if self._lacks_scales:
+                self._run(micros[:1], compute, forward_only=True)
                 self._lacks_scales = False
             with torch.no_grad():
-                outputs = self._run(parts, microbatch_list, compute, forward_only=True)
+                outputs = self._run(micros, compute, forward_only=True)
             if self._reports:
                 for ids, output in zip(parts, outputs):
                     positions = batch.positions(ids)
                     result[positions] = output[: len(positions)].float().cpu()
         return distributed.sum_over_ranks(result)
 
-    def step(self, batch: TokenBatch, loss: Loss, num_metrics: int) -> tuple[Tensor, float]:
-        """One optimizer step. Returns the metric sums [M] over the batch, the loss first, and the
-        gradient norm.
+    def step(
+        self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: str = "token-mean"
+    ) -> tuple[Tensor, dict[str, float]]:
+        """One optimizer step on a loss that `mode` aggregates. Returns the metric sums [M] over the
+        batch, the loss first, and what the update did.
 
-        The norm is that before clipping. A loss or gradient that is not finite leaves weights and
-        optimizer as they are, on all ranks; the returned norm is then nan.
+        `grad_norm` is that before clipping. A loss or gradient that is not finite leaves weights
+        and optimizer as they are, on all ranks; then it is nan, and `skipped` 1.
         """
         self.memory.require("parameters", "gradients", "optimizer")
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = self._share(batch)
-        microbatch_list = [self._micro(batch, ids) for ids in parts]
+        weights = aggregation_weights(
+            batch.loss_mask,
+            batch.cu_seqlens,
+            mode=mode,
+            num_tokens=int(batch.loss_mask.sum()),
+            num_trajectories=batch.num_trajectories,
+        )
+        batch = batch.with_fields(weights=weights)
+        micros = [self._micro(batch, ids) for ids in self._share(batch)]
         # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
-        if not parts:
-            parts, microbatch_list = (
-                [[0]],
-                [self._micro(batch.with_fields(weights=torch.zeros(batch.num_positions)), [0])],
-            )
-        if (
-            self._lacks_gradient_scales
-        ):  # without scales the small gradients of the first pass would be zeros in FP8
-            self._run(parts[:1], microbatch_list[:1], loss, forward_only=False)
+        if not micros:
+            idle = batch.with_fields(weights=torch.zeros(batch.num_positions))
+            micros = [self._micro(idle, [0])]
+        # without scales the small gradients of the first pass would be zeros in FP8
+        if self._lacks_gradient_scales:
+            self._run(micros[:1], loss, forward_only=False)
             self.model.zero_grad_buffer()
             self._lacks_scales = self._lacks_gradient_scales = False
-        sums = self._run(parts, microbatch_list, loss, forward_only=False)
+        sums = self._run(micros, loss, forward_only=False)
         totals = torch.zeros(num_metrics, dtype=torch.float64)
         if self._reports:
             totals += torch.stack(sums).double().sum(0).cpu()
         totals = distributed.sum_over_ranks(totals)
+        norm = math.nan
         # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
         # float32 and bfloat16 do not.
-        if not self._gradients_are_finite() or not math.isfinite(totals[0]):
-            return totals, math.nan
-        with cpu.cuda_literals_as_cpu():
-            _, grad_norm, _ = self.optimizer.step()
-        return totals, float(grad_norm)
+        if self._gradients_are_finite() and math.isfinite(totals[0]):
+            with cpu.cuda_literals_as_cpu():
+                _, norm, _ = self.optimizer.step()
+        return totals, {"grad_norm": float(norm), "skipped": float(not math.isfinite(norm))}
 
     def gradients(self) -> dict[str, Tensor]:
         """Reduced, clipped gradient of every local parameter after `step` (not with the distributed
@@ -200,8 +213,7 @@ class Trainer:
 
     def _run(
         self,
-        parts: list[list[int]],
-        microbatch_list: list[TokenBatch],
+        micros: list[TokenBatch],
         function: Callable[[TokenBatch, Tensor], Any],
         *,
         forward_only: bool,
@@ -212,8 +224,7 @@ class Trainer:
 
         def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
             micro = next(iterator)
-            output = model(**model_inputs(micro))
-            return output, partial(loss_function, micro)
+            return model(**model_inputs(micro)), partial(loss_function, micro)
 
         def loss_function(micro: TokenBatch, output: Tensor, non_loss_data: bool = False) -> Any:
             if non_loss_data:
@@ -223,9 +234,9 @@ class Trainer:
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(microbatch_list),
+            data_iterator=iter(micros),
             model=[self.model],
-            num_microbatches=len(parts),
+            num_microbatches=len(micros),
             seq_length=self.max_tokens,  # unused: shapes are exchanged between stages
             micro_batch_size=1,
             forward_only=forward_only,
@@ -240,17 +251,12 @@ class Trainer:
             yield "parameters", name, parameter
         for index, buffer in enumerate(self.model.buffers + self.model.expert_parallel_buffers):
             yield "gradients", f"buffer_{index}", buffer.grad_data
-        for index, optimizer in enumerate(
-            getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        ):
+        for index, optimizer in enumerate(self.optimizers):
             mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
             for position, main in enumerate(mains):
                 name = f"{index}.{position}"
-                yield (
-                    "optimizer",
-                    f"{name}.main",
-                    main,
-                )  # of a float32 parameter it is (a part of) the parameter itself
+                # of a float32 parameter it is (a part of) the parameter itself
+                yield "optimizer", f"{name}.main", main
                 for key, value in optimizer.optimizer.state.get(main, {}).items():
                     if isinstance(value, Tensor) and value.dim():  # the number of steps stays
                         yield "optimizer", f"{name}.{key}", value

@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from ragen_mega.megatron.model import QwenModel, ValueHead
-from ragen_mega.megatron.reshard_plan import ReshardPlan
-from ragen_mega.megatron.resharding import Traffic, aligned, gather
+from ragen_mega.megatron.resharding import ReshardPlan, Traffic, aligned, gather
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot, shard
 from ragen_mega.models.server_cut import cut_stream
@@ -46,8 +45,10 @@ def mark_tensor_parallel(model: QwenModel) -> None:
     parameters = dict(model.named_parameters())
     for slot in slots(model):
         parameter = parameters[slot.parameter]
-        if slot.cut != "replicated" and not getattr(parameter, "tensor_model_parallel", False):
-            set_tensor_model_parallel_attributes(parameter, True, int(slot.cut == "row"), 1)
+        if slot.weight.cut != "replicated" and not getattr(
+            parameter, "tensor_model_parallel", False
+        ):
+            set_tensor_model_parallel_attributes(parameter, True, int(slot.weight.cut == "row"), 1)
 
 
 def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None:
@@ -57,7 +58,6 @@ def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None
     A tied LM head is the embedding. A critic without a stored value head keeps its own. Raises
     ValueError on a missing or mis-shaped tensor, and if a number is not finite.
     """
-    tp_rank, tp_size = model.tp_group.rank(), model.tp_group.size()
     parameters = dict(model.named_parameters())
     for slot in slots(model):
         is_tied_head = slot.names == ("lm_head.weight",) and model.shape.is_tied
@@ -71,7 +71,7 @@ def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None
                 f"{', '.join(names)} must have the shapes {slot.shapes} that config.json asks for,"
                 f" not {found}; is the checkpoint complete, and of this model?"
             )
-        local = shard(slot, tensors, tp_rank, tp_size)
+        local = shard(slot, tensors, model.tp_group.rank(), model.tp_group.size())
         check_finite(", ".join(names), local)
         with torch.no_grad():
             parameters[slot.parameter].copy_(local)

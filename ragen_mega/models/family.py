@@ -37,11 +37,6 @@ class Weight:
         """Whether it has rows and columns."""
         return all(len(shape) == 2 for shape in self.tensors.values())
 
-    @property
-    def server_name(self) -> str:
-        """SGLang's name."""
-        return self.server or next(iter(self.tensors))
-
 
 CRITIC_HEAD = Weight("output_layer.weight", "replicated", {VALUE_HEAD: (1, "hidden_size")})
 """What a critic has in place of the LM head."""

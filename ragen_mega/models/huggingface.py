@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -69,9 +75,6 @@ def local_directory(name: str) -> Path:
     """`name` itself if it is a directory, else a download of that model from the hub."""
     if Path(name).is_dir():
         return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
         return Path(
             snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
@@ -89,10 +92,9 @@ def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
     """
     from transformers import AutoModelForCausalLM
 
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return {
         name: tensor
         for name, tensor in model.state_dict().items()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from ragen_mega.models.family import CRITIC_HEAD, Weight
 from ragen_mega.models.shape import ModelShape, trainer_vocab_size
 
+T = TypeVar("T")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -44,11 +46,6 @@ class Slot:
     def shapes(self) -> list[tuple[int, ...]]:
         """Of the Hugging Face tensors, as config.json demands them."""
         return self.shape.shapes(self.weight)
-
-    @property
-    def cut(self) -> str:
-        """How tensor-parallel ranks share it."""
-        return self.weight.cut
 
     @property
     def key(self) -> str:
@@ -117,6 +114,19 @@ def complete(
         )
 
 
+def group_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in lists whose sizes are at most `limit` together, or of a single item."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + size(item) > limit:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    yield group
+
+
 def find_slot(
     parameter: str, shape: ModelShape, layer_offset: int = 0, *, is_critic: bool = False
 ) -> Slot:
@@ -138,13 +148,13 @@ def find_slot(
 
 def shard(slot: Slot, tensors: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
     """This rank's slice, in Megatron's layout, of the full Hugging Face tensors of one slot."""
-    if slot.cut == "replicated":
+    if slot.weight.cut == "replicated":
         return tensors[0]
-    if slot.cut == "row":
+    if slot.weight.cut == "row":
         return tensors[0].chunk(tp_size, dim=1)[tp_rank]
-    if slot.cut == "gate_up":
+    if slot.weight.cut == "gate_up":
         return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in tensors])
-    if slot.cut == "qkv":
+    if slot.weight.cut == "qkv":
         num_groups, trailing = slot.shape.num_kv_heads, tensors[0].shape[1:]
         grouped = torch.cat(
             [tensor.reshape(num_groups, -1, *trailing) for tensor in tensors], dim=1
@@ -158,14 +168,14 @@ def unshard(slot: Slot, shards: Sequence[Tensor]) -> list[Tensor]:
     """Inverse of `shard`: the full Hugging Face tensors from the slices of all tensor-parallel
     ranks.
     """
-    if slot.cut == "replicated":
+    if slot.weight.cut == "replicated":
         return [shards[0]]
-    if slot.cut == "row":
+    if slot.weight.cut == "row":
         return [torch.cat(list(shards), dim=1)]
-    if slot.cut == "gate_up":
+    if slot.weight.cut == "gate_up":
         halves = [piece.chunk(2) for piece in shards]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    if slot.cut == "qkv":
+    if slot.weight.cut == "qkv":
         return split_groups(torch.cat(list(shards)), slot.shape.head_dim, slot.shape.num_kv_heads)
     return [torch.cat(list(shards))[: slot.shape.vocab_size]]
 

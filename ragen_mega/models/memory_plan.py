@@ -31,12 +31,10 @@ ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
 """Assumed: SGLang's CUDA graphs, which it keeps asleep, and its activations."""
 FRAGMENTATION = 0.05
 """Assumed share of activations that the allocator loses."""
-LOGITS_CHUNK = (
-    600 * 2**20
-)  # of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
-SYNC_BUCKET = (
-    512 * 2**20
-)  # weights on their way to the engine: ragen_mega.engines.sglang.weights.BUCKET_BYTES
+# of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
+LOGITS_CHUNK = 600 * 2**20
+# weights on their way to the engine: ragen_mega.engines.sglang.weights.BUCKET_BYTES
+SYNC_BUCKET = 512 * 2**20
 ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
 """Elements to which megatron-core's distributed optimizer pads starts of parameters and ends of
 buckets.
@@ -109,77 +107,53 @@ def state_of(
     """Bytes of a pipeline stage's parameters, float32 gradient buffers and Adam state. Exact."""
     layout = setting.parallel
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    is_last = stage == pp - 1
+    is_last, is_tied = stage == pp - 1, shape.is_tied and not is_critic
     vocab = trainer_vocab_size(shape.vocab_size, tp) // tp * shape.hidden_size
     embedding = [vocab] if stage == 0 else []
-    sizes = (
-        embedding
-        + shape.layer_sizes(tp) * (shape.num_layers // pp)
-        + ([shape.hidden_size] if is_last else [])
-    )
-    is_shared = shape.is_tied and not is_critic
-    if is_last and not is_critic and (not is_shared or pp > 1):
-        sizes.append(vocab)
-    alone: set[int] = set()
-    if (
-        is_shared and pp > 1
-    ):  # the two copies of a tied embedding have buckets of their own, to be sharded alike
-        alone = ({0} if stage == 0 else set()) | ({len(sizes) - 1} if is_last else set())
-    buffers = [(sizes, alone, setting.itemsize)]
-    if is_critic and is_last:  # the value head is float32: a buffer of its own among bfloat16
-        if setting.itemsize == FP32:
-            sizes.append(shape.hidden_size)
-        else:
-            buffers.append(([shape.hidden_size], set(), FP32))
+    body = shape.layer_sizes(tp) * (shape.num_layers // pp)
+    body += [shape.hidden_size] if is_last else []
+    head = [vocab] if is_last and (not is_tied or pp > 1) else []
+    if is_critic and is_last:
+        head = [shape.hidden_size]
+    buffers = [([embedding + body + head], setting.itemsize)]
+    if is_tied and pp > 1:  # its two copies have buckets of their own, to be sharded alike
+        buffers = [([embedding, body, head], setting.itemsize)]
+    elif is_critic and is_last and setting.itemsize != FP32:  # the value head is always float32
+        buffers = [([embedding + body], setting.itemsize), ([head], FP32)]
     parameters = gradients = optimizer = 0
-    for elements, own_bucket, itemsize in buffers:
-        master = FP32 if itemsize != FP32 else 0
+    for buckets, itemsize in buffers:
+        length = owned = sum(map(sum, buckets))
         if layout.use_distributed_optimizer:
-            length, owned = _distributed_buffer(elements, own_bucket, setting.dp, dp_rank)
-        else:
-            length = owned = sum(elements)
+            length, owned = _distributed_buffer(buckets, setting.dp, dp_rank)
         parameters += length * itemsize
         gradients += length * FP32
-        optimizer += owned * (MOMENTS + master)
+        optimizer += owned * (MOMENTS + (FP32 if itemsize != FP32 else 0))
     return ModelState(parameters, gradients, optimizer)
 
 
-def _distributed_buffer(
-    sizes: Sequence[int], alone: set[int], dp: int, dp_rank: int
-) -> tuple[int, int]:
+def _distributed_buffer(buckets: Sequence[Sequence[int]], dp: int, dp_rank: int) -> tuple[int, int]:
     """(elements of a contiguous buffer with its padding, elements of parameters that a
-    data-parallel rank updates).
+    data-parallel rank updates), from the sizes of the parameters in each bucket.
 
-    As `_ParamAndGradBuffer` of megatron-core lays it out: from the last parameter to the first, in
-    one bucket but for the parameters that stand `alone`; each rank owns an equal piece of every
-    bucket.
+    As `_ParamAndGradBuffer` of megatron-core lays it out: from the last parameter to the first;
+    each rank owns an equal piece of every bucket.
     """
-    buckets: list[list[tuple[int, int]]] = [[]]
-    ends: list[int] = []
-    position = 0
-    divisor = math.lcm(dp, ALIGN_BUCKET)
-
-    def close(end: int) -> int:
-        ends.append(-(-end // divisor) * divisor)
-        buckets.append([])
-        return ends[-1]
-
-    for index in reversed(range(len(sizes))):
-        start = -(-position // ALIGN_PARAMETER) * ALIGN_PARAMETER
-        if index in alone and buckets[-1]:
-            start = close(start)
-        position = start + sizes[index]
-        buckets[-1].append((start, position))
-        if index in alone:
-            position = close(position)
-    if buckets[-1]:
-        close(position)
-    owned = 0
-    for ranges, begin, end in zip(buckets, [0, *ends], ends):
+    end = owned = 0
+    for sizes in reversed(buckets):
+        begin, ranges = end, []
+        for size in reversed(sizes):
+            start = _padded(end, ALIGN_PARAMETER)
+            end = start + size
+            ranges.append((start, end))
+        end = _padded(end, math.lcm(dp, ALIGN_BUCKET))
         piece = (end - begin) // dp
         low, high = begin + dp_rank * piece, begin + (dp_rank + 1) * piece
         owned += sum(max(0, min(b, high) - max(a, low)) for a, b in ranges)
-    return ends[-1], owned
+    return end, owned
+
+
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
@@ -189,23 +163,18 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     layout, item = setting.parallel, setting.itemsize
     tp = layout.tensor_model_parallel_size
     sp = tp if layout.sequence_parallel else 1
-    queries, keys = (
-        shape.num_heads * shape.head_dim // tp,
-        shape.num_kv_heads * shape.head_dim // tp,
-    )
+    queries, keys = shape.q_size // tp, shape.kv_size // tp
     parts = {
         # twice: the input in float32, the normalised input, what the weight makes of it, the
         # inverse root mean square
         "norms": 2 * (shape.hidden_size * (FP32 + 2 * item) + FP32) // sp,
         "qkv": (queries + 2 * keys) * item,
-        "rotary": (
-            (queries + keys + 4 * shape.head_dim) * item
-        ),  # turned queries and keys; cosines and sines of both
+        # turned queries and keys; cosines and sines of both
+        "rotary": (queries + keys + 4 * shape.head_dim) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "projection": queries * item,
-        "mlp": (
-            5 * shape.ffn_size // tp * item
-        ),  # gate and up, silu(gate), a copy of up, their product
+        # gate and up, silu(gate), a copy of up, their product
+        "mlp": 5 * shape.ffn_size // tp * item,
     }
     if shape.family.has("self_attention.q_layernorm.weight"):
         parts["query and key norms"] = (queries + keys) * (FP32 + item) + (
@@ -231,10 +200,8 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     per_position = kept * (shape.num_layers // pp)
     if stage == 0:
         per_position += 8  # token ids of the embedding
-    if stage == pp - 1:
-        per_position += (
-            parts["norms"] // 2 - shape.hidden_size * setting.itemsize // sp
-        )  # the loss keeps what it makes
+    if stage == pp - 1:  # the final norm; the loss keeps what it makes
+        per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // sp
     return per_position * tokens * (pp - stage)
 
 
@@ -282,46 +249,33 @@ def stage_phases(
     names = ("actor", "critic") if setting.has_critic else ("actor",)
     trains = {name: state_of(shape, setting, stage, is_critic=name == "critic") for name in names}
     weights, kv = engine_bytes(shape, setting)
-    # Transformer Engine keeps each linear weight in FP8, as it is and transposed.
-    in_fp8 = (
-        2 * shape.num_layers // sizes[1] * sum(shape.linear_sizes(sizes[0]))
-        if layout.fp8 != "none"
-        else 0
-    )
-    base = {
-        "CUDA and NCCL": (
-            CUDA_CONTEXT * (2 if weights else 1) + COMMUNICATOR * sum(size > 1 for size in sizes)
-        )
-    }
+    in_fp8 = {}
+    if layout.fp8 != "none":  # Transformer Engine keeps each linear weight as it is and transposed
+        in_fp8["FP8 weights"] = 2 * shape.num_layers // sizes[1] * sum(shape.linear_sizes(sizes[0]))
+    contexts = CUDA_CONTEXT * (2 if weights else 1)
+    base = {"CUDA and NCCL": contexts + COMMUNICATOR * sum(size > 1 for size in sizes)}
     base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
     for name in trains:
-        terms = dict(base)
-        for other, state in trains.items():
-            if other == name or offload != "turns":
-                terms |= {
-                    f"{other} parameters": state.parameters,
-                    f"{other} gradients": state.gradients,
-                    f"{other} optimizer": state.optimizer,
-                }
-        saved, passing = (
-            activations(shape, setting, stage),
-            workspace(shape, setting, stage, is_critic=name == "critic"),
-        )
-        terms |= (
-            {"FP8 weights": in_fp8 * (1 if offload == "turns" else len(trains))} if in_fp8 else {}
-        )
-        terms |= {
+        present = [name] if offload == "turns" else trains
+        saved = activations(shape, setting, stage)
+        passing = workspace(shape, setting, stage, is_critic=name == "critic")
+        states = {
+            f"{other} {kind}": size
+            for other in present
+            for kind, size in trains[other]._asdict().items()
+        }
+        copies = {what: size * len(present) for what, size in in_fp8.items()}
+        passes = {
             "activations": saved,
             "workspace": passing,
             "fragmentation": int(FRAGMENTATION * (saved + passing)),
         }
-        yield f"train {name}", terms
-    stays = (
-        {f"{name} state": sum(state) + in_fp8 for name, state in trains.items()}
-        if offload == "none"
-        else {}
-    )
-    sending = {"actor parameters": trains["actor"].parameters} if offload != "none" else {}
+        yield f"train {name}", base | states | copies | passes
+    if offload == "none":
+        stays = {f"{name} state": sum((*state, *in_fp8.values())) for name, state in trains.items()}
+        sending = {}
+    else:
+        stays, sending = {}, {"actor parameters": trains["actor"].parameters}
     largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
     if weights:
         engine = {"engine weights": weights, "engine workspace": ENGINE_WORKSPACE}
@@ -371,18 +325,18 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> None:
 
 def remedies(setting: Setting, phase: str) -> list[str]:
     """What may make a phase fit, the cheapest first."""
-    layout, advice = setting.parallel, []
-    if phase.startswith("train"):
-        if setting.dp > 1 and not layout.use_distributed_optimizer:
-            advice.append("add --use-distributed-optimizer")
-        if layout.recompute != "full":
-            advice.append("set --recompute full")
-        if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
-            advice.append("add --sequence-parallel")
-        advice.append("lower --max-tokens-per-microbatch")
-        if setting.has_critic and layout.offload != "turns":
-            advice.append("set --offload turns")
-        return [*advice, "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"]
-    if layout.offload == "none":
-        advice.append("set --offload rollout")
-    return [*advice, "lower --kv-cache-tokens", "share an engine among more GPUs"]
+    layout = setting.parallel
+    if not phase.startswith("train"):
+        unload = ["set --offload rollout"] if layout.offload == "none" else []
+        return [*unload, "lower --kv-cache-tokens", "share an engine among more GPUs"]
+    shards_optimizer = layout.use_distributed_optimizer or setting.dp == 1
+    shards_sequence = layout.sequence_parallel or layout.tensor_model_parallel_size == 1
+    advice = {
+        "add --use-distributed-optimizer": not shards_optimizer,
+        "set --recompute full": layout.recompute != "full",
+        "add --sequence-parallel": not shards_sequence,
+        "lower --max-tokens-per-microbatch": True,
+        "set --offload turns": setting.has_critic and layout.offload != "turns",
+        "raise --tensor-model-parallel-size or --pipeline-model-parallel-size": True,
+    }
+    return [remedy for remedy, helps in advice.items() if helps]

@@ -20,7 +20,7 @@ from ragen_mega.models.shape import FAMILIES, ModelShape, engine_vocab_size
 _CPU_PADDING = 32
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 _WEIGHTS = {
-    weight.server_name: weight
+    weight.server or next(iter(weight.tensors)): weight
     for family in FAMILIES.values()
     for weight in (*family.outer, *family.layer)
 }
@@ -112,9 +112,9 @@ def from_trainer(slot: Slot, piece: Tensor, size: int) -> Tensor:
     """The trainer's slice of a tensor-parallel rank as SGLang's of the same rank of as many: [q, k,
     v of every group] -> [q_r; k_r; v_r], the vocabulary filled up, the rest as it is.
     """
-    if slot.cut == "qkv":
+    if slot.weight.cut == "qkv":
         return torch.cat(split_groups(piece, slot.shape.head_dim, slot.shape.num_kv_heads // size))
-    if slot.cut == "vocab":  # one process has no rows to fill ranks with
+    if slot.weight.cut == "vocab":  # one process has no rows to fill ranks with
         return fill_rows(piece, engine_vocab_size(slot.shape.vocab_size, size) // size)
     return piece
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
+
+from ragen_mega.storage.integrity import write_whole
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -100,10 +101,8 @@ def write_json(path: Path | str, value: Mapping[str, Any]) -> None:
     """Write one JSON object; a reader finds the old file or the whole new one. Non-finite numbers
     become null.
     """
-    _replace_file(
-        Path(path),
-        json.dumps(_finite(value, where=Path(path).name), indent=2, allow_nan=False) + "\n",
-    )
+    text = json.dumps(_finite(value, where=Path(path).name), indent=2, allow_nan=False) + "\n"
+    write_whole(Path(path), text.encode())
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -234,7 +233,7 @@ class RunLogger:
         path = self.directory / METRICS_FILE
         if path.exists():
             kept = [record for record in read_metrics(path) if record["step"] < first_step]
-            _replace_file(path, "".join(json.dumps(record) + "\n" for record in kept))
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         self._file = path.open("a", buffering=1)  # line by line: a killed run leaves whole lines
         if self._uses_tensorboard:
             from torch.utils.tensorboard import (
@@ -299,12 +298,3 @@ def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         message = f"non-finite values of {where} are written as null: {', '.join(lost)}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     return cleaned
-
-
-def _replace_file(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -18,20 +18,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from ragen_mega import __version__
 from ragen_mega.data import distributed
-from ragen_mega.storage.integrity import describe_file, manifest_sha256, sync
+from ragen_mega.storage.integrity import (
+    check_files,
+    describe_file,
+    read_manifest,
+    sync,
+    write_manifest,
+    write_whole,
+)
 
 CHECKPOINTS = "checkpoints"
-MANIFEST, STATE = "manifest.json", "state.json"
+STATE = "state.json"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8})")
 _FIXED = ("parallel.bf16", "advantage.advantage_estimator")
-_LIBRARIES = ("torch", "megatron-core", "transformers")
 _SECONDS_TO_GATHER = 600.0
 """How long rank 0 waits for the files of the others after its own is written."""
 
@@ -91,19 +95,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Verify every file of a checkpoint. Raises ValueError that says what is wrong with the first
     bad one.
     """
-    manifest = _read_manifest(path)
-    present = {entry.name for entry in path.iterdir()} - {MANIFEST}
-    if present != set(manifest["files"]):
-        difference = sorted(present ^ set(manifest["files"]))
-        raise ValueError(
-            f"{difference[0]} is {'not in its manifest' if difference[0] in present else 'missing'}"
-        )
-    for name, expected in manifest["files"].items():
-        size = (path / name).stat().st_size
-        if size != expected["bytes"]:
-            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
-        if describe_file(path / name) != expected:
-            raise ValueError(f"{name} does not have the SHA-256 in the manifest")
+    manifest = read_manifest(path, format=FORMAT)
+    check_files(path, manifest["files"])
     state = json.loads((path / STATE).read_text())
     return Checkpoint(path, manifest["step"], manifest["score"], manifest["config"], state)
 
@@ -160,7 +153,7 @@ class CheckpointWriter:
         temporary = self.directory / f".{_name(step)}.tmp"
         distributed.on_main(lambda: self._prepare(temporary))
         write = stage(temporary)
-        text = json.dumps(state, indent=2) + "\n"
+        text = json.dumps(state, indent=2) + "\n"  # now: the caller may change it afterwards
         self.saved_step = step
         self._thread = threading.Thread(
             target=self._write,
@@ -180,8 +173,8 @@ class CheckpointWriter:
             return
         self._thread.join()
         self._thread = None
-        errors = [error for error in distributed.gather_objects(self._error) if error is not None]
-        if errors:
+        everyone = distributed.gather_objects(self._error)
+        if errors := [error for error in everyone if error is not None]:
             raise OSError(
                 f"cannot write a checkpoint to {self.directory}: {errors[0]}; free space or choose"
                 " another --output"
@@ -196,19 +189,17 @@ class CheckpointWriter:
         that is being written.
         """
         self.wait()
-        newest = max(self.directory.glob("step_*"), default=None)
-        if newest is None:
+        if not (published := _published(self.directory)):
             return "there is no checkpoint yet: start again with a lower --lr or --clip-grad"
         return (
-            f"the last good checkpoint is {newest}: --resume goes on from there, e.g. with a lower"
-            " --lr or --clip-grad"
+            f"the last good checkpoint is {published[0]}: --resume goes on from there, e.g. with a"
+            " lower --lr or --clip-grad"
         )
 
     def _prepare(self, temporary: Path) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
-        for leftover in self.directory.glob(
-            ".step_*"
-        ):  # of a process that was killed while it wrote or deleted
+        # of a process that was killed while it wrote or deleted
+        for leftover in self.directory.glob(".step_*"):
             shutil.rmtree(leftover)
         temporary.mkdir(mode=0o700)
 
@@ -217,11 +208,10 @@ class CheckpointWriter:
     ) -> None:
         try:
             path = write()
-            _write_synced(
-                _marker(temporary, distributed.rank()), json.dumps({path.name: describe_file(path)})
-            )
+            described = json.dumps({path.name: describe_file(path)})
+            write_whole(_marker(temporary, distributed.rank()), described.encode())
             if distributed.is_main():
-                _write_synced(temporary / STATE, state)
+                write_whole(temporary / STATE, state.encode())
                 self._publish(temporary, step, score)
         except OSError as error:
             self._error = str(error)
@@ -244,19 +234,14 @@ class CheckpointWriter:
             if path.name not in files:
                 sync(path)
                 files[path.name] = describe_file(path)
-        manifest = {
+        facts = {
             "format": FORMAT,
             "step": step,
             "score": score,
             "score_is": "mean success over the environments in the evaluation at this step",
-            "versions": {name: version(name) for name in _LIBRARIES} | {"ragen_mega": __version__},
             "config": self.config,
-            "files": files,
         }
-        _write_synced(
-            temporary / MANIFEST,
-            json.dumps(manifest | {"sha256": manifest_sha256(manifest)}, indent=2) + "\n",
-        )
+        write_manifest(temporary, facts, files)
         sync(temporary)
         final = self.directory / _name(step)
         if final.exists():  # a damaged one that was skipped, or one of a run that went back
@@ -286,22 +271,9 @@ def _published(directory: Path) -> list[Path]:
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        own = manifest.pop("sha256")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
-    if own != manifest_sha256(manifest):
-        raise ValueError(f"{MANIFEST} does not have the SHA-256 that it states")
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"its format is {manifest['format']}, and this program reads {FORMAT}")
-    return manifest
-
-
 def _score(path: Path) -> float | None:
     try:
-        return _read_manifest(path)["score"]
+        return read_manifest(path, format=FORMAT)["score"]
     except ValueError:  # damaged: it is no candidate for the best
         return None
 
@@ -315,11 +287,3 @@ def _discard(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.old")
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    """Write a small file that appears whole."""
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(text)
-    sync(unfinished)
-    unfinished.rename(path)

@@ -8,8 +8,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from ragen_mega import __version__
+
+MANIFEST = "manifest.json"
+_LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
 def sync(path: Path) -> None:
@@ -21,6 +27,66 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Put a file in place that readers see whole or not at all; the disk has it before it has its
+    name. Raises OSError, and then leaves what was there before.
+    """
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+        sync(unfinished)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def write_manifest(directory: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """State in a directory what its files are (name -> `describe_file`), and which versions wrote
+    them.
+    """
+    versions = {name: version(name) for name in _LIBRARIES} | {"ragen_mega": __version__}
+    manifest = {**facts, "versions": versions, "files": files}
+    text = json.dumps(manifest | {"sha256": _manifest_sha256(manifest)}, indent=2) + "\n"
+    write_whole(directory / MANIFEST, text.encode())
+
+
+def read_manifest(directory: Path, **expected: object) -> dict[str, Any]:
+    """What `write_manifest` stated. Raises ValueError if it is damaged or lacks one of the
+    `expected` facts.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        own = manifest.pop("sha256")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"cannot read {MANIFEST} ({type(error).__name__})") from None
+    if own != _manifest_sha256(manifest):
+        raise ValueError(f"{MANIFEST} does not have the SHA-256 that it states")
+    for name, value in expected.items():
+        if manifest.get(name) != value:
+            raise ValueError(
+                f"its {name} is {manifest.get(name)!r}, and this program reads {value!r}"
+            )
+    return manifest
+
+
+def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -> None:
+    """Raise ValueError that names the first file that is not as the manifest states, or that is
+    there beyond it and matches `pattern`.
+    """
+    if added := sorted({path.name for path in directory.glob(pattern)} - {MANIFEST, *files}):
+        raise ValueError(f"{added[0]} is not in its manifest")
+    for name, stated in files.items():
+        path = directory / name
+        if not path.is_file():
+            raise ValueError(f"{name} is missing")
+        if (size := path.stat().st_size) != stated["bytes"]:
+            raise ValueError(f"{name} has {size} bytes instead of {stated['bytes']}")
+        if describe_file(path) != stated:
+            raise ValueError(f"{name} does not have the SHA-256 in the manifest")
+
+
 def describe_file(path: Path) -> dict[str, Any]:
     """Size and SHA-256, as manifests state them."""
     with path.open("rb") as file:
@@ -30,6 +96,6 @@ def describe_file(path: Path) -> dict[str, Any]:
         }
 
 
-def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Checksum of a manifest without its field `sha256`."""
+def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    """Of a manifest without its field `sha256`."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

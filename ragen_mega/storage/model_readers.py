@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -24,11 +24,10 @@ from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import fp8_block, load_config
 from ragen_mega.models.layout import Slot, expected_tensors, model_slots, unshard
 from ragen_mega.models.shape import ModelShape, check_config
-from ragen_mega.storage.integrity import describe_file, manifest_sha256
-from ragen_mega.storage.shard_files import DTYPES, PATTERN, PieceReader
+from ragen_mega.storage.integrity import check_files, read_manifest
+from ragen_mega.storage.shard_files import DTYPES, PATTERN, MappedFiles, PieceReader
 
 ROLE = "actor."
-MANIFEST = "manifest.json"
 FORMAT = "ragen_mega megatron model"
 VERSION = 1
 _BYTES_AT_ONCE = 2**22
@@ -64,7 +63,7 @@ def open_model(
     verify = distributed.is_main() if verify is None else verify
     if MegatronReader.is_for(directory):
         if verify:
-            verify_manifest(directory)
+            _verify_manifest(directory)
         reader: ModelReader = MegatronReader(directory, shape)
     else:
         reader = HuggingFaceReader(directory, own.dtype or torch.bfloat16)
@@ -77,35 +76,33 @@ def check_tensors(
 ) -> None:
     """Raise ValueError unless a reader has exactly the tensors of a model of this shape."""
     expected = expected_tensors(shape)
-    optional: dict[str, tuple[int, ...]] = {}
+    optional = {_HEAD: expected[_EMBEDDING]} if is_critic or shape.is_tied else {}
     if is_critic:
         optional[VALUE_HEAD] = (1, shape.hidden_size)
-        expected.pop(_HEAD, None)
-    if _HEAD not in expected:
-        optional[_HEAD] = expected[_EMBEDDING]
+    allowed = expected | optional
     names = {name for name in reader.names() if not _DERIVED.fullmatch(name)}
-    if missing := [name for name in expected if name not in names]:
+    if missing := [name for name in expected if name not in names and name not in optional]:
         raise ValueError(
             f"{where} lacks {missing[0]}{_and_more(missing)}; is it a complete"
             f" {shape.model_type} checkpoint?"
         )
-    if unknown := sorted(names - expected.keys() - optional.keys()):
+    if unknown := sorted(names - allowed.keys()):
         raise ValueError(
             f"{where} holds {unknown[0]}{_and_more(unknown)}, for which a {shape.model_type}"
             f" {'critic' if is_critic else 'policy'} has no place; is config.json of another model?"
         )
-    for name, wanted in (expected | optional).items():
+    for name, wanted in allowed.items():
         if name in names and (found := reader.describe(name)[1]) != wanted:
             raise ValueError(
                 f"{name} has shape {list(found)} in {where} and config.json asks for"
                 f" {list(wanted)}; is config.json of another model?"
             )
-    if verify and _HEAD in names and shape.is_tied and not is_critic:
-        if not torch.equal(reader(_HEAD), reader(_EMBEDDING)):
-            raise ValueError(
-                f"config.json ties {_HEAD} to the embedding, and the two differ; set"
-                " tie_word_embeddings to false in config.json to keep both"
-            )
+    is_doubled = _HEAD in names and shape.is_tied and not is_critic
+    if verify and is_doubled and not torch.equal(reader(_HEAD), reader(_EMBEDDING)):
+        raise ValueError(
+            f"config.json ties {_HEAD} to the embedding, and the two differ; set"
+            " tie_word_embeddings to false in config.json to keep both"
+        )
     reader.release()
 
 
@@ -127,7 +124,7 @@ class HuggingFaceReader:
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         """`dtype` is the type that quantised weights are said to have."""
         self._dtype = dtype
-        self._handles: dict[Path, safe_open] = {}
+        self._handles = MappedFiles()
         self._block = fp8_block(json.loads((directory / "config.json").read_text()))
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
         if index.exists():
@@ -142,7 +139,7 @@ class HuggingFaceReader:
                     " again"
                 ) from None
         elif single.exists():
-            self._files = dict.fromkeys(self._open(single).keys(), single)
+            self._files = dict.fromkeys(self._handles[single].keys(), single)
         else:
             raise ValueError(
                 f"no model.safetensors or model.safetensors.index.json in {directory}; give a"
@@ -175,10 +172,10 @@ class HuggingFaceReader:
     def __call__(self, name: str) -> Tensor | None:
         if name not in self._files:
             return None
-        tensor = self._open(self._files[name]).get_tensor(name)
+        tensor = self._handles[self._files[name]].get_tensor(name)
         if not self._is_scale(name + _SCALE):
             return tensor
-        scale = self._open(self._files[name + _SCALE]).get_tensor(name + _SCALE).float()
+        scale = self._handles[self._files[name + _SCALE]].get_tensor(name + _SCALE).float()
         blocks = tensor.float().reshape(scale.shape[0], self._block[0], scale.shape[1], -1)
         return (blocks * scale[:, None, :, None]).reshape(tensor.shape)
 
@@ -202,21 +199,15 @@ class HuggingFaceReader:
     def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
         path = self._files[name]
         try:
-            stored = self._open(path).get_slice(name)
+            stored = self._handles[path].get_slice(name)
         except SafetensorError as error:
-            raise _damaged(path, error) from None
+            raise ValueError(
+                f"cannot read {name} of {path}: {error}; the file is damaged, copy it again"
+            ) from None
         return stored.get_dtype(), tuple(stored.get_shape())
 
     def release(self) -> None:
         self._handles.clear()
-
-    def _open(self, path: Path) -> safe_open:
-        if path not in self._handles:
-            try:
-                self._handles[path] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise _damaged(path, error) from None
-        return self._handles[path]
 
 
 class MegatronReader:
@@ -233,7 +224,7 @@ class MegatronReader:
             if (found := self._pieces.global_shapes.get(key)) is None:
                 continue
             expected = _stacked(slot)
-            is_padded = slot.cut == "vocab" and found[0] >= expected[0]
+            is_padded = slot.weight.cut == "vocab" and found[0] >= expected[0]
             if found != expected and not (is_padded and found[1:] == expected[1:]):
                 raise ValueError(
                     f"{slot.key} has shape {list(found)} in {directory} and config.json asks"
@@ -292,7 +283,7 @@ class MegatronReader:
                 (*(1 for _ in lead), count, *shape[1:]),
                 dtype=whole.dtype,
                 global_shape=_stacked(slot),
-                allow_padding=slot.cut == "vocab",
+                allow_padding=slot.weight.cut == "vocab",
             )
             whole[start : start + count] = box.reshape(count, *shape[1:])
             self._pieces.release()
@@ -308,48 +299,16 @@ def _stacked(slot: Slot) -> tuple[int, ...]:
     return slot.whole if slot.layer is None else (slot.shape.num_layers, *slot.whole)
 
 
-def verify_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a directory in megatron format. Raises ValueError if a file is not as it was
-    written.
-    """
+def _verify_manifest(directory: Path) -> None:
+    """Raise ValueError if a file of a directory in megatron format is not as it was written."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-        own = manifest.pop("sha256")
-        files = {
-            name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        manifest = read_manifest(directory, format=FORMAT, version=VERSION)
+        check_files(directory, manifest["files"], PATTERN)
+    except ValueError as error:
         raise ValueError(
-            f"cannot read {directory / MANIFEST} ({type(error).__name__}); copy the directory again"
+            f"{directory} is damaged or no {FORMAT!r} of version {VERSION}: {error}; copy the"
+            " directory again or convert it with the program that wrote it"
         ) from None
-    if own != manifest_sha256(manifest):
-        raise ValueError(
-            f"{directory / MANIFEST} does not have the SHA-256 that it states; copy the directory"
-            " again"
-        )
-    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ValueError(
-            f"{directory} is no {FORMAT!r} of version {VERSION}; convert it with the program that"
-            " wrote it"
-        )
-    for name, (size, expected) in files.items():
-        path = directory / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise ValueError(
-                f"{path} is missing or does not have {size} bytes; copy the directory again"
-            )
-        if describe_file(path)["sha256"] != expected:
-            raise ValueError(
-                f"{path} does not have the SHA-256 in {MANIFEST}; it is damaged, copy the directory"
-                " again"
-            )
-    if added := sorted({path.name for path in directory.glob(PATTERN)} - files.keys()):
-        raise ValueError(f"{directory / added[0]} is not in {MANIFEST}; copy the directory again")
-    return manifest
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"cannot read {path}: {error}; the file is missing or damaged, copy it again")
 
 
 def _and_more(names: list[str]) -> str:

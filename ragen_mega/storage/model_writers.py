@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -23,8 +22,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.models.family import VALUE_HEAD
-from ragen_mega.models.layout import complete, expected_tensors
+from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.storage.integrity import sync, write_whole
 from ragen_mega.storage.model_readers import check_finite
 from ragen_mega.storage.shard_files import DTYPES
 
@@ -88,9 +88,8 @@ class TensorFile:
     def close(self) -> None:
         """Give the file its name, once the disk has it all."""
         assert not self._ahead, f"{self._path} is not complete"
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
+        sync(self._unfinished)
         self._unfinished.replace(self._path)
 
 
@@ -102,14 +101,8 @@ class HuggingFaceWriter:
     def __init__(
         self, directory: Path, tensors: Mapping[str, Kind], max_shard_size: int = MAX_SHARD_SIZE
     ) -> None:
-        shards: list[dict[str, Kind]] = [{}]
-        size = 0
-        for name, kind in tensors.items():
-            if shards[-1] and size + num_bytes(kind) > max_shard_size:
-                shards.append({})
-                size = 0
-            shards[-1][name] = kind
-            size += num_bytes(kind)
+        parts = group_by_size(tensors.items(), lambda item: num_bytes(item[1]), max_shard_size)
+        shards = [dict(part) for part in parts]
         count = len(shards)
         files = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
         self._index = directory / "model.safetensors.index.json" if count > 1 else None
@@ -133,9 +126,7 @@ class HuggingFaceWriter:
                 "metadata": {"total_size": self._total},
                 "weight_map": dict(sorted(self._weight_map.items())),
             }
-            unfinished = self._index.with_name(f".{self._index.name}.tmp")
-            unfinished.write_text(json.dumps(index, indent=2) + "\n")
-            unfinished.replace(self._index)
+            write_whole(self._index, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def save_huggingface(

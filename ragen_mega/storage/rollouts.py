@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from ragen_mega.storage.sealed_files import read_sealed, write_sealed
 ROLLOUTS = "rollouts"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8})\.safetensors")
-_SCALARS = {bool, int, float, str}
 _TUPLE = "tuple"
 """Key under which a tuple is kept: JSON knows lists only."""
 
@@ -134,83 +133,59 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
     tensors = {
         "group_ids": torch.tensor([group.group_id for group in groups]),  # [P]
         "group_sizes": torch.tensor([len(group.trajectories) for group in groups]),  # [P]
-        "seeds": torch.tensor(
-            [(t.seed, t.outcome_seed, t.weight_version) for t in trajectories]
-        ),  # [S, 3]
+        # [S, 3]
+        "seeds": torch.tensor([(t.seed, t.outcome_seed, t.weight_version) for t in trajectories]),
         "ends": torch.tensor([(t.terminated, t.truncated) for t in trajectories]),  # [S, 2] bool
         "lengths": torch.tensor([(len(t), len(t.turns)) for t in trajectories]),  # [S, 2]
         "tokens": _concatenate((t.tokens for t in trajectories), np.int32),  # [sum L]
         "loss_mask": _concatenate((t.loss_mask for t in trajectories), np.bool_),  # [sum L]
-        "rollout_logprobs": _concatenate(
-            (t.rollout_logprobs for t in trajectories), np.float64
-        ),  # [sum L]
-        "turns": (
-            torch.tensor([(turn.start, turn.end) for turn in turns], dtype=torch.int32).reshape(
-                -1, 2
-            )
-        ),  # [sum K, 2]
+        # [sum L]
+        "rollout_logprobs": _concatenate((t.rollout_logprobs for t in trajectories), np.float64),
+        # [sum K, 2]
+        "turns": torch.tensor([(t.start, t.end) for t in turns], dtype=torch.int32).reshape(-1, 2),
         "rewards": torch.tensor([turn.reward for turn in turns], dtype=torch.float64),  # [sum K]
     }
-    return tensors, [
-        [t.environment, [_info_to_json(turn.info) for turn in t.turns]] for t in trajectories
-    ]
+    facts = [[t.environment, [_to_json(dict(turn.info)) for turn in t.turns]] for t in trajectories]
+    return tensors, facts
 
 
 def _concatenate(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(
-        np.fromiter(chain.from_iterable(rows), dtype)
-    )  # several times faster than torch.tensor of a list
+    # several times faster than torch.tensor of a list
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
 
 
 def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> list[TrajectoryGroup]:
     values = {name: tensor.tolist() for name, tensor in tensors.items()}
-    rows = zip(facts, values["seeds"], values["ends"], values["lengths"], strict=True)
+    sizes = list(zip(values["group_ids"], values["group_sizes"], strict=True))
+    group_ids = [group_id for group_id, size in sizes for _ in range(size)]
+    tokens, loss_mask, logprobs = (
+        iter(values[name]) for name in ("tokens", "loss_mask", "rollout_logprobs")
+    )
+    turns = zip(values["turns"], values["rewards"], strict=True)
     trajectories = []
-    token = turn = 0
-    for (
-        (environment, infos),
-        (seed, outcome_seed, weight_version),
-        (terminated, truncated),
-        (
-            length,
-            num_turns,
-        ),
-    ) in rows:
-        span = slice(token, token + length)
-        spans, rewards = (values[name][turn : turn + num_turns] for name in ("turns", "rewards"))
-        trajectories.append(
-            Trajectory(
-                group_id=0,
-                environment=environment,
-                seed=seed,
-                outcome_seed=outcome_seed,
-                weight_version=weight_version,
-                tokens=values["tokens"][span],
-                loss_mask=values["loss_mask"][span],
-                rollout_logprobs=values["rollout_logprobs"][span],
-                turns=[
-                    Turn(*at, reward, _from_json(info))
-                    for at, reward, info in zip(spans, rewards, infos, strict=True)
-                ],
-                terminated=terminated,
-                truncated=truncated,
-            )
+    for group_id, (environment, infos), seeds, (terminated, truncated), (length, num_turns) in zip(
+        group_ids, facts, values["seeds"], values["ends"], values["lengths"], strict=True
+    ):
+        seed, outcome_seed, weight_version = seeds
+        trajectory = Trajectory(
+            group_id=group_id,
+            environment=environment,
+            seed=seed,
+            outcome_seed=outcome_seed,
+            weight_version=weight_version,
+            tokens=list(islice(tokens, length)),
+            loss_mask=list(islice(loss_mask, length)),
+            rollout_logprobs=list(islice(logprobs, length)),
+            turns=[
+                Turn(*at, reward, _from_json(info))
+                for info, (at, reward) in zip(infos, islice(turns, num_turns), strict=True)
+            ],
+            terminated=terminated,
+            truncated=truncated,
         )
-        token, turn = token + length, turn + num_turns
-    groups, start = [], 0
-    for group_id, size in zip(values["group_ids"], values["group_sizes"]):
-        members = trajectories[start : start + size]
-        for trajectory in members:
-            trajectory.group_id = group_id
-        groups.append(TrajectoryGroup(group_id, members))
-        start += size
-    return groups
-
-
-def _info_to_json(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value if type(value) in _SCALARS else _to_json(value) for key, value in info.items()
-    }
+        trajectories.append(trajectory)
+    rest = iter(trajectories)
+    return [TrajectoryGroup(group_id, list(islice(rest, size))) for group_id, size in sizes]
 
 
 def _to_json(value: Any) -> Any:

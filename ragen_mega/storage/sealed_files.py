@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ragen_mega.storage.integrity import sync
+from ragen_mega.storage.integrity import sync, write_whole
 
 # of the header; inside the facts, a JSON text within JSON, every quote has a backslash before it
 _FIELD = b'"sha256":"'
@@ -37,16 +36,10 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
         {"facts": text, "sha256": _BLANK.decode()},
     )
     digest = hashlib.sha256(blank).hexdigest().encode()
-    unfinished = path.with_name(f".{path.name}.part")
     try:
-        with open(unfinished, "wb", opener=_open_private) as file:
-            file.write(blank.replace(_FIELD + _BLANK, _FIELD + digest, 1))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        write_whole(path, blank.replace(_FIELD + _BLANK, _FIELD + digest, 1), mode=0o600)
         sync(path.parent)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise OSError(
             f"cannot write {path}: {error.strerror}; free space or choose another --output"
         ) from None
@@ -67,7 +60,3 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return load(data), json.loads(header["__metadata__"]["facts"])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from None
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from ragen_mega.storage.integrity import sync
 
 PATTERN = "rank_*.safetensors"
 HEADER = "pieces"
@@ -55,21 +56,33 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     """Write the pieces, host tensors that share no memory, to `path` and wait until the disk has
     them.
     """
-    tensors, header = {}, {}
-    for index, piece in enumerate(pieces):
-        name = f"{index:05d}"
-        tensors[name] = piece.data
-        header[name] = {
-            "key": piece.key,
-            "offset": piece.offset,
-            "global_shape": piece.global_shape,
-        }
+    named = {f"{index:05d}": piece for index, piece in enumerate(pieces)}
+    tensors = {name: piece.data for name, piece in named.items()}
+    header = {
+        name: {"key": piece.key, "offset": piece.offset, "global_shape": piece.global_shape}
+        for name, piece in named.items()
+    }
     try:
         save_file(tensors, path, metadata={HEADER: json.dumps(header)})
     except SafetensorError as error:  # what it makes of a full disk
         raise OSError(f"cannot write {path}: {error}") from None
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
+
+
+class MappedFiles(dict[Path, safe_open]):
+    """Safetensors files by their paths, mapped when they are first asked for. Raises ValueError if
+    one cannot be read.
+    """
+
+    def __missing__(self, path: Path) -> safe_open:
+        try:
+            self[path] = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"cannot read {path}: {error}; the file is missing or damaged, copy it again or use"
+                " another checkpoint"
+            ) from None
+        return self[path]
 
 
 class PieceReader:
@@ -79,25 +92,20 @@ class PieceReader:
         self.directory = directory
         self.global_shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[_Stored]] = {}
-        self._files: dict[Path, safe_open] = {}
+        self._files = MappedFiles()
         for path in sorted(directory.glob(PATTERN)):
+            file = self._files[path]
             try:
-                file = self._open(path)
                 header = json.loads(file.metadata()[HEADER])
                 for name, piece in header.items():
                     shape = tuple(file.get_slice(name).get_shape())
                     stored = _Stored(path, name, tuple(piece["offset"]), shape)
                     self._pieces.setdefault(piece["key"], []).append(stored)
                     self.global_shapes[piece["key"]] = tuple(piece["global_shape"])
-            except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
+            except (SafetensorError, TypeError, KeyError, ValueError) as error:
                 raise ValueError(
                     f"cannot read {path} ({error}); the checkpoint is damaged, use an earlier one"
                 ) from None
-
-    def _open(self, path: Path) -> safe_open:
-        if path not in self._files:
-            self._files[path] = safe_open(path, framework="pt")
-        return self._files[path]
 
     def release(self) -> None:
         """Unmap the files; what is read next maps them again."""
@@ -106,9 +114,8 @@ class PieceReader:
     def dtype(self, key: str) -> torch.dtype:
         """The type in which `key` is stored."""
         stored = self._pieces[key][0]
-        return (
-            self._open(stored.path).get_slice(stored.name)[(slice(0, 0),) * len(stored.shape)].dtype
-        )
+        nothing = (slice(0, 0),) * len(stored.shape)
+        return self._files[stored.path].get_slice(stored.name)[nothing].dtype
 
     def read(
         self,
@@ -149,7 +156,7 @@ class PieceReader:
                 slice(a - start, b - start) for a, b, start in zip(low, high, piece.offset)
             )
             target = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, offset))
-            data = self._open(piece.path).get_slice(piece.name)[source]
+            data = self._files[piece.path].get_slice(piece.name)[source]
             if data.dtype != dtype:
                 raise ValueError(
                     f"{key} is {data.dtype} in the checkpoint {self.directory} and {dtype} here; "

@@ -20,8 +20,13 @@ from ragen_mega.data import distributed
 from ragen_mega.data.checksums import check_checksums, checksums
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
-from ragen_mega.megatron.reshard_plan import ReshardPlan, check_same_on_all_ranks
-from ragen_mega.megatron.resharding import Traffic, aligned, gather
+from ragen_mega.megatron.resharding import (
+    ReshardPlan,
+    Traffic,
+    aligned,
+    check_same_on_all_ranks,
+    gather,
+)
 from ragen_mega.megatron.weights import (
     export_shards,
     export_weights,

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.types import TokenBatch
-from ragen_mega.megatron.checkpoint import _AdamState
+from ragen_mega.megatron.checkpoint import _read_adam
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.layers import drop_quantised_weights
@@ -81,12 +81,11 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
 def state(trainer: Trainer) -> list[torch.Tensor]:
     """Copies of the parameters and, gathered over ranks, of Adam's tensors."""
     trainer.memory.require(*KINDS)
-    adam = _AdamState(trainer)
     tensors = [parameter.detach().clone() for parameter in trainer.module.parameters()]
     return tensors + [
         value
         for parameter in trainer.module.parameters()
-        for value in adam.read(parameter).values()
+        for value in _read_adam(trainer, parameter).values()
     ]
 
 

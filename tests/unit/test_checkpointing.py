@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from ragen_mega.data.distributed import on_main
 from ragen_mega.storage.checkpoints import (
-    MANIFEST,
     STATE,
     Checkpoint,
     CheckpointWriter,
@@ -26,6 +25,7 @@ from ragen_mega.storage.checkpoints import (
     lock_run,
     read_checkpoint,
 )
+from ragen_mega.storage.integrity import MANIFEST
 from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_pieces
 
 CONFIG = {"model": {"hidden_size": 8}, "train": {"lr": 0.1}}

@@ -47,7 +47,7 @@ def tensors(architecture: str, layout: str) -> list[torch.Tensor]:
 def slot(architecture: str, layout: str) -> Slot:
     """The first weight of the model that is cut so."""
     slots = model_slots(ModelShape.of(CONFIGS[architecture]))
-    return next(slot for slot in slots if slot.cut == layout)
+    return next(slot for slot in slots if slot.weight.cut == layout)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
