@@ -4,8 +4,6 @@ The accepted language is RAGEN's (arXiv:2504.20073, appendix B); the search is l
 instead of a backtracking expression, whose cost on repeated tags grows with the cube of the length.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ the environment's affair. The packaged sets are the rooms and lakes that RAGEN (
 validates on: seeds 123 to 378, without the 29 large rooms whose drawing depended on the process.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ trajectory, -0.1 for a turn without a well-formed answer. Unlike the original th
 the budget that is enforced.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

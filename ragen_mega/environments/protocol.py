@@ -5,8 +5,6 @@ prompt seed, which every trajectory of a group shares, and the outcome seed, whi
 trajectory alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ its slippery lakes nobody can exceed a half. They are exact where the environmen
 elsewhere the random player is measured by play, if that is cheap. Interval: Wilson (1927).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence

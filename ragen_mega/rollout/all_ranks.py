@@ -5,8 +5,6 @@ An engine that has lost its weights gets them from all ranks, which hold a part 
 have played their parts then, and wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 

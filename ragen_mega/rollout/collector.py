@@ -5,8 +5,6 @@ state). What the policy samples is appended to the trajectory as it was sampled;
 environment says is appended unmasked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

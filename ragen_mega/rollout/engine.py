@@ -5,8 +5,6 @@ The weight stream is the whole coupling of trainer and engine:
 `engine.load_weights(policy.export_weights(engine.shard))`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

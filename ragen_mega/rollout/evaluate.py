@@ -4,8 +4,6 @@ budget.
 Protocol of arXiv:2504.20073 appendix B: 256 prompts, 5 turns, 10 actions, temperature 0.5.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

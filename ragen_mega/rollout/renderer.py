@@ -5,8 +5,6 @@ that the model was trained with. Cuts fall on special tokens, which tokenisation
 across.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache

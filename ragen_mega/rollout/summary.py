@@ -4,8 +4,6 @@ Source of the signals: StarPO, arXiv:2504.20073, section 4 (success, in-group re
 response length).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 

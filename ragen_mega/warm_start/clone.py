@@ -5,8 +5,6 @@ The scripted player's actions are as good as chance (or as `skill` says): what i
 answer and how to describe the state, never how to play.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

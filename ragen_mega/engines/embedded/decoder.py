@@ -5,8 +5,6 @@ embeddings as in RoFormer (arXiv:2104.09864, Eq. 34). Attention itself is a call
 decoder serves prefill and decode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

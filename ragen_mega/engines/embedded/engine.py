@@ -6,8 +6,6 @@ new tokens only: the cache of earlier turns stays with the session, and prompts 
 computed once.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator

@@ -5,10 +5,9 @@ keys once: attention over the shared prefix is one product per class of rows (cf
 arXiv:2402.05099, section 3).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -54,7 +53,7 @@ class _Padding:
         last_key: NDArray[np.int64],
         num_keys: int,
         dtype: torch.dtype,
-    ) -> _Padding:
+    ) -> Self:
         """Row i has counts[i] queries; one sees the keys up to its last_key [T], of `num_keys`."""
         num_rows, longest = len(counts), int(counts.max())
         row = np.repeat(np.arange(num_rows), counts)

@@ -6,8 +6,6 @@ batches what is there and its radix cache keeps earlier turns and common prompts
 or hangs is replaced and what it owed asked again.
 """
 
-from __future__ import annotations
-
 import enum
 import warnings
 from collections.abc import Iterable, Iterator

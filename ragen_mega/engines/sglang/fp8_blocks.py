@@ -6,8 +6,6 @@ norms and biases stay as they are. What the engine then samples differs from wha
 computes: correct for it with --importance-cap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

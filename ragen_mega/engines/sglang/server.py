@@ -5,8 +5,6 @@ Nothing of SGLang is imported here, so that trainer and server may live in diffe
 environments.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -4,8 +4,6 @@ the same number.
 The server reads them by `weight_loader`, and says by checksums whether it holds what was sent.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

@@ -1,7 +1,5 @@
 """What can be said of a bandit: its arms, never which one is better."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

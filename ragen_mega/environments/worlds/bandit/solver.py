@@ -1,7 +1,5 @@
 """Exact bandit players: the arms differ in what they are called and in nothing that is seen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ragen_mega.environments.protocol import Budget, References, Solver

@@ -4,8 +4,6 @@ Source: StarPO, arXiv:2504.20073, section 3.1 and the released configuration: th
 pays 0.1, the high arm pays 1 with probability 0.25, so the risky arm is the better one on average.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

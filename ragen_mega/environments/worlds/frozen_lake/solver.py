@@ -7,8 +7,6 @@ expected value of where they end; the sequences are enumerated as value vectors 
 vectors, Smallwood and Sondik 1973).
 """
 
-from __future__ import annotations
-
 from functools import cache, cached_property
 from typing import Any
 

@@ -6,8 +6,6 @@ to any success rate: the intended move happens with probability `success_rate`, 
 one with half of the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 

@@ -2,8 +2,6 @@
 best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ backwards by pulling boxes and keep the position that is farthest from solved, s
 solvable by construction.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The search is over (player, boxes) positions; boxes never enter cells from which
 reached.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from typing import Any
 

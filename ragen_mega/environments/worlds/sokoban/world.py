@@ -5,8 +5,6 @@ the number of boxes on targets rises (falls), +10 when all are on target, so tha
 actions with one box returns 11 - 0.1 n.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
