@@ -5,10 +5,7 @@ Everything about a token is addressed by its position in the trajectory, so a st
 tensor operations over all rows and nothing is done per row but at the end of a completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +44,6 @@ class _Suffix(NamedTuple):
     is_whole: bool = True
 
 
-@dataclass(slots=True)
 class _Rows:
     """What is known of every slot; the first index is the slot. Tokens live at their position in
     the trajectory.
@@ -56,40 +52,26 @@ class _Rows:
     several times as much.
     """
 
-    ids: NDArray[np.int64]  # [S, max_context + 1]; the last column takes what rows at rest sample
-    logprobs: NDArray[np.floating]  # [S, max_context + 1]
-    uniforms: NDArray[np.float64]  # [S, max_context + 1]
-    prompt_length: NDArray[np.int64]  # [S] tokens before the current completion
-    length: NDArray[
-        np.int64
-    ]  # [S] tokens whose keys are cached, and the position of the token that is fed next
-    limit: NDArray[np.int64]  # [S] the completion ends when the trajectory has so many tokens
-    running: NDArray[np.bool_]  # [S]
-    inverse_temperature: NDArray[np.floating]  # [S]
-    top_p: NDArray[np.float64]  # [S]
-    greedy: NDArray[np.bool_]  # [S]
-    stops: NDArray[np.bool_]  # [S, V]
-
-    @classmethod
-    def create(cls, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> _Rows:
+    def __init__(self, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> None:
+        places = (num_slots, max_context + 1)  # the last column takes what rows at rest sample
         real = np.float64 if dtype == torch.float64 else np.float32
-        return cls(
-            ids=np.zeros((num_slots, max_context + 1), dtype=np.int64),
-            logprobs=np.zeros((num_slots, max_context + 1), dtype=real),
-            uniforms=np.zeros((num_slots, max_context + 1)),
-            prompt_length=np.zeros(num_slots, dtype=np.int64),
-            length=np.zeros(num_slots, dtype=np.int64),
-            limit=np.zeros(num_slots, dtype=np.int64),
-            running=np.zeros(num_slots, dtype=np.bool_),
-            inverse_temperature=np.ones(num_slots, dtype=real),
-            top_p=np.ones(num_slots),
-            greedy=np.zeros(num_slots, dtype=np.bool_),
-            stops=np.zeros((num_slots, vocab), dtype=np.bool_),
-        )
+        self.ids = np.zeros(places, dtype=np.int64)
+        self.logprobs = np.zeros(places, dtype=real)
+        self.uniforms = np.zeros(places)
+        # Tokens before the current completion.
+        self.prompt_length = np.zeros(num_slots, dtype=np.int64)
+        # Tokens whose keys are cached, and the position of the token that is fed next.
+        self.length = np.zeros(num_slots, dtype=np.int64)
+        # The completion ends when the trajectory has so many tokens.
+        self.limit = np.zeros(num_slots, dtype=np.int64)
+        self.running = np.zeros(num_slots, dtype=np.bool_)
+        self.inverse_temperature = np.ones(num_slots, dtype=real)
+        self.top_p = np.ones(num_slots)
+        self.greedy = np.zeros(num_slots, dtype=np.bool_)
+        self.stops = np.zeros((num_slots, vocab), dtype=np.bool_)
 
     def move(self, source: int, target: int) -> None:
-        for name in self.__slots__:
-            array = getattr(self, name)
+        for array in vars(self).values():
             array[target] = array[source]
 
 
@@ -101,7 +83,7 @@ class SlotTable:
         self, shape: ModelShape, *, num_slots: int, max_context: int, dtype: torch.dtype
     ) -> None:
         self._max_context = max_context
-        self._rows = _Rows.create(num_slots, max_context, shape.vocab_size, dtype)
+        self._rows = _Rows(num_slots, max_context, shape.vocab_size, dtype)
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
         self._num_slots = 0
         self.computed_tokens = 0
