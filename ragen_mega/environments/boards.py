@@ -38,7 +38,6 @@ class BoardEnvironment(Environment, Protocol):
         """Whether a board has this environment's kind and size. Raises ValueError, naming the rule
         that it breaks, for a malformed one of its kind.
         """
-        ...
 
 
 def packaged_sets() -> list[str]:

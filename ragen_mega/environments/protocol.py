@@ -50,11 +50,9 @@ class Environment(Protocol):
         None: derived from `seed`), that draws the randomness of outcomes; where it takes `board`
         (rows of text or None), that replaces the drawn initial state.
         """
-        ...
 
     def step(self, action: str) -> StepResult:
         """Do one action; a tuple (observation, reward, terminated, truncated, info) will do."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

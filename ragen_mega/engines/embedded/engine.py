@@ -23,7 +23,7 @@ from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.slots import Prefill, SlotTable
 from ragen_mega.models.shape import ModelShape, check_config
-from ragen_mega.rollout.engine import EngineCounts
+from ragen_mega.rollout.engine import EngineCounts, RolloutEngine
 
 STEPS_AWAY = 32
 """Decode steps that an answer from outside takes, however fast it comes."""
@@ -52,10 +52,12 @@ class _Request:
     future: asyncio.Future[Completion]
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(RolloutEngine):
     """Decodes up to `max_sessions` trajectories of up to `max_context` tokens at once; more
-    sessions wait.
+    sessions wait. The cache is there as long as the engine is awake.
     """
+
+    shard = None
 
     def __init__(
         self,
@@ -70,8 +72,6 @@ class EmbeddedEngine:
                 f"max_context must be at least 2 and max_sessions at least 1, not {max_context} and"
                 f" {max_sessions}"
             )
-        self.weight_version = 0
-        self.shard = None
         self.counts = EngineCounts()
         check_config(model_config)
         self._shape = ModelShape.of(model_config)
@@ -127,12 +127,6 @@ class EmbeddedEngine:
             self._shape, weights, max_context=self._max_context, dtype=self._dtype
         )
         self.weight_version += not again
-
-    def start(self) -> None:
-        """Nothing to do: the cache is there as long as the engine is awake."""
-
-    def pause(self) -> None:
-        """Nothing to do."""
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
