@@ -115,20 +115,13 @@ def _parse_line(line: str) -> Board:
         raise ValueError(f"a board needs the keys set, seed and board; add {', '.join(missing)}")
     name, seed, rows = record["set"], record["seed"], record["board"]
     if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"set must be a name, not {_shown(name)}")
+        raise ValueError(f"set must be a name, not {name!r:.60}")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, not {_shown(seed)}")
+        raise ValueError(f"seed must be a non-negative integer, not {seed!r:.60}")
     if (
         not isinstance(rows, list)
         or not rows
         or not all(isinstance(row, str) and row for row in rows)
     ):
-        raise ValueError(
-            f"board must be a list of rows, each a non-empty string, not {_shown(rows)}"
-        )
+        raise ValueError(f"board must be a list of rows, each a non-empty string, not {rows!r:.60}")
     return Board(name, seed, tuple(rows))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -91,15 +91,11 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
             skill=config.warm_start.warm_start_skill,
         )
     tokenizer = train_tokenizer(texts)
-    rows = (
-        config.parallel.tensor_model_parallel_size * 8
-    )  # so that no layout needs padded vocabulary rows
+    # So that no layout needs padded vocabulary rows.
+    rows = config.parallel.tensor_model_parallel_size * 8
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
-    hf.eos_token_id, hf.pad_token_id, hf.bos_token_id = (
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        None,
-    )
+    hf.eos_token_id, hf.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    hf.bos_token_id = None
     weights = random_weights(hf, config.train.seed)
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
 

@@ -120,9 +120,8 @@ class EmbeddedEngine(RolloutEngine):
                 f"{len(self._sessions)} sessions hold a cache of the old weights; release them"
                 " before load_weights"
             )
-        self._decoder = (
-            None  # the old weights go before the new ones come, and a failed load leaves none
-        )
+        # The old weights go before the new ones come, and a failed load leaves none.
+        self._decoder = None
         self._decoder = Decoder(
             self._shape, weights, max_context=self._max_context, dtype=self._dtype
         )
@@ -153,10 +152,8 @@ class EmbeddedEngine(RolloutEngine):
         try:
             return await future
         finally:
-            if request in (
-                self._waiting.get(session),
-                self._running.get(session),
-            ):  # the caller was cancelled
+            # The caller was cancelled.
+            if request in (self._waiting.get(session), self._running.get(session)):
                 self._forget(session)
 
     async def meanwhile(self, answer: Coroutine[Any, Any, T]) -> T:

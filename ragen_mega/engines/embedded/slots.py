@@ -16,7 +16,7 @@ from torch import Tensor
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import sampling as sampler
 from ragen_mega.engines.embedded.decoder import Decoder, Workspace
-from ragen_mega.engines.embedded.kv_cache import KVCache, SharedPrefix
+from ragen_mega.engines.embedded.kv_cache import KVCache, SharedPrefix, shared_length
 from ragen_mega.models.shape import ModelShape
 
 _MIN_COPIED = 16
@@ -169,31 +169,26 @@ class SlotTable:
         beginning.
         """
         suffixes, deferred = [], []
-        planned = self._rows.length[
-            : self._num_slots
-        ].copy()  # cached once the suffixes are computed
+        ids, length = self._rows.ids[: self._num_slots], self._rows.length[: self._num_slots]
+        planned = length.copy()  # cached once the suffixes are computed
         for request in requests:
-            slot, tokens = request.slot, request.tokens
-            cached, source = (
-                int(min(_shared_length(self._rows.ids[slot], tokens), self._rows.length[slot])),
-                slot,
-            )
+            source = slot = request.slot
+            num_tokens = len(request.tokens)
+            cached = int(min(shared_length(ids[slot], request.tokens), length[slot]))
             if cached == 0:  # a new trajectory
-                shared = _shared_length(self._rows.ids[: self._num_slots], tokens)  # [n]
-                cached_anywhere = np.minimum(shared, self._rows.length[: self._num_slots])
-                source = int(cached_anywhere.argmax())
-                cached = int(cached_anywhere[source])
+                shared = shared_length(ids, request.tokens)  # [n]
+                reusable = np.minimum(shared, length)
+                source = int(reusable.argmax())
+                cached = int(reusable[source])
                 if np.minimum(shared, planned).max() >= cached + _MIN_COPIED:
                     deferred.append(request)
                     continue
-            start = min(
-                cached, len(tokens) - 1
-            )  # the last token is computed in any case: its logits are needed
+            start = min(cached, num_tokens - 1)  # the last one's logits are needed in any case
             if source != slot:
                 self._cache.copy_row(source, slot, start)
             self._begin(request)
-            planned[slot] = len(tokens)
-            suffixes.append(_Suffix(slot, start, len(tokens) - start))
+            planned[slot] = num_tokens
+            suffixes.append(_Suffix(slot, start, num_tokens - start))
         return suffixes, deferred
 
     def _begin(self, request: Prefill) -> None:
@@ -242,20 +237,13 @@ class SlotTable:
             slot = int(index[place])
             span = slice(rows.prompt_length[slot], rows.length[slot] + 1)
             rows.running[slot] = False
-            finish_reason = "stop" if stopped[place] else "length"
             completion = Completion(
-                rows.ids[slot, span].tolist(), rows.logprobs[slot, span].tolist(), finish_reason
+                rows.ids[slot, span].tolist(),
+                rows.logprobs[slot, span].tolist(),
+                "stop" if stopped[place] else "length",
             )
             finished.append((slot, completion))
         return finished
-
-
-def _shared_length(ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many leading tokens each row of ids [..., >= len(tokens)] has in common with tokens:
-    [...].
-    """
-    different = ids[..., : len(tokens)] != tokens
-    return np.where(different.any(axis=-1), different.argmax(axis=-1), len(tokens))
 
 
 def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:

@@ -11,13 +11,33 @@ from typing import Any
 import numpy as np
 
 from ragen_mega.environments.protocol import (
+    Budget,
+    Narrator,
+    References,
+    Solver,
     StepResult,
     canonical_action,
     check_seed,
     stable_seed,
 )
-from ragen_mega.environments.worlds.bandit.narrator import NARRATOR
-from ragen_mega.environments.worlds.bandit.solver import SOLVER
+
+
+def describe(environment: Any, actions: Sequence[str]) -> str:
+    """Which arms there are, in the order shown; never which one is better."""
+    first, second = environment.facts()["arms"]
+    return f" arms {first} {second}"
+
+
+def references(environment: Any, budget: Budget) -> References:
+    """One pull decides, and the arms differ in nothing that is seen but what they are called:
+    uniformly random play is right half of the time.
+    """
+    return References(random=0.5, optimum=1.0, optimum_closed_loop=1.0)
+
+
+def optimal_actions(environment: Any, actions_left: int) -> list[str]:
+    """The better arm; nothing once it was pulled."""
+    return [] if environment.is_over else [environment.facts()["high_arm"]]
 
 
 class Bandit:
@@ -26,8 +46,8 @@ class Bandit:
     """
 
     is_instant = True
-    narrator = NARRATOR
-    solver = SOLVER
+    narrator = Narrator(describe)
+    solver = Solver(references, optimal_actions)
 
     def __init__(
         self,
