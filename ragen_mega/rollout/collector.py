@@ -215,7 +215,12 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         players = []
         for session, task in enumerate(self._tasks):
             if task.make_episode not in kinds:
-                first = _first_episode(task)
+                try:
+                    first = guarded(task.make_episode)
+                except EnvironmentFailed as error:
+                    raise ValueError(
+                        f"environment {task.environment} cannot be built: {error}"
+                    ) from error
                 kinds[task.make_episode] = _Kind(first, is_instant(first.environment))
             kind = kinds[task.make_episode]
             # Members may share their outcomes, never their samples.
@@ -338,13 +343,6 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 raise EngineError(
                     f"the rollout engine failed: {type(error).__name__}: {error}"
                 ) from error
-
-
-def _first_episode(task: Task) -> Episode:
-    try:
-        return guarded(task.make_episode)
-    except EnvironmentFailed as error:
-        raise ValueError(f"environment {task.environment} cannot be built: {error}") from error
 
 
 def _apart(function: Callable[..., T], *args: Any) -> T:

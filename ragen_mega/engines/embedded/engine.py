@@ -200,10 +200,8 @@ class EmbeddedEngine(RolloutEngine):
         """Drop weights, cache and sessions; completions in progress are cancelled."""
         if self._scheduler is not None and not self._scheduler.done():
             self._scheduler.cancel()
-        for request in (*self._waiting.values(), *self._running.values()):
-            request.future.cancel()
-        self._waiting.clear()
-        self._running.clear()
+        for session in (*self._waiting, *self._running):
+            self._forget(session)
         self._absences.clear()
         self._slot_of.clear()
         self._sessions.clear()
