@@ -126,7 +126,6 @@ class _Kind:
 
     spare: Episode | None
     is_instant: bool
-    num_seats: int = 0
     waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
     """Session, how many tasks before it sample the same, task."""
 
@@ -167,7 +166,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._trajectories: dict[int, Trajectory] = {}  # by session, as they end
         self._runner = asyncio.Runner()
         self._players: asyncio.Future[Any] | None = None
-        self._lost = self._sent_again = asyncio.Event()
+        self._lost: asyncio.Future[None] | None = None
+        self._sent_again = asyncio.Event()
         self._workers: list[Worker] = []
         # An engine that steps for all trajectories says when answers from outside count.
         self._meanwhile = getattr(engine, "meanwhile", _plainly)
@@ -194,14 +194,10 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
     async def _play(self) -> bool:
         self._sent_again.set()
-        self._lost, self._sent_again = asyncio.Event(), asyncio.Event()
+        self._lost, self._sent_again = asyncio.Future(), asyncio.Event()
         if self._players is None:
             self._players = asyncio.gather(*self._seat_all())
-        lost = asyncio.create_task(self._lost.wait())
-        try:
-            await asyncio.wait([self._players, lost], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            lost.cancel()
+        await asyncio.wait([self._players, self._lost], return_when=asyncio.FIRST_COMPLETED)
         if self._players.done():
             self._players.result()
         return self._players.done()
@@ -227,8 +223,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             key = (task.group_id, task.outcome_seed)
             kind.waiting.append((session, repetitions[key], task))
             repetitions[key] += 1
-            if kind.is_instant or kind.num_seats < MAX_THREADS:
-                kind.num_seats += 1
+            if kind.is_instant or len(kind.waiting) <= MAX_THREADS:
                 players.append(asyncio.create_task(self._play_in_turn(kind)))
         return players
 
@@ -337,7 +332,9 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             try:
                 return await self._engine.generate(tokens, sampling, session=session)
             except WeightsLost:
-                lost.set()  # nothing happens if the weights have come again since the request
+                if not lost.done():
+                    lost.set_result(None)
+                # At once, if the weights have come again since the request.
                 await sent_again.wait()
             except (RuntimeError, MemoryError, OSError) as error:
                 raise EngineError(
