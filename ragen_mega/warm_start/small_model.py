@@ -54,8 +54,7 @@ def find_warm_start(config: StarPOConfig) -> Start | None:
     """What `warm_start` made in an earlier process of this run, None if it did not get that far."""
     critic = config.run_directory / WARM_START_CRITIC if _starts_critic(config) else None
     start = Start(config.run_directory / WARM_START, critic)
-    made = [directory for directory in start if directory is not None]
-    return start if all(map(is_complete, made)) else None
+    return start if all(is_complete(path) for path in start if path is not None) else None
 
 
 def _starts_critic(config: StarPOConfig) -> bool:

@@ -272,17 +272,16 @@ class EmbeddedEngine(RolloutEngine):
         once.
         """
         admitted: list[_Request] = []
-        for session, request in self._waiting.items():
+        for session, request in list(self._waiting.items()):
             if session not in self._slot_of:
                 if len(self._sessions) == self._max_sessions:
                     continue
                 self._slot_of[session] = len(self._sessions)
                 self._sessions.append(session)
+            self._running[session] = self._waiting.pop(session)
             admitted.append(request)
         if not admitted:
             return False
-        for request in admitted:
-            self._running[request.session] = self._waiting.pop(request.session)
         prefills = [
             Prefill(self._slot_of[request.session], request.token_ids, request.sampling)
             for request in admitted
