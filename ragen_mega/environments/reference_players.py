@@ -95,8 +95,6 @@ def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list
     """What an optimal player does next, given the true state and a budget of `actions_left`
     actions; empty if the episode is over. Raises ValueError for an environment without a solver.
     """
-    if actions_left < 1:
-        raise ValueError(f"actions_left must be at least 1, not {actions_left}")
     solver: Solver | None = getattr(environment, "solver", None)
     if solver is None:
         raise ValueError(
