@@ -91,7 +91,6 @@ class SlotTable:
         self._workspace: Workspace | None = None
         self._prefix: SharedPrefix | None = None
         self._prefix_is_stale = True
-        self._uses_temperature = self._uses_top_p = self._uses_greedy = False
 
     def stop(self, slot: int) -> None:
         """The slot's completion is no longer wanted; its cache stays."""
@@ -207,9 +206,6 @@ class SlotTable:
         rows.top_p[slot] = sampling.top_p
         rows.stops[slot] = False
         rows.stops[slot, list(sampling.stop_token_ids)] = True
-        self._uses_greedy |= sampling.temperature == 0.0
-        self._uses_temperature |= sampling.temperature not in (0.0, 1.0)
-        self._uses_top_p |= sampling.top_p < 1.0
 
     def _accept(self, index: NDArray[np.int64], logits: Tensor) -> list[tuple[int, Completion]]:
         """Sample from logits [m, V] into slots index [m]; the completions that end here."""
@@ -221,11 +217,11 @@ class SlotTable:
             torch.from_numpy(rows.uniforms[index, positions]),
             inverse_temperature=(
                 torch.from_numpy(rows.inverse_temperature[index])
-                if self._uses_temperature
+                if (rows.inverse_temperature != 1.0).any()
                 else None
             ),
-            top_p=torch.from_numpy(rows.top_p[index]) if self._uses_top_p else None,
-            greedy=torch.from_numpy(rows.greedy[index]) if self._uses_greedy else None,
+            top_p=torch.from_numpy(rows.top_p[index]) if (rows.top_p < 1.0).any() else None,
+            greedy=torch.from_numpy(rows.greedy[index]) if rows.greedy.any() else None,
         )
         tokens = sampled.numpy()
         rows.ids[index, positions] = tokens
