@@ -114,14 +114,12 @@ def _parse_line(line: str) -> Board:
     if missing:
         raise ValueError(f"a board needs the keys set, seed and board; add {', '.join(missing)}")
     name, seed, rows = record["set"], record["seed"], record["board"]
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"set must be a name, not {name!r:.60}")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, not {seed!r:.60}")
-    if (
-        not isinstance(rows, list)
-        or not rows
-        or not all(isinstance(row, str) and row for row in rows)
+    are_rows = isinstance(rows, list) and rows and all(isinstance(r, str) and r for r in rows)
+    for holds, rule in (
+        (isinstance(name, str) and name.strip(), f"set must be a name, not {name!r:.60}"),
+        (type(seed) is int and seed >= 0, f"seed must be a non-negative integer, not {seed!r:.60}"),
+        (are_rows, f"board must be a list of rows, each a non-empty string, not {rows!r:.60}"),
     ):
-        raise ValueError(f"board must be a list of rows, each a non-empty string, not {rows!r:.60}")
+        if not holds:
+            raise ValueError(rule)
     return Board(name, seed, tuple(rows))
