@@ -65,6 +65,8 @@ def tasks_for_group(
     `outcome_seed` is the run's; the members' are derived from it, the initial seed and their place
     in the group.
     """
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, not {group_size}")
     return [
         Task(
             group_id,
