@@ -4,8 +4,6 @@ The accepted language is RAGEN's (arXiv:2504.20073, appendix B); the search is l
 instead of a backtracking expression, whose cost on repeated tags grows with the cube of the length.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ ACTION_SEPARATOR = "||"
 
 # Linear: a failed attempt costs the whitespace behind one tag, and no two tags share whitespace.
 _THOUGHT_TO_ANSWER = re.compile(r"</think>\s*<answer>")
+_ANSWER = re.compile("<answer>")
 _MARKERS = re.compile(r"</?think>|</?answer>|<\|im_start\|>|<\|im_end\|>")
 
 
@@ -48,44 +47,18 @@ def parse_response(
     `max_actions` pieces of the answer count; unknown ones among them are dropped and the rest still
     runs.
     """
-    spans = _find_thought_and_answer("<think>" + text) if think else _find_answer(text)
-    if spans is None:
+    # Each tag may be matched at its first occurrence: whatever follows a later occurrence also
+    # follows the first one.
+    opening = (_THOUGHT_TO_ANSWER if think else _ANSWER).search(text)
+    answer_end = text.find("</answer>", opening.end()) if opening else -1
+    if answer_end < 0:
         return ParsedResponse((), "", is_format_valid=False, has_invalid_action=False)
+    spans = (text[: opening.start()] if think else "", text[opening.end() : answer_end])
     thought, answer = (_MARKERS.sub("", span).strip() for span in spans)
     spelling = {name.lower(): name for name in legal_actions}
-    pieces = [piece for part in answer.split(ACTION_SEPARATOR) if (piece := part.strip())][
-        :max_actions
-    ]
+    pieces = [piece for part in answer.split(ACTION_SEPARATOR) if (piece := part.strip())]
+    pieces = pieces[:max_actions]
     known = tuple(spelling[piece.lower()] for piece in pieces if piece.lower() in spelling)
     return ParsedResponse(
         known, thought, is_format_valid=True, has_invalid_action=len(known) < len(pieces)
     )
-
-
-def _find_thought_and_answer(text: str) -> tuple[str, str] | None:
-    """What `<think>(.*?)</think>\\s*<answer>(.*?)</answer>` captures first.
-
-    Each tag may be matched at its first occurrence: whatever follows a later occurrence also
-    follows the first one.
-    """
-    thought_start = len(
-        "<think>"
-    )  # the forced tag opens the text, so the leftmost match starts there
-    middle = _THOUGHT_TO_ANSWER.search(text, thought_start)
-    if middle is None:
-        return None
-    answer_end = text.find("</answer>", middle.end())
-    if answer_end < 0:
-        return None
-    return text[thought_start : middle.start()], text[middle.end() : answer_end]
-
-
-def _find_answer(text: str) -> tuple[str, str] | None:
-    answer_tag = text.find("<answer>")
-    if answer_tag < 0:
-        return None
-    answer_start = answer_tag + len("<answer>")
-    answer_end = text.find("</answer>", answer_start)
-    if answer_end < 0:
-        return None
-    return "", text[answer_start:answer_end]

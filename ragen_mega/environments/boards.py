@@ -7,8 +7,6 @@ the environment's affair. The packaged sets are the rooms and lakes that RAGEN (
 validates on: seeds 123 to 378, without the 29 large rooms whose drawing depended on the process.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +38,6 @@ class BoardEnvironment(Environment, Protocol):
         """Whether a board has this environment's kind and size. Raises ValueError, naming the rule
         that it breaks, for a malformed one of its kind.
         """
-        ...
 
 
 def packaged_sets() -> list[str]:
@@ -117,21 +114,12 @@ def _parse_line(line: str) -> Board:
     if missing:
         raise ValueError(f"a board needs the keys set, seed and board; add {', '.join(missing)}")
     name, seed, rows = record["set"], record["seed"], record["board"]
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"set must be a name, not {_shown(name)}")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, not {_shown(seed)}")
-    if (
-        not isinstance(rows, list)
-        or not rows
-        or not all(isinstance(row, str) and row for row in rows)
+    are_rows = isinstance(rows, list) and rows and all(isinstance(r, str) and r for r in rows)
+    for holds, rule in (
+        (isinstance(name, str) and name.strip(), f"set must be a name, not {name!r:.60}"),
+        (type(seed) is int and seed >= 0, f"seed must be a non-negative integer, not {seed!r:.60}"),
+        (are_rows, f"board must be a list of rows, each a non-empty string, not {rows!r:.60}"),
     ):
-        raise ValueError(
-            f"board must be a list of rows, each a non-empty string, not {_shown(rows)}"
-        )
+        if not holds:
+            raise ValueError(rule)
     return Board(name, seed, tuple(rows))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

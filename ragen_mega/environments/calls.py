@@ -4,8 +4,6 @@ with a check of what it returns.
 Environments are anyone's code: what they do wrong is an error that says which rule it broke.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

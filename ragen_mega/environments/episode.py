@@ -6,8 +6,6 @@ trajectory, -0.1 for a turn without a well-formed answer. Unlike the original th
 the budget that is enforced.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from ragen_mega.environments.protocol import Budget, Environment, StepResult
 
 PromptStyle = Literal["full", "system", "compact"]
 
+_MAX_RESPONSE_WORDS = 200  # as the prompt says; the engine's token limit is what binds
 ERROR = "error"
 """Key of a turn's info under which a trajectory that its environment ended says why."""
 
@@ -43,11 +42,9 @@ class EpisodeConfig(Budget):
     """full: task in the first user message; system: task in the system message; compact: state and
     budget only.
     """
-    max_response_words: int = 200
-    """Announced in the prompt; the engine's token limit is what binds."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_actions_per_turn", "max_actions", "max_response_words"):
+        for name in ("max_turns", "max_actions_per_turn", "max_actions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not math.isfinite(self.format_penalty) or self.format_penalty > 0:
@@ -183,7 +180,7 @@ class Episode:
             f"Turn {self._num_turns + 1}:\nState:\n{self.observation}\nYou have"
             f" {_count(actions_left, 'action')} left and may use at most {actions_now} in this"
             f" turn. Always output: {thoughts}<answer> [your answer] </answer> with no extra text."
-            f" Strictly follow this format. Max response length: {self.config.max_response_words}"
+            f" Strictly follow this format. Max response length: {_MAX_RESPONSE_WORDS}"
             " words (tokens).\n"
         )
 

@@ -7,8 +7,6 @@ bounded is how long a trajectory waits for a call: Python cannot end a thread, s
 returns keeps its own until the process ends, which it does not hold up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

@@ -5,8 +5,6 @@ prompt seed, which every trajectory of a group shares, and the outcome seed, whi
 trajectory alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,11 +50,9 @@ class Environment(Protocol):
         None: derived from `seed`), that draws the randomness of outcomes; where it takes `board`
         (rows of text or None), that replaces the drawn initial state.
         """
-        ...
 
     def step(self, action: str) -> StepResult:
         """Do one action; a tuple (observation, reward, terminated, truncated, info) will do."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +103,15 @@ class Narrator:
     actions_per_turn: int = 1
 
 
-def stable_seed(seed: int, purpose: str) -> int:
-    """A 63-bit seed derived from `seed`, the same in every process (Python salts `hash` of strings
-    per process).
-    """
-    digest = hashlib.blake2b(f"{purpose}:{seed}".encode(), digest_size=8).digest()
+def text_seed(text: str) -> int:
+    """A 63-bit seed, the same in every process and run (Python salts `hash` of strings)."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def stable_seed(seed: int, purpose: str) -> int:
+    """The `text_seed` of `seed` for one purpose."""
+    return text_seed(f"{purpose}:{seed}")
 
 
 def check_seed(seed: int) -> int:

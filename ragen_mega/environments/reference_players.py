@@ -5,8 +5,6 @@ its slippery lakes nobody can exceed a half. They are exact where the environmen
 elsewhere the random player is measured by play, if that is cheap. Interval: Wilson (1927).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,8 +95,6 @@ def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list
     """What an optimal player does next, given the true state and a budget of `actions_left`
     actions; empty if the episode is over. Raises ValueError for an environment without a solver.
     """
-    if actions_left < 1:
-        raise ValueError(f"actions_left must be at least 1, not {actions_left}")
     solver: Solver | None = getattr(environment, "solver", None)
     if solver is None:
         raise ValueError(

@@ -4,8 +4,6 @@
 installed package declares its own under the entry points `ragen_mega.environments`.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints

@@ -5,14 +5,13 @@ An engine that has lost its weights gets them from all ranks, which hold a part 
 have played their parts then, and wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
+from typing import TypeVar
 
 from ragen_mega.data import distributed
 from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.rollout.collector import Collection, PlaySettings, Task
+from ragen_mega.rollout.collector import Collection, PlaySettings, Task, in_groups
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
@@ -21,6 +20,8 @@ from ragen_mega.rollout.engine import (
     RolloutEngine,
 )
 from ragen_mega.rollout.renderer import ChatRenderer
+
+T = TypeVar("T")
 
 
 def count_engines(engine: RolloutEngine) -> int:
@@ -43,15 +44,6 @@ def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
     return shares | {"restarts": float(total.restarts), "reissued": float(total.reissued)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """How far a rank has come with its part of the rollout."""
-
-    groups: list[TrajectoryGroup] = field(default_factory=list)
-    needs_weights: bool = False
-    failure: Exception | None = None
-
-
 def collect_on_all_ranks(
     engine: RolloutEngine,
     renderer: ChatRenderer,
@@ -69,17 +61,23 @@ def collect_on_all_ranks(
     FloatingPointError or EngineError if any failed.
     """
     tasks = _own_tasks(engine, [task for group in groups for task in group])
+
+    def play() -> list[TrajectoryGroup] | None:
+        return collection.groups() if collection.play() else None
+
+    def send() -> None:
+        if send_again is None:
+            raise EngineError("the rollout engine has lost its weights")
+        send_again()
+
     with Collection(engine, renderer, tasks, settings, advance=advance) as collection:
-        parts = _gather(_play(collection))
-        while any(part.needs_weights for part in parts):
-            _gather(_send(send_again))
-            parts = _gather(_play(collection))
-    merged: dict[int, TrajectoryGroup] = {}
-    for part in parts:
-        for group in part.groups:
-            whole = merged.setdefault(group.group_id, TrajectoryGroup(group.group_id, []))
-            whole.trajectories.extend(group.trajectories)
-    return list(merged.values())
+        parts = _on_all_ranks(play)
+        while None in parts:
+            _on_all_ranks(send)
+            parts = _on_all_ranks(play)
+    return in_groups(
+        trajectory for part in parts for group in part for trajectory in group.trajectories
+    )
 
 
 def _own_tasks(engine: RolloutEngine, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -94,34 +92,19 @@ def _own_tasks(engine: RolloutEngine, tasks: Sequence[Task]) -> Sequence[Task]:
     return tasks[start:end]
 
 
-def _play(collection: Collection) -> _Part:
-    try:
-        if collection.play():
-            return _Part(collection.groups())
-        return _Part(needs_weights=True)
-    except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
-        return _Part(failure=_portable(error))
-
-
-def _send(send_again: Callable[[], None] | None) -> _Part:
-    try:
-        if send_again is None:
-            raise EngineError("the rollout engine has lost its weights")
-        send_again()
-    except EngineError as error:
-        return _Part(failure=_portable(error))
-    return _Part()
-
-
-def _gather(mine: _Part) -> list[_Part]:
-    """The parts of all ranks. Raises, on all of them, an interruption if there is one, else the
-    first failure.
+def _on_all_ranks(act: Callable[[], T]) -> list[T]:
+    """What `act` returns on each rank. Raises, on all of them, an interruption if there is one,
+    else the first failure.
     """
-    parts = distributed.gather_objects(mine)
-    failures = [part.failure for part in parts if part.failure]
-    for failure in sorted(failures, key=lambda failure: not isinstance(failure, Interrupted)):
-        raise failure
-    return parts
+    result = failure = None
+    try:
+        result = act()
+    except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
+        failure = _portable(error)
+    results, failures = zip(*distributed.gather_objects((result, failure)))
+    for error in sorted(filter(None, failures), key=lambda e: not isinstance(e, Interrupted)):
+        raise error
+    return list(results)
 
 
 def _portable(error: Exception) -> Exception:

@@ -5,19 +5,15 @@ state). What the policy samples is appended to the trajectory as it was sampled;
 environment says is appended unmasked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
@@ -30,6 +26,7 @@ from ragen_mega.environments.pool import (
     guarded,
     is_instant,
 )
+from ragen_mega.environments.protocol import text_seed
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -75,7 +72,7 @@ def tasks_for_group(
             group_id,
             environment,
             seed,
-            _stable_seed("outcome", outcome_seed, environment, seed, member),
+            text_seed(repr(("outcome", outcome_seed, environment, seed, member))),
             None if board is None else tuple(board),
             make_episode,
         )
@@ -114,23 +111,23 @@ def collect(
         return collection.groups()
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A task, the session that plays it, and how many others have sampled the same before."""
-
-    session: int
-    repetition: int
-    task: Task
+def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
+    """The groups that they belong to, in order of the first member."""
+    groups: dict[int, TrajectoryGroup] = {}
+    for trajectory in trajectories:
+        group = groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, []))
+        group.trajectories.append(trajectory)
+    return list(groups.values())
 
 
 @dataclass(slots=True)
 class _Kind:
     """The tasks that share their environments."""
 
-    waiting: deque[_Part] = field(default_factory=deque)
-    spare: Episode | None = None
-    is_instant: bool = False
-    num_seats: int = 0
+    spare: Episode | None
+    is_instant: bool
+    waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
+    """Session, how many tasks before it sample the same, task."""
 
 
 @dataclass(slots=True)
@@ -142,7 +139,7 @@ class _Seat:
     is_broken: bool = False
 
 
-class Collection:
+class Collection(contextlib.AbstractContextManager["Collection"]):
     """Trajectories under way, one per task, with an engine that is awake.
 
     What a task samples depends on the weights, the seed and the task alone, whatever order
@@ -169,20 +166,13 @@ class Collection:
         self._trajectories: dict[int, Trajectory] = {}  # by session, as they end
         self._runner = asyncio.Runner()
         self._players: asyncio.Future[Any] | None = None
-        self._lost = self._sent_again = asyncio.Event()
+        self._lost: asyncio.Future[None] | None = None
+        self._sent_again = asyncio.Event()
         self._workers: list[Worker] = []
         # An engine that steps for all trajectories says when answers from outside count.
         self._meanwhile = getattr(engine, "meanwhile", _plainly)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _apart(self._runner.close)  # cancels what still runs, which closes its environments
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
         for worker in self._workers:
@@ -200,22 +190,14 @@ class Collection:
 
     def groups(self) -> list[TrajectoryGroup]:
         """What was played, in order of the groups' first tasks."""
-        groups: dict[int, TrajectoryGroup] = {}
-        for _, trajectory in sorted(self._trajectories.items()):
-            group = groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, []))
-            group.trajectories.append(trajectory)
-        return list(groups.values())
+        return in_groups(trajectory for _, trajectory in sorted(self._trajectories.items()))
 
     async def _play(self) -> bool:
         self._sent_again.set()
-        self._lost, self._sent_again = asyncio.Event(), asyncio.Event()
+        self._lost, self._sent_again = asyncio.Future(), asyncio.Event()
         if self._players is None:
             self._players = asyncio.gather(*self._seat_all())
-        lost = asyncio.create_task(self._lost.wait())
-        try:
-            await asyncio.wait([self._players, lost], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            lost.cancel()
+        await asyncio.wait([self._players, self._lost], return_when=asyncio.FIRST_COMPLETED)
         if self._players.done():
             self._players.result()
         return self._players.done()
@@ -228,53 +210,55 @@ class Collection:
         repetitions: Counter[tuple[int, int]] = Counter()
         players = []
         for session, task in enumerate(self._tasks):
-            kind = kinds.get(task.make_episode)
-            if kind is None:
-                kind = kinds[task.make_episode] = _Kind()
-                kind.spare = _first_episode(task)
-                kind.is_instant = is_instant(kind.spare.environment)
+            if task.make_episode not in kinds:
+                try:
+                    first = guarded(task.make_episode)
+                except EnvironmentFailed as error:
+                    raise ValueError(
+                        f"environment {task.environment} cannot be built: {error}"
+                    ) from error
+                kinds[task.make_episode] = _Kind(first, is_instant(first.environment))
+            kind = kinds[task.make_episode]
             # Members may share their outcomes, never their samples.
             key = (task.group_id, task.outcome_seed)
-            kind.waiting.append(_Part(session, repetitions[key], task))
+            kind.waiting.append((session, repetitions[key], task))
             repetitions[key] += 1
-            if kind.is_instant or kind.num_seats < MAX_THREADS:
-                kind.num_seats += 1
+            if kind.is_instant or len(kind.waiting) <= MAX_THREADS:
                 players.append(asyncio.create_task(self._play_in_turn(kind)))
         return players
 
     async def _play_in_turn(self, kind: _Kind) -> None:
         """Play tasks of one kind until none waits, with one environment as long as it works."""
-        seat: _Seat | None = None
+        while kind.waiting:
+            with self._seat(kind) as seat:
+                while kind.waiting and not seat.is_broken:
+                    session, repetition, task = kind.waiting.popleft()
+                    try:
+                        trajectory = await self._sample(session, repetition, task, seat)
+                        self._trajectories[session] = trajectory
+                    finally:
+                        self._engine.release(session)
+                    if self._advance is not None:
+                        self._advance()
+
+    @contextlib.contextmanager
+    def _seat(self, kind: _Kind) -> Iterator[_Seat]:
+        """An environment of this kind, which is closed in the end."""
+        worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
+        seat, kind.spare = _Seat(kind.spare, worker), None
         try:
-            while kind.waiting:
-                part = kind.waiting.popleft()
-                if seat is None:
-                    worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
-                    seat, kind.spare = _Seat(kind.spare, worker), None
-                try:
-                    self._trajectories[part.session] = await self._sample(part, seat)
-                finally:
-                    self._engine.release(part.session)
-                if seat.is_broken:
-                    self._close(seat)
-                    seat = None
-                if self._advance is not None:
-                    self._advance()
+            yield seat
         finally:
-            if seat is not None:
-                self._close(seat)
+            if worker is None:
+                with contextlib.suppress(EnvironmentFailed):
+                    guarded(partial(_close, seat))
+            else:
+                worker.end(partial(_close, seat))
+                self._workers.append(worker)
 
-    def _close(self, seat: _Seat) -> None:
-        if seat.worker is None:
-            with contextlib.suppress(EnvironmentFailed):
-                guarded(partial(_close, seat))
-        else:
-            seat.worker.end(partial(_close, seat))
-            self._workers.append(seat.worker)
-
-    async def _sample(self, part: _Part, seat: _Seat) -> Trajectory:
+    async def _sample(self, session: int, repetition: int, task: Task, seat: _Seat) -> Trajectory:
         """Render, generate, append, respond; until the episode or the context is over."""
-        task, settings, renderer = part.task, self._settings, self._renderer
+        settings, renderer = self._settings, self._renderer
         max_context = settings.max_context_length
         trajectory = Trajectory(
             group_id=task.group_id,
@@ -290,7 +274,7 @@ class Collection:
                 f" max_context_length is {max_context}; raise --max-context-length or shorten the"
                 " prompt"
             )
-        stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, part.repetition)
+        stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, repetition)
         while True:
             trajectory.append_observation(observation)
             sampling = SamplingParams(
@@ -298,9 +282,9 @@ class Collection:
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 stop_token_ids=renderer.stop_token_ids,
-                seed=_stable_seed(*stream, len(trajectory.turns)),
+                seed=text_seed(repr((*stream, len(trajectory.turns)))),
             )
-            completion = await self._generate(list(trajectory.tokens), sampling, part.session)
+            completion = await self._generate(list(trajectory.tokens), sampling, session)
             turn = trajectory.append_action(completion)
             turn.info["finish_reason"] = completion.finish_reason
             result = await self._respond(seat, renderer.decode_action(completion.tokens))
@@ -348,19 +332,14 @@ class Collection:
             try:
                 return await self._engine.generate(tokens, sampling, session=session)
             except WeightsLost:
-                lost.set()  # nothing happens if the weights have come again since the request
+                if not lost.done():
+                    lost.set_result(None)
+                # At once, if the weights have come again since the request.
                 await sent_again.wait()
             except (RuntimeError, MemoryError, OSError) as error:
                 raise EngineError(
                     f"the rollout engine failed: {type(error).__name__}: {error}"
                 ) from error
-
-
-def _first_episode(task: Task) -> Episode:
-    try:
-        return guarded(task.make_episode)
-    except EnvironmentFailed as error:
-        raise ValueError(f"environment {task.environment} cannot be built: {error}") from error
 
 
 def _apart(function: Callable[..., T], *args: Any) -> T:
@@ -380,9 +359,3 @@ async def _plainly(answer: Coroutine[Any, Any, T]) -> T:
 def _close(seat: _Seat) -> None:
     if seat.episode is not None:
         calls.close(seat.episode.environment)
-
-
-def _stable_seed(*parts: object) -> int:
-    """A 63-bit seed, the same in every process and run."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -5,8 +5,6 @@ The weight stream is the whole coupling of trainer and engine:
 `engine.load_weights(policy.export_weights(engine.shard))`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -55,9 +53,12 @@ class EngineShard(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """Samples completions for many trajectories at once, each at its own pace."""
+    """Samples completions for many trajectories at once, each at its own pace.
 
-    weight_version: int
+    An engine that extends this class inherits methods that do nothing where its own would.
+    """
+
+    weight_version: int = 0
     """How many different weights have been loaded; 0 before the first."""
 
     shard: EngineShard | None
@@ -72,7 +73,6 @@ class RolloutEngine(Protocol):
         """Weights and KV cache are on the device only inside. Memory for weights is taken at once,
         that of the cache by `start`.
         """
-        ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Take new weights, as `shard` says. All processes that share the engine call it together.
@@ -83,17 +83,14 @@ class RolloutEngine(Protocol):
         Raises ValueError unless exactly the expected names and shapes arrive (of full tensors,
         `lm_head.weight` of a tied model is optional).
         """
-        ...
 
     def start(self) -> None:
         """Take the memory of the key-value cache: the trainer has given its own back by now."""
-        ...
 
     def pause(self) -> None:
         """Give that memory back until the next `start`, in the middle of a rollout. Sessions go on
         afterwards.
         """
-        ...
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -104,12 +101,9 @@ class RolloutEngine(Protocol):
         again. Any RuntimeError, MemoryError or OSError means that the engine has failed,
         WeightsLost that it can be helped.
         """
-        ...
 
     def release(self, session: int) -> None:
         """The trajectory is over; its cache may go."""
-        ...
 
     def shutdown(self) -> None:
         """Give back everything that the engine holds, for good."""
-        ...

@@ -4,8 +4,6 @@ budget.
 Protocol of arXiv:2504.20073 appendix B: 256 prompts, 5 turns, 10 actions, temperature 0.5.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -78,12 +76,7 @@ def evaluate(
     )
     reference = reference or reference_players(config, name, boards, num_prompts)
     played = collect_on_all_ranks(
-        engine,
-        renderer,
-        groups,
-        settings,
-        advance=advance,
-        send_again=send_again,
+        engine, renderer, groups, settings, advance=advance, send_again=send_again
     )
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
@@ -142,24 +135,23 @@ def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float,
     num_prompts, num_samples = len(successes), len(successes[0])
     rates = [sum(row) / num_samples for row in successes]
     rate = sum(rates) / num_prompts
-    spread = sum((other - rate) ** 2 for other in rates) / max(
-        1, num_prompts - 1
-    )  # variance between prompts
+    # The variance between prompts.
+    spread = sum((other - rate) ** 2 for other in rates) / max(1, num_prompts - 1)
     effective = rate * (1 - rate) * num_prompts / spread if spread else float(num_prompts)
     effective = min(max(effective, num_prompts), num_prompts * num_samples)
     return rate, *wilson_interval(rate * effective, effective)
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374 Eq.
+    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374, Eq.
     1).
     """
     num_samples = min(len(row) for row in successes)
-    result, k = {}, 1
-    while k <= num_samples:
-        estimates = [
-            1.0 - math.comb(len(row) - sum(row), k) / math.comb(len(row), k) for row in successes
-        ]
-        result[f"pass@{k}"] = sum(estimates) / len(estimates)
-        k *= 2
-    return result
+
+    def estimate(row: Sequence[bool], k: int) -> float:
+        return 1.0 - math.comb(len(row) - sum(row), k) / math.comb(len(row), k)
+
+    return {
+        f"pass@{k}": sum(estimate(row, k) for row in successes) / len(successes)
+        for k in (2**i for i in range(num_samples.bit_length()))
+    }

@@ -5,8 +5,6 @@ that the model was trained with. Cuts fall on special tokens, which tokenisation
 across.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
@@ -33,11 +31,13 @@ class ChatRenderer:
                 " ChatML"
             )
         self.tokenizer = tokenizer
-        self._forced = _THINK if think else ""
-        self._between = lru_cache(maxsize=4096)(self._render_between)
-        self._beginning = lru_cache(maxsize=256)(
-            self._render_beginning
-        )  # a group's members begin alike
+        forced = _THINK if think else ""
+        self._between = lru_cache(maxsize=4096)(
+            lambda message: self._encode(self._delta(message) + forced)
+        )
+        self._beginning = lru_cache(maxsize=256)(  # a group's members begin alike
+            lambda messages: self._encode(self._template(messages) + forced)
+        )
         marker = self._encode(self._delta(_PROBES[1]))[0]
         self.end_of_turn = marker
         """Ends an assistant turn (`<|im_end|>`)."""
@@ -60,10 +60,9 @@ class ChatRenderer:
 
     def decode_action(self, tokens: Sequence[int]) -> str:
         """The text of one sampled turn, special tokens left out."""
-        text: str = self.tokenizer.decode(
+        return self.tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return text
 
     def thought_length(self, tokens: Sequence[int]) -> int:
         """Leading tokens of a sampled turn up to the end of its thought; all if it has none."""
@@ -72,12 +71,6 @@ class ChatRenderer:
             True,
             key=lambda size: "</think>" in self.decode_action(tokens[:size]),
         )
-
-    def _render_beginning(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return tuple(self._encode(self._template(messages) + self._forced))
-
-    def _render_between(self, message: Message) -> tuple[int, ...]:
-        return tuple(self._encode(self._delta(message) + self._forced))
 
     def _delta(self, message: Message) -> str:
         """Text behind an assistant's answer that `message` follows, up to the next answer."""
@@ -121,10 +114,9 @@ class ChatRenderer:
 
     def _template(self, messages: Sequence[Message]) -> str:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        text: str = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True
         )
-        return text
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -4,8 +4,6 @@ Source of the signals: StarPO, arXiv:2504.20073, section 4 (success, in-group re
 response length).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -40,14 +38,15 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    trajectories: list[Trajectory] = [
-        trajectory for group in groups for trajectory in group.trajectories
-    ]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     return {
         "success": fmean(trajectory.success for trajectory in trajectories),
         "reward": fmean(trajectory.total_reward for trajectory in trajectories),
-        "in_group_std": fmean(_reward_std(group) for group in groups),
+        "in_group_std": fmean(
+            in_group_reward_std([group.total_rewards]) if len(group.trajectories) > 1 else 0.0
+            for group in groups
+        ),
         "response_length": fmean(turn.end - turn.start for turn in turns),
         "thought_length": fmean(len(turn.info.get("thought", "").split()) for turn in turns),
         "valid_format_rate": fmean(bool(turn.info.get("is_format_valid", False)) for turn in turns),
@@ -70,10 +69,6 @@ def environment_errors(groups: Sequence[TrajectoryGroup]) -> list[tuple[Trajecto
         for trajectory in group.trajectories
         if trajectory.turns and ERROR in trajectory.turns[-1].info
     ]
-
-
-def _reward_std(group: TrajectoryGroup) -> float:
-    return in_group_reward_std([group.total_rewards]) if len(group.trajectories) > 1 else 0.0
 
 
 def describe_errors(groups: Sequence[TrajectoryGroup]) -> str | None:

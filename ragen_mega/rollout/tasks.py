@@ -2,8 +2,6 @@
 ones in evaluation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -61,21 +59,17 @@ class TaskSampler:
         makers = {
             name: episode_maker(self.config.environment, name, step) for name in set(self._names)
         }
-        groups = []
-        for index, name in enumerate(self._names):
-            group_id = step * num_groups + index
-            seed = self._fresh_seed(makers[name], self._held_out[name], generator)
-            groups.append(
-                tasks_for_group(
-                    group_id,
-                    name,
-                    seed,
-                    makers[name],
-                    group_size=group_size,
-                    outcome_seed=self.config.train.seed,
-                )
+        return [
+            tasks_for_group(
+                step * num_groups + index,
+                name,
+                self._fresh_seed(makers[name], self._held_out[name], generator),
+                makers[name],
+                group_size=group_size,
+                outcome_seed=self.config.train.seed,
             )
-        return groups
+            for index, name in enumerate(self._names)
+        ]
 
     @staticmethod
     def _fresh_seed(
@@ -135,11 +129,10 @@ def evaluation_tasks(
     environment has no boards.
     """
     maker = episode_maker(config, name)
-    states: list[tuple[int, tuple[str, ...] | None]] = [
-        (123 + index, None) for index in range(num_prompts)
-    ]
     if boards:
         states = [(board.seed, board.rows) for board in boards[:num_prompts]]
+    else:
+        states = [(seed, None) for seed in range(123, 123 + num_prompts)]
     return [
         tasks_for_group(index, name, seed, maker, group_size=samples_per_prompt, board=rows)
         for index, (seed, rows) in enumerate(states)

@@ -5,10 +5,9 @@ The scripted player's actions are as good as chance (or as `skill` says): what i
 answer and how to describe the state, never how to play.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -106,9 +105,6 @@ def fit(
     """
     generator = torch.Generator().manual_seed(seed)
     passes = -(-num_steps * batch_size // batch.num_trajectories) + 1
-    for index, minibatch in enumerate(
-        minibatches(batch, batch_size, num_passes=passes, generator=generator)
-    ):
-        if index == num_steps:
-            return
+    drawn = minibatches(batch, batch_size, num_passes=passes, generator=generator)
+    for minibatch in islice(drawn, num_steps):
         report(step(minibatch))

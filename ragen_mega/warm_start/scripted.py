@@ -6,8 +6,6 @@ them; it never says which action is best. What to make of the facts is left to r
 learning. Without a narrator the thought repeats the observation, shortened.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import numpy as np

@@ -2,8 +2,6 @@
 it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from ragen_mega.algorithm.rewards import shape_trajectory
 from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
-from ragen_mega.data.types import Trajectory
+from ragen_mega.data.types import TokenBatch, Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
@@ -28,7 +26,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import save_huggingface
-from ragen_mega.warm_start.clone import fit, scripted_texts, scripted_trajectory
+from ragen_mega.warm_start.clone import FitStep, fit, scripted_texts, scripted_trajectory
 from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -56,8 +54,7 @@ def find_warm_start(config: StarPOConfig) -> Start | None:
     """What `warm_start` made in an earlier process of this run, None if it did not get that far."""
     critic = config.run_directory / WARM_START_CRITIC if _starts_critic(config) else None
     start = Start(config.run_directory / WARM_START, critic)
-    made = [directory for directory in start if directory is not None]
-    return start if all(map(is_complete, made)) else None
+    return start if all(is_complete(path) for path in start if path is not None) else None
 
 
 def _starts_critic(config: StarPOConfig) -> bool:
@@ -93,15 +90,11 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
             skill=config.warm_start.warm_start_skill,
         )
     tokenizer = train_tokenizer(texts)
-    rows = (
-        config.parallel.tensor_model_parallel_size * 8
-    )  # so that no layout needs padded vocabulary rows
+    # So that no layout needs padded vocabulary rows.
+    rows = config.parallel.tensor_model_parallel_size * 8
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
-    hf.eos_token_id, hf.pad_token_id, hf.bos_token_id = (
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        None,
-    )
+    hf.eos_token_id, hf.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    hf.bos_token_id = None
     weights = random_weights(hf, config.train.seed)
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
 
@@ -136,24 +129,11 @@ def warm_start(
         config, renderer, console, 4 * warm.warm_start_trajectories, max_turns=1
     )
     episodes = scripted_play(config, renderer, console, warm.warm_start_trajectories)
-    with console.progress("warm start", num_steps) as progress:
-
-        def report(metrics: dict[str, float]) -> None:
-            student.trainer.schedule.step(1)
-            progress.advance(note=f"loss {metrics['loss']:.3f}")
-
-        for trajectories, steps, batch_size in (
-            (first_turns, warm.warm_start_first_turn_steps, 2 * warm.warm_start_batch),
-            (episodes, warm.warm_start_steps, warm.warm_start_batch),
-        ):
-            fit(
-                student.clone,
-                pack(trajectories),
-                batch_size=batch_size,
-                num_steps=steps,
-                seed=config.train.seed,
-                report=report,
-            )
+    stages = [
+        (pack(first_turns), warm.warm_start_first_turn_steps, 2 * warm.warm_start_batch),
+        (pack(episodes), warm.warm_start_steps, warm.warm_start_batch),
+    ]
+    _fit(student, student.clone, stages, console, "warm start", seed=config.train.seed)
     start = Start(config.run_directory / WARM_START, None)
     _export(start.policy, hf, renderer, student.export_weights())
     if not _starts_critic(config):
@@ -184,21 +164,32 @@ def warm_start_critic(
     batch = pack(episodes)
     batch = batch.with_fields(values=torch.zeros(batch.num_positions))
     batch = estimate_advantages(batch, episodes, replace(config.advantage, lam=1.0, turn_lam=None))
-    with console.progress("warm start of the critic", warm.warm_start_critic_steps) as progress:
+    stages = [(batch, warm.warm_start_critic_steps, 2 * warm.warm_start_batch)]
+    title = "warm start of the critic"
+    _fit(critic, critic.update, stages, console, title, seed=config.train.seed)
+    return critic
+
+
+def _fit(
+    model: MegatronPolicy | MegatronCritic,
+    step: FitStep,
+    stages: Sequence[tuple[TokenBatch, int, int]],
+    console: Console,
+    title: str,
+    *,
+    seed: int,
+) -> None:
+    """Take steps on (batch, number of steps, minibatch size) of each stage, under one progress
+    bar.
+    """
+    with console.progress(title, sum(num_steps for _, num_steps, _ in stages)) as progress:
 
         def report(metrics: dict[str, float]) -> None:
-            critic.trainer.schedule.step(1)
+            model.trainer.schedule.step(1)
             progress.advance(note=f"loss {metrics['loss']:.3f}")
 
-        fit(
-            critic.update,
-            batch,
-            batch_size=2 * warm.warm_start_batch,
-            num_steps=warm.warm_start_critic_steps,
-            seed=config.train.seed,
-            report=report,
-        )
-    return critic
+        for batch, num_steps, size in stages:
+            fit(step, batch, batch_size=size, num_steps=num_steps, seed=seed, report=report)
 
 
 def scripted_play(
@@ -214,25 +205,23 @@ def scripted_play(
     """
     names, world_size = list(config.environment.shares), distributed.world_size()
     mine = range(distributed.rank(), count, world_size)
-    written: dict[int, Trajectory] = {}
+    written: list[Trajectory] = []
     with console.progress("scripted play", len(mine)) as progress:
         for index in mine:
             name = names[index % len(names)]
-            written[index] = scripted_trajectory(
-                episode_maker(config.environment, name)(),
-                renderer,
-                name,
-                WARM_START_SEEDS + index,
-                skill=config.warm_start.warm_start_skill,
-                max_turns=max_turns,
+            written.append(
+                scripted_trajectory(
+                    episode_maker(config.environment, name)(),
+                    renderer,
+                    name,
+                    WARM_START_SEEDS + index,
+                    skill=config.warm_start.warm_start_skill,
+                    max_turns=max_turns,
+                )
             )
             progress.advance()
-    everything = {
-        index: trajectory
-        for part in distributed.gather_objects(written)
-        for index, trajectory in part.items()
-    }
-    return [everything[index] for index in range(count)]
+    parts = distributed.gather_objects(written)
+    return [parts[index % world_size][index // world_size] for index in range(count)]
 
 
 def _export(

@@ -6,8 +6,6 @@ coordinates are one token each, and any other text still round-trips through byt
 loads it as the Qwen2Tokenizer that it is.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ embeddings as in RoFormer (arXiv:2104.09864, Eq. 34). Attention itself is a call
 decoder serves prefill and decode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -52,12 +50,10 @@ class Workspace:
         self.normalized = torch.empty(num_tokens, shape.hidden_size, dtype=dtype)
         self.qkv = torch.empty(num_tokens, shape.q_size + 2 * shape.kv_size, dtype=dtype)
         heads = self.qkv.view(num_tokens, -1, shape.head_dim)
-        self.q, self.k, self.v = heads.split(
-            [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1
-        )  # [T, _, d]
-        self.rotated = self.qkv.view(_COMPLEX[dtype])[
-            :, : num_qk * shape.head_dim // 2
-        ]  # q and k as complex pairs
+        num_heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        self.q, self.k, self.v = heads.split(num_heads, dim=1)  # [T, _, d]
+        # q and k as complex pairs
+        self.rotated = self.qkv.view(_COMPLEX[dtype])[:, : num_qk * shape.head_dim // 2]
         self.rotations = torch.empty(self.rotated.shape, dtype=_COMPLEX[dtype])
         self.gate_up = torch.empty(num_tokens, 2 * shape.ffn_size, dtype=dtype)
         self.gate, self.up = self.gate_up.chunk(2, dim=1)
@@ -89,14 +85,11 @@ class Decoder:
         received = _receive(shape, weights, dtype)
         self.embedding = received[_EMBEDDING]
         self.head = received[_HEAD]
-        self._norm = (
-            received["model.norm.weight"] * shape.hidden_size**0.5
-        )  # not in the head: that may be the embedding
-        self._norm_floor = torch.tensor(
-            (shape.hidden_size * shape.rms_norm_eps) ** 0.5, dtype=dtype
-        )
-        self._qk_norm_floor = torch.tensor(
-            (shape.head_dim * shape.rms_norm_eps) ** 0.5, dtype=dtype
+        # Not in the head: that may be the embedding.
+        self._norm = received["model.norm.weight"] * shape.hidden_size**0.5
+        self._norm_floor, self._qk_norm_floor = (
+            torch.tensor((size * shape.rms_norm_eps) ** 0.5, dtype=dtype)
+            for size in (shape.hidden_size, shape.head_dim)
         )
         self._layers = [self._fuse(received, f"model.layers.{i}.") for i in range(shape.num_layers)]
         # The frequencies in float32, as transformers and megatron-core hold them: at theta 1e6 the
@@ -106,9 +99,8 @@ class Decoder:
             torch.arange(max_context, dtype=torch.float32), 1.0 / shape.rope_theta**exponents
         )
         rotations = torch.polar(torch.ones_like(angles), angles).to(_COMPLEX[dtype])
-        self._rotations = rotations.repeat(
-            1, shape.num_heads + shape.num_kv_heads
-        )  # [max_context, (heads + kv_heads) * d / 2]
+        # [max_context, (heads + kv_heads) * d / 2]
+        self._rotations = rotations.repeat(1, shape.num_heads + shape.num_kv_heads)
 
     def _fuse(self, received: dict[str, Tensor], prefix: str) -> _Layer:
         shape = self.shape
@@ -127,10 +119,8 @@ class Decoder:
             q_norm, k_norm = (
                 _pair_halves(received[f"{prefix}self_attn.{x}_norm.weight"], 1) for x in "qk"
             )
-            qk_norm = (
-                q_norm,
-                k_norm * shape.head_dim**0.5,
-            )  # sqrt(d) of the norm; of q it meets the scale
+            # sqrt(d) of the norm; of q it meets the scale.
+            qk_norm = (q_norm, k_norm * shape.head_dim**0.5)
         gate_up = torch.cat(
             [received[f"{prefix}mlp.gate_proj.weight"], received[f"{prefix}mlp.up_proj.weight"]]
         )

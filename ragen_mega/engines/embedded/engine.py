@@ -6,8 +6,6 @@ new tokens only: the cache of earlier turns stays with the session, and prompts 
 computed once.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
@@ -25,7 +23,7 @@ from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.slots import Prefill, SlotTable
 from ragen_mega.models.shape import ModelShape, check_config
-from ragen_mega.rollout.engine import EngineCounts
+from ragen_mega.rollout.engine import EngineCounts, RolloutEngine
 
 STEPS_AWAY = 32
 """Decode steps that an answer from outside takes, however fast it comes."""
@@ -54,10 +52,12 @@ class _Request:
     future: asyncio.Future[Completion]
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(RolloutEngine):
     """Decodes up to `max_sessions` trajectories of up to `max_context` tokens at once; more
-    sessions wait.
+    sessions wait. The cache is there as long as the engine is awake.
     """
+
+    shard = None
 
     def __init__(
         self,
@@ -72,8 +72,6 @@ class EmbeddedEngine:
                 f"max_context must be at least 2 and max_sessions at least 1, not {max_context} and"
                 f" {max_sessions}"
             )
-        self.weight_version = 0
-        self.shard = None
         self.counts = EngineCounts()
         check_config(model_config)
         self._shape = ModelShape.of(model_config)
@@ -122,19 +120,12 @@ class EmbeddedEngine:
                 f"{len(self._sessions)} sessions hold a cache of the old weights; release them"
                 " before load_weights"
             )
-        self._decoder = (
-            None  # the old weights go before the new ones come, and a failed load leaves none
-        )
+        # The old weights go before the new ones come, and a failed load leaves none.
+        self._decoder = None
         self._decoder = Decoder(
             self._shape, weights, max_context=self._max_context, dtype=self._dtype
         )
         self.weight_version += not again
-
-    def start(self) -> None:
-        """Nothing to do: the cache is there as long as the engine is awake."""
-
-    def pause(self) -> None:
-        """Nothing to do."""
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -161,10 +152,8 @@ class EmbeddedEngine:
         try:
             return await future
         finally:
-            if request in (
-                self._waiting.get(session),
-                self._running.get(session),
-            ):  # the caller was cancelled
+            # The caller was cancelled.
+            if request in (self._waiting.get(session), self._running.get(session)):
                 self._forget(session)
 
     async def meanwhile(self, answer: Coroutine[Any, Any, T]) -> T:
@@ -211,10 +200,8 @@ class EmbeddedEngine:
         """Drop weights, cache and sessions; completions in progress are cancelled."""
         if self._scheduler is not None and not self._scheduler.done():
             self._scheduler.cancel()
-        for request in (*self._waiting.values(), *self._running.values()):
-            request.future.cancel()
-        self._waiting.clear()
-        self._running.clear()
+        for session in (*self._waiting, *self._running):
+            self._forget(session)
         self._absences.clear()
         self._slot_of.clear()
         self._sessions.clear()
@@ -285,17 +272,16 @@ class EmbeddedEngine:
         once.
         """
         admitted: list[_Request] = []
-        for session, request in self._waiting.items():
+        for session, request in list(self._waiting.items()):
             if session not in self._slot_of:
                 if len(self._sessions) == self._max_sessions:
                     continue
                 self._slot_of[session] = len(self._sessions)
                 self._sessions.append(session)
+            self._running[session] = self._waiting.pop(session)
             admitted.append(request)
         if not admitted:
             return False
-        for request in admitted:
-            self._running[request.session] = self._waiting.pop(request.session)
         prefills = [
             Prefill(self._slot_of[request.session], request.token_ids, request.sampling)
             for request in admitted

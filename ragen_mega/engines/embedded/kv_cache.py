@@ -5,10 +5,9 @@ keys once: attention over the shared prefix is one product per class of rows (cf
 arXiv:2402.05099, section 3).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,6 +37,14 @@ class SharedPrefix:
     keys: list[Tensor]  # per layer [C * kv_heads, d, length]
     values: list[Tensor]  # per layer [C * kv_heads, length, d]
 
+    def multiply(self, rows: Tensor, by_class: Tensor) -> Tensor:
+        """rows [n * kv_heads, group, x] times what their class shares, by_class [C * kv_heads, x,
+        y] -> [n * kv_heads, group, y].
+        """
+        gathered = rows.index_select(0, self.from_rows)
+        product = torch.bmm(gathered.view(len(by_class), -1, rows.shape[-1]), by_class)
+        return product.view(-1, *rows.shape[1:-1], by_class.shape[-1]).index_select(0, self.to_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class _Padding:
@@ -54,7 +61,7 @@ class _Padding:
         last_key: NDArray[np.int64],
         num_keys: int,
         dtype: torch.dtype,
-    ) -> _Padding:
+    ) -> Self:
         """Row i has counts[i] queries; one sees the keys up to its last_key [T], of `num_keys`."""
         num_rows, longest = len(counts), int(counts.max())
         row = np.repeat(np.arange(num_rows), counts)
@@ -102,9 +109,8 @@ class KVCache:
         self._values = [
             _lazy_zeros(*rows, max_context, shape.head_dim, dtype=dtype) for _ in layers
         ]
-        self._mask = torch.full(
-            (num_slots, 1, max_context), -torch.inf, dtype=dtype
-        )  # 0 where a row has a key
+        # 0 where a row has a key
+        self._mask = torch.full((num_slots, 1, max_context), -torch.inf, dtype=dtype)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row."""
@@ -140,36 +146,26 @@ class KVCache:
         ends = starts + counts
         end, seen = int(ends.max()), int(starts.min())  # every query sees the keys before `seen`
         self._reserve(end)
-        offsets = starts - (
-            counts.cumsum() - counts
-        )  # from the place among the packed tokens to the position
+        # From the place among the packed tokens to the position.
+        offsets = starts - (counts.cumsum() - counts)
         positions = np.arange(int(counts.sum())) + np.repeat(offsets, counts)
         every = _Padding.of(counts, positions - seen, end - seen, self._dtype)
         last = _Padding.of(np.ones_like(counts), ends - 1 - seen, end - seen, self._dtype)
-        row_of_token, position = (
-            torch.from_numpy(np.repeat(rows, counts)),
-            torch.from_numpy(positions),
-        )
-        first, num_rows = int(rows[0]), len(rows)
-        self._mask.numpy()[rows, 0] = np.where(
-            np.arange(self._max_context) < ends[:, None], 0.0, -np.inf
-        )
-        is_run = np.array_equal(
-            rows, np.arange(first, first + num_rows)
-        )  # then they need not be copied together
-        index = torch.from_numpy(rows)
+        row_of_token = torch.from_numpy(np.repeat(rows, counts))
+        position, index = torch.from_numpy(positions), torch.from_numpy(rows)
+        has_key = np.arange(self._max_context) < ends[:, None]
+        self._mask.numpy()[rows, 0] = np.where(has_key, 0.0, -np.inf)
+        run = slice(int(rows[0]), int(rows[0]) + len(rows))
+        # Rows that follow each other need not be copied together.
+        is_run = np.array_equal(rows, np.arange(run.start, run.stop))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._write(layer, row_of_token, position, k, v)
             keys, values = self._keys[layer][..., :end], self._values[layer][:, :, :end]
-            if is_run:
-                keys, values = (x[first : first + num_rows] for x in (keys, values))
-            else:
-                keys, values = (x.index_select(0, index) for x in (keys, values))
+            keys, values = (x[run] if is_run else x.index_select(0, index) for x in (keys, values))
             padding = every if q.shape[0] == len(positions) else last
-            queries = padding.pad(
-                q.unflatten(1, (self._shape.num_kv_heads, -1))
-            )  # [m, kv_heads, group, Lq, d]
+            # [m, kv_heads, group, Lq, d]
+            queries = padding.pad(q.unflatten(1, (self._shape.num_kv_heads, -1)))
             scores = queries.flatten(2, 3) @ keys
             scores.view(*queries.shape[:4], end)[..., seen:].add_(padding.mask)
             weights = torch.softmax(scores, dim=-1, out=scores)  # in place: fresh pages cost more
@@ -188,9 +184,8 @@ class KVCache:
         self._mask.numpy()[:num_rows, 0][np.arange(num_rows), positions] = 0.0
         mask = self._mask[:num_rows, :, start:end]  # [n, 1, L]
         weights = torch.empty(num_rows * shape.num_kv_heads, group, end, dtype=self._dtype)
-        own_weights = (
-            weights[..., start:].unflatten(0, (num_rows, -1)).flatten(1, 2)
-        )  # [n, heads, L], a view
+        # [n, heads, L], a view
+        own_weights = weights[..., start:].unflatten(0, (num_rows, -1)).flatten(1, 2)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._write(layer, rows, position, k, v)
@@ -200,21 +195,9 @@ class KVCache:
             torch.add(torch.bmm(queries, keys).view_as(own_weights), mask, out=own_weights)
             if prefix is None:
                 return torch.bmm(torch.softmax(weights, -1, out=weights), values).view(num_rows, -1)
-            gathered = queries.flatten(1).index_select(0, prefix.from_rows)
-            by_class = gathered.view(
-                prefix.keys[layer].shape[0], -1, shape.head_dim
-            )  # [C * kv_heads, N * group, d]
-            shared = (
-                torch.bmm(by_class, prefix.keys[layer])
-                .view(-1, group * start)
-                .index_select(0, prefix.to_rows)
-            )
-            weights[..., :start] = shared.view(-1, group, start)
+            weights[..., :start] = prefix.multiply(queries, prefix.keys[layer])
             torch.softmax(weights, -1, out=weights)
-            gathered = weights[..., :start].index_select(0, prefix.from_rows)
-            by_class = gathered.view(prefix.keys[layer].shape[0], -1, start)
-            attended = torch.bmm(by_class, prefix.values[layer]).view(-1, group * shape.head_dim)
-            attended = attended.index_select(0, prefix.to_rows).view(-1, group, shape.head_dim)
+            attended = prefix.multiply(weights[..., :start], prefix.values[layer])
             return attended.baddbmm_(weights[..., start:], values).view(num_rows, -1)
 
         return attend
@@ -261,15 +244,22 @@ def _lazy_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     )
 
 
+def shared_length(ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many leading tokens rows of ids [..., >= n] and of tokens [..., n] have in common:
+    [...].
+    """
+    num_tokens = tokens.shape[-1]
+    different = ids[..., :num_tokens] != tokens
+    return np.where(different.any(axis=-1), different.argmax(axis=-1), num_tokens)
+
+
 def _sorted_by_prefix(token_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """An order [n] that puts equal prefixes next to each other, and how much neighbours share [n -
     1].
     """
     raw = [row.tobytes() for row in token_ids]  # any total order of whole tokens will do
     order = np.array(sorted(range(len(raw)), key=raw.__getitem__), dtype=np.int64)
-    different = token_ids[order[1:]] != token_ids[order[:-1]]
-    shared = np.where(different.any(axis=1), different.argmax(axis=1), token_ids.shape[1])
-    return order, shared
+    return order, shared_length(token_ids[order[1:]], token_ids[order[:-1]])
 
 
 def _best_prefix_length(shared: NDArray[np.int64]) -> int:

@@ -5,8 +5,6 @@ that its seed names, so a sample does not depend on what else is in the batch. N
 al., arXiv:1904.09751, Eq. 2 and 3.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -5,10 +5,7 @@ Everything about a token is addressed by its position in the trajectory, so a st
 tensor operations over all rows and nothing is done per row but at the end of a completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +16,7 @@ from torch import Tensor
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import sampling as sampler
 from ragen_mega.engines.embedded.decoder import Decoder, Workspace
-from ragen_mega.engines.embedded.kv_cache import KVCache, SharedPrefix
+from ragen_mega.engines.embedded.kv_cache import KVCache, SharedPrefix, shared_length
 from ragen_mega.models.shape import ModelShape
 
 _MIN_COPIED = 16
@@ -47,7 +44,6 @@ class _Suffix(NamedTuple):
     is_whole: bool = True
 
 
-@dataclass(slots=True)
 class _Rows:
     """What is known of every slot; the first index is the slot. Tokens live at their position in
     the trajectory.
@@ -56,40 +52,26 @@ class _Rows:
     several times as much.
     """
 
-    ids: NDArray[np.int64]  # [S, max_context + 1]; the last column takes what rows at rest sample
-    logprobs: NDArray[np.floating]  # [S, max_context + 1]
-    uniforms: NDArray[np.float64]  # [S, max_context + 1]
-    prompt_length: NDArray[np.int64]  # [S] tokens before the current completion
-    length: NDArray[
-        np.int64
-    ]  # [S] tokens whose keys are cached, and the position of the token that is fed next
-    limit: NDArray[np.int64]  # [S] the completion ends when the trajectory has so many tokens
-    running: NDArray[np.bool_]  # [S]
-    inverse_temperature: NDArray[np.floating]  # [S]
-    top_p: NDArray[np.float64]  # [S]
-    greedy: NDArray[np.bool_]  # [S]
-    stops: NDArray[np.bool_]  # [S, V]
-
-    @classmethod
-    def create(cls, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> _Rows:
+    def __init__(self, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> None:
+        places = (num_slots, max_context + 1)  # the last column takes what rows at rest sample
         real = np.float64 if dtype == torch.float64 else np.float32
-        return cls(
-            ids=np.zeros((num_slots, max_context + 1), dtype=np.int64),
-            logprobs=np.zeros((num_slots, max_context + 1), dtype=real),
-            uniforms=np.zeros((num_slots, max_context + 1)),
-            prompt_length=np.zeros(num_slots, dtype=np.int64),
-            length=np.zeros(num_slots, dtype=np.int64),
-            limit=np.zeros(num_slots, dtype=np.int64),
-            running=np.zeros(num_slots, dtype=np.bool_),
-            inverse_temperature=np.ones(num_slots, dtype=real),
-            top_p=np.ones(num_slots),
-            greedy=np.zeros(num_slots, dtype=np.bool_),
-            stops=np.zeros((num_slots, vocab), dtype=np.bool_),
-        )
+        self.ids = np.zeros(places, dtype=np.int64)
+        self.logprobs = np.zeros(places, dtype=real)
+        self.uniforms = np.zeros(places)
+        # Tokens before the current completion.
+        self.prompt_length = np.zeros(num_slots, dtype=np.int64)
+        # Tokens whose keys are cached, and the position of the token that is fed next.
+        self.length = np.zeros(num_slots, dtype=np.int64)
+        # The completion ends when the trajectory has so many tokens.
+        self.limit = np.zeros(num_slots, dtype=np.int64)
+        self.running = np.zeros(num_slots, dtype=np.bool_)
+        self.inverse_temperature = np.ones(num_slots, dtype=real)
+        self.top_p = np.ones(num_slots)
+        self.greedy = np.zeros(num_slots, dtype=np.bool_)
+        self.stops = np.zeros((num_slots, vocab), dtype=np.bool_)
 
     def move(self, source: int, target: int) -> None:
-        for name in self.__slots__:
-            array = getattr(self, name)
+        for array in vars(self).values():
             array[target] = array[source]
 
 
@@ -101,7 +83,7 @@ class SlotTable:
         self, shape: ModelShape, *, num_slots: int, max_context: int, dtype: torch.dtype
     ) -> None:
         self._max_context = max_context
-        self._rows = _Rows.create(num_slots, max_context, shape.vocab_size, dtype)
+        self._rows = _Rows(num_slots, max_context, shape.vocab_size, dtype)
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
         self._num_slots = 0
         self.computed_tokens = 0
@@ -109,7 +91,6 @@ class SlotTable:
         self._workspace: Workspace | None = None
         self._prefix: SharedPrefix | None = None
         self._prefix_is_stale = True
-        self._uses_temperature = self._uses_top_p = self._uses_greedy = False
 
     def stop(self, slot: int) -> None:
         """The slot's completion is no longer wanted; its cache stays."""
@@ -187,31 +168,26 @@ class SlotTable:
         beginning.
         """
         suffixes, deferred = [], []
-        planned = self._rows.length[
-            : self._num_slots
-        ].copy()  # cached once the suffixes are computed
+        ids, length = self._rows.ids[: self._num_slots], self._rows.length[: self._num_slots]
+        planned = length.copy()  # cached once the suffixes are computed
         for request in requests:
-            slot, tokens = request.slot, request.tokens
-            cached, source = (
-                int(min(_shared_length(self._rows.ids[slot], tokens), self._rows.length[slot])),
-                slot,
-            )
+            source = slot = request.slot
+            num_tokens = len(request.tokens)
+            cached = int(min(shared_length(ids[slot], request.tokens), length[slot]))
             if cached == 0:  # a new trajectory
-                shared = _shared_length(self._rows.ids[: self._num_slots], tokens)  # [n]
-                cached_anywhere = np.minimum(shared, self._rows.length[: self._num_slots])
-                source = int(cached_anywhere.argmax())
-                cached = int(cached_anywhere[source])
+                shared = shared_length(ids, request.tokens)  # [n]
+                reusable = np.minimum(shared, length)
+                source = int(reusable.argmax())
+                cached = int(reusable[source])
                 if np.minimum(shared, planned).max() >= cached + _MIN_COPIED:
                     deferred.append(request)
                     continue
-            start = min(
-                cached, len(tokens) - 1
-            )  # the last token is computed in any case: its logits are needed
+            start = min(cached, num_tokens - 1)  # the last one's logits are needed in any case
             if source != slot:
                 self._cache.copy_row(source, slot, start)
             self._begin(request)
-            planned[slot] = len(tokens)
-            suffixes.append(_Suffix(slot, start, len(tokens) - start))
+            planned[slot] = num_tokens
+            suffixes.append(_Suffix(slot, start, num_tokens - start))
         return suffixes, deferred
 
     def _begin(self, request: Prefill) -> None:
@@ -230,9 +206,6 @@ class SlotTable:
         rows.top_p[slot] = sampling.top_p
         rows.stops[slot] = False
         rows.stops[slot, list(sampling.stop_token_ids)] = True
-        self._uses_greedy |= sampling.temperature == 0.0
-        self._uses_temperature |= sampling.temperature not in (0.0, 1.0)
-        self._uses_top_p |= sampling.top_p < 1.0
 
     def _accept(self, index: NDArray[np.int64], logits: Tensor) -> list[tuple[int, Completion]]:
         """Sample from logits [m, V] into slots index [m]; the completions that end here."""
@@ -244,11 +217,11 @@ class SlotTable:
             torch.from_numpy(rows.uniforms[index, positions]),
             inverse_temperature=(
                 torch.from_numpy(rows.inverse_temperature[index])
-                if self._uses_temperature
+                if (rows.inverse_temperature != 1.0).any()
                 else None
             ),
-            top_p=torch.from_numpy(rows.top_p[index]) if self._uses_top_p else None,
-            greedy=torch.from_numpy(rows.greedy[index]) if self._uses_greedy else None,
+            top_p=torch.from_numpy(rows.top_p[index]) if (rows.top_p < 1.0).any() else None,
+            greedy=torch.from_numpy(rows.greedy[index]) if rows.greedy.any() else None,
         )
         tokens = sampled.numpy()
         rows.ids[index, positions] = tokens
@@ -260,20 +233,13 @@ class SlotTable:
             slot = int(index[place])
             span = slice(rows.prompt_length[slot], rows.length[slot] + 1)
             rows.running[slot] = False
-            finish_reason = "stop" if stopped[place] else "length"
             completion = Completion(
-                rows.ids[slot, span].tolist(), rows.logprobs[slot, span].tolist(), finish_reason
+                rows.ids[slot, span].tolist(),
+                rows.logprobs[slot, span].tolist(),
+                "stop" if stopped[place] else "length",
             )
             finished.append((slot, completion))
         return finished
-
-
-def _shared_length(ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many leading tokens each row of ids [..., >= len(tokens)] has in common with tokens:
-    [...].
-    """
-    different = ids[..., : len(tokens)] != tokens
-    return np.where(different.any(axis=-1), different.argmax(axis=-1), len(tokens))
 
 
 def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:

@@ -6,8 +6,6 @@ batches what is there and its radix cache keeps earlier turns and common prompts
 or hangs is replaced and what it owed asked again.
 """
 
-from __future__ import annotations
-
 import enum
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,7 +22,13 @@ from ragen_mega.engines.sglang.http_json import ConnectionLost
 from ragen_mega.engines.sglang.requests import Requests, read_completion, request_body
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
 from ragen_mega.engines.sglang.weights import BUCKET_BYTES, TRANSFERS, Message, send
-from ragen_mega.rollout.engine import EngineCounts, EngineError, EngineShard, WeightsLost
+from ragen_mega.rollout.engine import (
+    EngineCounts,
+    EngineError,
+    EngineShard,
+    RolloutEngine,
+    WeightsLost,
+)
 
 _MAX_RESTARTS = 3
 """In a row, with no completion in between."""
@@ -41,11 +45,11 @@ class _Stage(enum.IntEnum):
     STARTED = 3  # weights and key-value cache
 
 
-class SGLangEngine:
+class SGLangEngine(RolloutEngine):
     """Runs one server. It starts when the engine first awakes and stays, asleep, between rollouts.
 
     Where several ranks share the server, this is the first of `group`, which they form; the others
-    have an `SGLangFollower`.
+    have an `SGLangFollower`. Sessions are not released: the radix cache forgets what is not used.
     """
 
     def __init__(
@@ -57,7 +61,6 @@ class SGLangEngine:
         transfer: Literal["file", "ipc"] = "file",
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.weight_version = 0
         self.shard = EngineShard(0, settings.tensor_parallel_size)
         self.counts = EngineCounts()
         self._settings = settings
@@ -189,9 +192,6 @@ class SGLangEngine:
         self._restarts_in_a_row = 0
         return completion
 
-    def release(self, session: int) -> None:
-        """Nothing to do: the radix cache forgets what is not used."""
-
     def shutdown(self) -> None:
         """Stop the server and give back the memory of the weights."""
         self._stage = _Stage.ASLEEP
@@ -271,8 +271,10 @@ class SGLangEngine:
             self._released -= tags
 
 
-class SGLangFollower:
-    """Goes along with the `SGLangEngine` of the first rank of `group`."""
+class SGLangFollower(RolloutEngine):
+    """Goes along with the `SGLangEngine` of the first rank of `group`, which starts and stops the
+    server and frees the memory of all shards.
+    """
 
     def __init__(
         self,
@@ -285,7 +287,6 @@ class SGLangFollower:
         fp8: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.weight_version = 0
         self.shard = shard
         self.counts = EngineCounts()
         self._transfer = TRANSFERS[transfer](
@@ -304,12 +305,6 @@ class SGLangFollower:
             continue
         self.weight_version += not again
 
-    def start(self) -> None:
-        """Nothing to do: the first rank starts the server."""
-
-    def pause(self) -> None:
-        """Nothing to do."""
-
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
     ) -> Completion:
@@ -317,12 +312,6 @@ class SGLangFollower:
         raise RuntimeError(
             f"rank {self.shard.rank} of an engine samples nothing; give its tasks to the first rank"
         )
-
-    def release(self, session: int) -> None:
-        """Nothing to do."""
-
-    def shutdown(self) -> None:
-        """Nothing to do: the first rank stops the server and frees the memory of all shards."""
 
 
 def check_cache(tokens: int, settings: ServerSettings) -> None:

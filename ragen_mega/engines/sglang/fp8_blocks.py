@@ -6,8 +6,6 @@ norms and biases stay as they are. What the engine then samples differs from wha
 computes: correct for it with --importance-cap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -37,9 +35,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(
-        0, (-1, BLOCK)
-    )  # [N / 128, 128, K / 128, 128]
+    # [N / 128, 128, K / 128, 128]
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = (blocks.abs().amax(dim=(1, 3)) / _LARGEST).clamp(min=_SMALLEST)
     scaled = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
     return scaled.to(torch.float8_e4m3fn), scales

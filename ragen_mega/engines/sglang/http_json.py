@@ -2,8 +2,6 @@
 that blocks. Connections are kept and used again.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar

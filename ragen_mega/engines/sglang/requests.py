@@ -2,8 +2,6 @@
 longer comes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -5,8 +5,6 @@ Nothing of SGLang is imported here, so that trainer and server may live in diffe
 environments.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -305,9 +303,8 @@ def _write_model_config(
     values = config.to_dict() | {"eos_token_id": None, "bos_token_id": None}
     if fp8:
         values["quantization_config"] = QUANTIZATION_CONFIG
-    values["max_position_embeddings"] = max(
-        values["max_position_embeddings"], context
-    )  # the size of a table
+    # The size of a table.
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], context)
     values["architectures"] = [find_family(config.model_type).architecture]
     directory.mkdir(mode=0o700, exist_ok=True)
     _write_private(directory / "config.json", json.dumps(values, indent=1, default=str))
@@ -336,5 +333,4 @@ def _write_private(path: Path, text: str) -> Path:
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind((HOST, 0))
-        port: int = listener.getsockname()[1]
-        return port
+        return listener.getsockname()[1]

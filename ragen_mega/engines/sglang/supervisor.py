@@ -7,8 +7,6 @@ signal; then DIRECTORY goes as well, since nobody else would remove it. An owner
 command to end writes a byte.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

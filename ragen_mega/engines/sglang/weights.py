@@ -4,8 +4,6 @@ the same number.
 The server reads them by `weight_loader`, and says by checksums whether it holds what was sent.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools
@@ -94,8 +92,6 @@ class WeightTransfer(ABC):
 
         Raises ValueError where the model cannot be cut so.
         """
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self.directory = _agree_on_directory(group)
         """The same for all ranks of the server; there from the first stream to `close`."""
         self._shard = shard

@@ -5,8 +5,6 @@ Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032); actions are in
 are text.
 """
 
-from __future__ import annotations
-
 import string
 from typing import Any
 

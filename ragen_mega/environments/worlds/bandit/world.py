@@ -4,8 +4,6 @@ Source: StarPO, arXiv:2504.20073, section 3.1 and the released configuration: th
 pays 0.1, the high arm pays 1 with probability 0.25, so the risky arm is the better one on average.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +11,33 @@ from typing import Any
 import numpy as np
 
 from ragen_mega.environments.protocol import (
+    Budget,
+    Narrator,
+    References,
+    Solver,
     StepResult,
     canonical_action,
     check_seed,
     stable_seed,
 )
-from ragen_mega.environments.worlds.bandit.narrator import NARRATOR
-from ragen_mega.environments.worlds.bandit.solver import SOLVER
+
+
+def describe(environment: Any, actions: Sequence[str]) -> str:
+    """Which arms there are, in the order shown; never which one is better."""
+    first, second = environment.facts()["arms"]
+    return f" arms {first} {second}"
+
+
+def references(environment: Any, budget: Budget) -> References:
+    """One pull decides, and the arms differ in nothing that is seen but what they are called:
+    uniformly random play is right half of the time.
+    """
+    return References(random=0.5, optimum=1.0, optimum_closed_loop=1.0)
+
+
+def optimal_actions(environment: Any, actions_left: int) -> list[str]:
+    """The better arm; nothing once it was pulled."""
+    return [] if environment.is_over else [environment.facts()["high_arm"]]
 
 
 class Bandit:
@@ -28,8 +46,8 @@ class Bandit:
     """
 
     is_instant = True
-    narrator = NARRATOR
-    solver = SOLVER
+    narrator = Narrator(describe)
+    solver = Solver(references, optimal_actions)
 
     def __init__(
         self,
@@ -63,7 +81,7 @@ class Bandit:
         self._low_reward, self._high_reward = low_reward, high_reward
         self._high_probability = high_probability
         self._order: tuple[str, str] | None = None  # the arms as listed in this episode
-        self._done = True
+        self.is_over = True  # no episode is running
         self._rng = np.random.default_rng(0)
         # Sorted by name, so that the fixed text does not give the better arm away by its place.
         self.actions: tuple[str, ...] = tuple(sorted((low_arm, high_arm)))
@@ -85,24 +103,19 @@ class Bandit:
         self._rng = np.random.default_rng(stable_seed(outcome, "bandit/payout"))
         arms = (self._low_arm, self._high_arm)
         self._order = arms if order_rng.random() < 0.5 else (arms[1], arms[0])
-        self._done = False
+        self.is_over = False
         return f"The arms are {self._order[0]} and {self._order[1]}."
 
     def step(self, action: str) -> StepResult:
         arm = canonical_action(action, self.actions)
-        if self._done:
+        if self.is_over:
             raise RuntimeError("the bandit pays once per episode; call reset before the next step")
-        self._done = True
+        self.is_over = True
         is_high = arm == self._high_arm
         pays = self._rng.random() < self._high_probability
         reward = (self._high_reward if pays else 0.0) if is_high else self._low_reward
         info = {"success": is_high, "is_action_effective": True}
         return StepResult(f"{arm}: {reward:g} points", float(reward), True, False, info)
-
-    @property
-    def is_over(self) -> bool:
-        """No episode is running."""
-        return self._done
 
     def facts(self) -> dict[str, Any]:
         """`arms` in the order shown, `high_arm`, `low_arm`."""

@@ -1,7 +1,5 @@
 """FrozenLake maps: reading, writing and drawing them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 move is best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,15 +19,12 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     """
     facts, lake = environment.facts(), environment.lake
     order, player = list(DIRECTIONS), facts["player"]
-    parts, kinds = [], {}
-    for action in order:
-        cell = lake.neighbour(player, action)
-        kinds[action] = _lake_cell(facts, cell)
-        parts.append(
-            f" {action} {kinds[action]}"
-            if cell == player
-            else f" {action} to{cell} {kinds[action]}"
-        )
+    cells = {action: lake.neighbour(player, action) for action in order}
+    kinds = {action: _lake_cell(facts, cell) for action, cell in cells.items()}
+    parts = [
+        f" {action} {kinds[action]}" if cell == player else f" {action} to{cell} {kinds[action]}"
+        for action, cell in cells.items()
+    ]
     moves = {
         action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}"
         for index, action in enumerate(order)

@@ -7,8 +7,6 @@ expected value of where they end; the sequences are enumerated as value vectors 
 vectors, Smallwood and Sondik 1973).
 """
 
-from __future__ import annotations
-
 from functools import cache, cached_property
 from typing import Any
 
@@ -111,9 +109,8 @@ class LakeSolver:
 
     def _prepend_every_action(self, vectors: _Array) -> _Array:
         moves, arrivals = self._dynamics
-        extended = arrivals[:, None] + vectors @ moves.transpose(
-            0, 2, 1
-        )  # [A, number of sequences, n]
+        # [A, number of sequences, n]
+        extended = arrivals[:, None] + vectors @ moves.transpose(0, 2, 1)
         return extended.reshape(-1, len(self._cells))
 
     def _action_values(self, num_actions: int) -> _Array:

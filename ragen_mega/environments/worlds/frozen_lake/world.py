@@ -6,10 +6,8 @@ to any success rate: the intended move happens with probability `success_rate`, 
 one with half of the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -67,11 +65,6 @@ class FrozenLake:
         ):
             if not 0.0 < value <= 1.0:
                 raise ValueError(f"{name} must be in (0, 1], not {value}")
-        if observation not in get_args(Observation):
-            raise ValueError(
-                f"observation must be one of {', '.join(get_args(Observation))}, not"
-                f" {observation!r}"
-            )
         self._size, self._frozen_probability = size, frozen_probability
         self._observation = observation
         self.success_rate = success_rate

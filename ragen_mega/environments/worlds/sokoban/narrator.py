@@ -2,8 +2,6 @@
 best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,12 +31,12 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
 
 def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
     """Cells behind a box as seen from its nearest target, walls not considered."""
-    cells = []
-    for box in facts["boxes"]:
-        for move in DIRECTIONS.values():
-            if _to_target(facts, _add(box, move)) < _to_target(facts, box):
-                cells.append((box[0] - move[0], box[1] - move[1]))
-    return cells
+    return [
+        (box[0] - move[0], box[1] - move[1])
+        for box in facts["boxes"]
+        for move in DIRECTIONS.values()
+        if _to_target(facts, _add(box, move)) < _to_target(facts, box)
+    ]
 
 
 def _effect(

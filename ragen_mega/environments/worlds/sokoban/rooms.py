@@ -6,8 +6,6 @@ backwards by pulling boxes and keep the position that is farthest from solved, s
 solvable by construction.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,9 +168,8 @@ def _play_backwards(
     best_score = 0
     best: list[tuple[Cell, tuple[Cell, ...]]] = []
     seen = {(player, targets)}
-    queue = deque(
-        [(player, targets, -1, 0, 0)]
-    )  # player, boxes, box pulled last, box changes, moves
+    # Player, boxes, box pulled last, box changes, moves.
+    queue = deque([(player, targets, -1, 0, 0)])
     while queue and len(seen) < _MAX_POSITIONS:
         player, boxes, last, changes, moves = queue.popleft()
         if moves == depth:

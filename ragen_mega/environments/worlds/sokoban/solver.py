@@ -5,8 +5,7 @@ The search is over (player, boxes) positions; boxes never enter cells from which
 reached.
 """
 
-from __future__ import annotations
-
+import math
 from collections import defaultdict, deque
 from typing import Any
 
@@ -32,22 +31,12 @@ def shortest_plan(room: Room, max_length: int | None = None) -> list[str] | None
         state, length = queue.popleft()
         if length == max_length:
             return None
-        player, boxes = state
         for name, step in steps.items():
-            ahead = player + step
-            if ahead in walls:
-                continue
-            next_boxes = boxes
-            if ahead in boxes:
-                beyond = ahead + step
-                if beyond not in live or beyond in boxes:
-                    continue
-                next_boxes = boxes - {ahead} | {beyond}
-            successor = (ahead, next_boxes)
+            successor = _after(state, step, walls, live)
             if successor in parents:
                 continue
             parents[successor] = (state, name)
-            if next_boxes == targets:
+            if successor[1] == targets:
                 return _plan_to(successor, parents)
             queue.append((successor, length + 1))
     return None
@@ -57,24 +46,34 @@ def random_success(room: Room, num_actions: int) -> float:
     """Probability that `num_actions` uniformly random actions solve the room, exact."""
     walls, targets, start = _flatten(room)
     steps = [dr * room.size[1] + dc for dr, dc in DIRECTIONS.values()]
+    floor = set(range(math.prod(room.size))) - walls
     share = 1.0 / len(steps)
     solved = 0.0
     distribution: dict[_State, float] = {start: 1.0}
     for _ in range(num_actions):
         successors: defaultdict[_State, float] = defaultdict(float)
-        for (player, boxes), mass in distribution.items():
+        for state, mass in distribution.items():
             for step in steps:
-                ahead, beyond = player + step, player + 2 * step
-                if ahead in walls or (ahead in boxes and (beyond in walls or beyond in boxes)):
-                    successors[player, boxes] += mass * share
-                    continue
-                next_boxes = boxes - {ahead} | {beyond} if ahead in boxes else boxes
-                if next_boxes == targets:
+                successor = _after(state, step, walls, floor)
+                if successor[1] == targets:
                     solved += mass * share
                 else:
-                    successors[ahead, next_boxes] += mass * share
+                    successors[successor] += mass * share
         distribution = successors
     return solved
+
+
+def _after(state: _State, step: int, walls: frozenset[int], for_boxes: set[int]) -> _State:
+    """The position after a step; the same if nothing can move. Boxes stay in cells `for_boxes`."""
+    player, boxes = state
+    ahead, beyond = player + step, player + 2 * step
+    if ahead in walls:
+        return state
+    if ahead not in boxes:
+        return ahead, boxes
+    if beyond in boxes or beyond not in for_boxes:
+        return state
+    return ahead, boxes - {ahead} | {beyond}
 
 
 def _flatten(room: Room) -> tuple[frozenset[int], frozenset[int], _State]:

@@ -5,11 +5,9 @@ the number of boxes on targets rises (falls), +10 when all are on target, so tha
 actions with one box returns 11 - 0.1 n.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -75,15 +73,6 @@ class Sokoban:
             raise ValueError(
                 "num_boxes, search_depth and max_shortest must be at least 1, not "
                 f"{num_boxes}, {search_depth}, {max_shortest}"
-            )
-        if observation not in get_args(Observation):
-            raise ValueError(
-                f"observation must be one of {', '.join(get_args(Observation))}, not"
-                f" {observation!r}"
-            )
-        if vocabulary not in _VOCABULARIES:
-            raise ValueError(
-                f"vocabulary must be one of {', '.join(_VOCABULARIES)}, not {vocabulary!r}"
             )
         self._dim, self._num_boxes, self._search_depth = dim, num_boxes, search_depth
         self._max_shortest = max_shortest
@@ -179,12 +168,8 @@ class Sokoban:
             return " ".join(
                 f"{self._symbols[kind]}{cell}" for kind, cells in kinds for cell in sorted(cells)
             )
-        coordinates = "\n".join(
-            [
-                f"Player: {room.player}",
-                f"Boxes: {_cells(room.boxes)}",
-                f"Targets: {_cells(room.targets)}",
-            ]
+        coordinates = (
+            f"Player: {room.player}\nBoxes: {_cells(room.boxes)}\nTargets: {_cells(room.targets)}"
         )
         if self._observation == "grid_coord":
             return f"{coordinates}\n{grid}"
