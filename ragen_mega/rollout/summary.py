@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from ragen_mega.algorithm.diagnostics import in_group_reward_std
+from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR
 
@@ -73,7 +73,7 @@ def environment_errors(groups: Sequence[TrajectoryGroup]) -> list[tuple[Trajecto
 
 
 def _reward_std(group: TrajectoryGroup) -> float:
-    return in_group_reward_std([group.total_rewards]) if len(group.trajectories) > 1 else 0.0
+    return float(group_uncertainty([group.total_rewards])) if len(group.trajectories) > 1 else 0.0
 
 
 def describe_errors(groups: Sequence[TrajectoryGroup]) -> str | None:

@@ -28,11 +28,16 @@ def test_last_flag_wins_and_json_round_trips() -> None:
         ("--keep_best --no-keep-best", "checkpoint", "keep_best", False),
         ("--value-clip None --value_clip 0.3", "loss", "value_clip", 0.3),
         ("--value-clip 0.3 --value-clip None", "loss", "value_clip", None),
-        ("--whiten-advantages True --whiten-advantages None", "advantage", "whiten_advantages", None),
+        (
+            "--whiten-advantages True --whiten-advantages None",
+            "advantage",
+            "whiten_advantages",
+            None,
+        ),
         ("--recompute full --recompute selective", "parallel", "recompute", "selective"),
         ("--name a --name None --name c", "logging", "name", "c"),
         ("--environments sokoban --environments bandit", "environment", "environments", "bandit"),
-        ("--curriculum {} --curriculum {\"0\":{}}", "environment", "curriculum", '{"0":{}}'),
+        ('--curriculum {} --curriculum {"0":{}}', "environment", "curriculum", '{"0":{}}'),
         ("--format-penalty 1 --format-penalty -2.5", "environment", "format_penalty", -2.5),
     ],
 )
