@@ -18,7 +18,13 @@ from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics
 from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
 from ragen_kernels.reference import compute_dtype
-from ragen_kernels.vocab import RowStatistics, VocabShard, check_rows, reduce_over_group, vocab_shard
+from ragen_kernels.vocab import (
+    RowStatistics,
+    VocabShard,
+    check_rows,
+    reduce_over_group,
+    vocab_shard,
+)
 
 TILE_ROWS = 128
 ROW_ALIGNMENT = 16
@@ -42,11 +48,17 @@ class _LogprobEntropy(torch.autograd.Function):
         rows = RowStatistics(*statistics)
         d_logprobs = torch.zeros_like(rows.lse) if d_logprobs is None else d_logprobs.contiguous()
         d_entropy = None if d_entropy is None else d_entropy.contiguous()
-        out = torch.empty_like(logits)
-        logits_gradient(
-            logits, out, labels, rows, d_logprobs, d_entropy, ctx.shard, ctx.temperature
+        d_logits = logits_gradient(
+            logits,
+            torch.empty_like(logits),
+            labels,
+            rows,
+            d_logprobs,
+            d_entropy,
+            ctx.shard,
+            ctx.temperature,
         )
-        return out, None, None, None
+        return d_logits, None, None, None
 
 
 def logprob_entropy(
