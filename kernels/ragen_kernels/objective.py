@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
 KLKind = Literal["k1", "k2", "k3"]
-
-KL_KINDS: tuple[str, ...] = ("k1", "k2", "k3")
+KL_KINDS: tuple[str, ...] = get_args(KLKind)
 NUM_OUTPUTS = 10
 """What an evaluation of the objective writes per token: the weighted loss, then the fields of
 `PolicyStats` in their order.
@@ -57,47 +56,63 @@ class PolicyObjective:
     importance_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_ratio_low < 1.0:
-            raise ValueError(
+        _raise_unless(
+            (
+                0.0 <= self.clip_ratio_low < 1.0,
                 f"clip_ratio_low must be in [0, 1), got {self.clip_ratio_low}: the lower bound of"
-                " the ratio is 1 - clip_ratio_low and a ratio is positive; use 0.2"
-            )
-        if not (self.clip_ratio_high >= 0.0 and math.isfinite(self.clip_ratio_high)):
-            raise ValueError(
-                f"clip_ratio_high must be finite and >= 0, got {self.clip_ratio_high}; use 0.28"
-            )
-        if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ValueError(
-                f"dual_clip must be > 1, got {self.dual_clip}; use 3.0, or None to disable it"
-            )
-        if self.kl_kind is not None and self.kl_kind not in KL_KINDS:
-            raise ValueError(f"kl_kind must be one of {KL_KINDS} or None, got {self.kl_kind!r}")
-        if not (self.kl_coef >= 0.0 and math.isfinite(self.kl_coef)):
-            raise ValueError(f"kl_coef must be finite and >= 0, got {self.kl_coef}; use 0.001")
-        if self.kl_kind is None and self.kl_coef != 0.0:
-            raise ValueError(
-                f"kl_coef={self.kl_coef} needs a kl_kind, got None; choose one of {KL_KINDS}"
-            )
-        if not math.isfinite(self.entropy_coef):
-            raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}; use 0.001")
-        if self.importance_cap is not None and not self.importance_cap > 0.0:
-            raise ValueError(
+                " the ratio is 1 - clip_ratio_low and a ratio is positive; use 0.2",
+            ),
+            (
+                0.0 <= self.clip_ratio_high < math.inf,
+                f"clip_ratio_high must be finite and >= 0, got {self.clip_ratio_high}; use 0.28",
+            ),
+            (
+                self.dual_clip is None or self.dual_clip > 1.0,
+                f"dual_clip must be > 1, got {self.dual_clip}; use 3.0, or None to disable it",
+            ),
+            (
+                self.kl_kind in (None, *KL_KINDS),
+                f"kl_kind must be one of {KL_KINDS} or None, got {self.kl_kind!r}",
+            ),
+            (
+                0.0 <= self.kl_coef < math.inf,
+                f"kl_coef must be finite and >= 0, got {self.kl_coef}; use 0.001",
+            ),
+            (
+                self.kl_kind is not None or self.kl_coef == 0.0,
+                f"kl_coef={self.kl_coef} needs a kl_kind, got None; choose one of {KL_KINDS}",
+            ),
+            (
+                math.isfinite(self.entropy_coef),
+                f"entropy_coef must be finite, got {self.entropy_coef}; use 0.001",
+            ),
+            (
+                self.importance_cap is None or self.importance_cap > 0.0,
                 f"importance_cap must be > 0, got {self.importance_cap}; use 2.0, or None to"
-                " disable it"
-            )
+                " disable it",
+            ),
+        )
 
     def check_inputs(self, ref_logprobs: Tensor | None, rollout_logprobs: Tensor | None) -> None:
         """Raise ValueError when a term of the objective lacks the log-probabilities it needs."""
-        if self.kl_kind is not None and ref_logprobs is None:
-            raise ValueError(
+        _raise_unless(
+            (
+                self.kl_kind is None or ref_logprobs is not None,
                 f"kl_kind={self.kl_kind!r} needs ref_logprobs, got None; pass them or set"
-                " kl_kind=None"
-            )
-        if self.importance_cap is not None and rollout_logprobs is None:
-            raise ValueError(
-                f"importance_cap={self.importance_cap} needs rollout_logprobs, got None; "
-                "pass them or set importance_cap=None"
-            )
+                " kl_kind=None",
+            ),
+            (
+                self.importance_cap is None or rollout_logprobs is not None,
+                f"importance_cap={self.importance_cap} needs rollout_logprobs, got None; pass them"
+                " or set importance_cap=None",
+            ),
+        )
+
+
+def _raise_unless(*rules: tuple[bool, str]) -> None:
+    for holds, message in rules:
+        if not holds:
+            raise ValueError(message)
 
 
 class TokenTerms(NamedTuple):

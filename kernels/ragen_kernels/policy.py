@@ -18,7 +18,13 @@ from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics
 from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
 from ragen_kernels.reference import compute_dtype
-from ragen_kernels.vocab import RowStatistics, check_rows, reduce_over_group, vocab_shard
+from ragen_kernels.vocab import (
+    RowStatistics,
+    VocabShard,
+    check_rows,
+    reduce_over_group,
+    vocab_shard,
+)
 
 TILE_ROWS = 128
 ROW_ALIGNMENT = 16
@@ -42,11 +48,17 @@ class _LogprobEntropy(torch.autograd.Function):
         rows = RowStatistics(*statistics)
         d_logprobs = torch.zeros_like(rows.lse) if d_logprobs is None else d_logprobs.contiguous()
         d_entropy = None if d_entropy is None else d_entropy.contiguous()
-        out = torch.empty_like(logits)
-        logits_gradient(
-            logits, out, labels, rows, d_logprobs, d_entropy, ctx.shard, ctx.temperature
+        d_logits = logits_gradient(
+            logits,
+            torch.empty_like(logits),
+            labels,
+            rows,
+            d_logprobs,
+            d_entropy,
+            ctx.shard,
+            ctx.temperature,
         )
-        return out, None, None, None
+        return d_logits, None, None, None
 
 
 def logprob_entropy(
@@ -100,7 +112,18 @@ def chunk_rows(num_rows: int, row_bytes: int, budget: int, chunk_tokens: int | N
     return [slice(start, min(start + chunk_tokens, num_rows)) for start in starts]
 
 
-def _check_linear(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> None:
+def _active_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    active: Tensor,
+    temperature: float,
+    vocabulary: tuple[int, int | None, ProcessGroup | None],
+    chunk_tokens: int | None,
+) -> tuple[Tensor, Tensor, Tensor, VocabShard, list[slice]]:
+    """Indices of the rows where `active` is nonzero, their hidden states and labels, the shard, and
+    the chunks of them. Raises ValueError as `linear_policy_loss` says.
+    """
     if hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype};"
@@ -115,6 +138,12 @@ def _check_linear(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> N
         raise ValueError(
             f"chunk_tokens must be >= 1, got {chunk_tokens}; pass None for the default byte budget"
         )
+    check_rows(hidden, labels, temperature)
+    shard = vocab_shard(len(weight), *vocabulary)
+    ids = active.nonzero().squeeze(1)
+    row_bytes = shard.num_entries * hidden.itemsize
+    chunks = chunk_rows(len(ids), row_bytes, CHUNK_BYTES[hidden.device.type], chunk_tokens)
+    return ids, hidden.index_select(0, ids), labels[ids], shard, chunks
 
 
 @torch.no_grad()
@@ -148,13 +177,16 @@ def linear_logprobs(
         ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, or on a CPU an
             active label out of range.
     """
-    _check_linear(hidden, weight, chunk_tokens)
-    check_rows(hidden, labels, temperature)
-    shard = vocab_shard(len(weight), vocab_start, vocab_valid, group)
-    ids = active.nonzero().squeeze(1)
-    result = hidden.new_zeros((2, len(labels)), dtype=compute_dtype(hidden))
-    hidden, labels = hidden.index_select(0, ids), labels[ids]
-    chunks = _chunks(hidden, shard.num_entries, chunk_tokens)
+    result = hidden.new_zeros((2, len(hidden)), dtype=compute_dtype(hidden))
+    ids, hidden, labels, shard, chunks = _active_rows(
+        hidden,
+        weight,
+        labels,
+        active,
+        temperature,
+        (vocab_start, vocab_valid, group),
+        chunk_tokens,
+    )
     buffer = empty_rows(hidden, chunks[0].stop, len(weight))
     for part in chunks:
         logits = buffer[: part.stop - part.start]
@@ -163,11 +195,6 @@ def linear_logprobs(
         rows = reduce_over_group(local, group)
         result[:, ids[part]] = torch.stack([rows.logprobs, rows.entropy])
     return tuple(result.unbind())
-
-
-def _chunks(hidden: Tensor, num_entries: int, chunk_tokens: int | None) -> list[slice]:
-    row_bytes = num_entries * hidden.itemsize
-    return chunk_rows(len(hidden), row_bytes, CHUNK_BYTES[hidden.device.type], chunk_tokens)
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
@@ -245,17 +272,20 @@ def linear_policy_loss(
         ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, a term of the
             objective without its log-probabilities, or on a CPU an active label out of range.
     """
-    _check_linear(hidden, weight, chunk_tokens)
-    check_rows(hidden, labels, temperature)
     objective.check_inputs(ref_logprobs, rollout_logprobs)
-    shard = vocab_shard(len(weight), vocab_start, vocab_valid, group)
-    num_tokens, ids = len(labels), weights.nonzero().squeeze(1)
-    hidden, labels = hidden.index_select(0, ids), labels[ids]
+    stats = hidden.new_zeros((NUM_OUTPUTS, len(hidden)), dtype=torch.float32)
+    ids, hidden, labels, shard, chunks = _active_rows(
+        hidden,
+        weight,
+        labels,
+        weights,
+        temperature,
+        (vocab_start, vocab_valid, group),
+        chunk_tokens,
+    )
     terms = TokenTerms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs).at(ids)
-    chunks = _chunks(hidden, shard.num_entries, chunk_tokens)
     loss, outputs = _LinearPolicyLoss.apply(
         hidden, weight, labels, terms, objective, shard, temperature, chunks
     )
-    stats = outputs.new_zeros((NUM_OUTPUTS, num_tokens), dtype=torch.float32)
     *stats, ref_kl = stats.index_copy_(1, ids, outputs.float())[1:].unbind()
     return loss, PolicyStats(*stats, ref_kl=None if objective.kl_kind is None else ref_kl)

@@ -194,15 +194,13 @@ def check_gae_arguments(
     loss_mask: Tensor,
     cu_seqlens: Tensor,
     turn_ends: Tensor | None,
-    discounts: dict[str, float],
+    **discounts: float,
 ) -> None:
     """Raise ValueError for shapes that differ or discounts outside [0, 1]."""
-    shapes = {"rewards": rewards.shape, "values": values.shape, "loss_mask": loss_mask.shape}
-    if turn_ends is not None:
-        shapes["turn_ends"] = turn_ends.shape
+    inputs = {"rewards": rewards, "values": values, "loss_mask": loss_mask, "turn_ends": turn_ends}
+    shapes = {name: tuple(x.shape) for name, x in inputs.items() if x is not None}
     if rewards.dim() != 1 or len(set(shapes.values())) != 1:
-        described = {name: tuple(shape) for name, shape in shapes.items()}
-        raise ValueError(f"all inputs must be packed to one shape [T], got {described}")
+        raise ValueError(f"all inputs must be packed to one shape [T], got {shapes}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
         raise ValueError(f"cu_seqlens must be [S + 1] offsets, got shape {tuple(cu_seqlens.shape)}")
     for name, value in discounts.items():
@@ -246,8 +244,17 @@ def gae(
     Raises:
         ValueError: shapes differ, or a discount is outside [0, 1].
     """
-    discounts = {"gamma": gamma, "lam": lam, "turn_gamma": turn_gamma, "turn_lam": turn_lam}
-    check_gae_arguments(rewards, values, loss_mask, cu_seqlens, turn_ends, discounts)
+    check_gae_arguments(
+        rewards,
+        values,
+        loss_mask,
+        cu_seqlens,
+        turn_ends,
+        gamma=gamma,
+        lam=lam,
+        turn_gamma=turn_gamma,
+        turn_lam=turn_lam,
+    )
     positions = loss_mask[: int(cu_seqlens[-1])].nonzero().squeeze(1)  # [N] sampled tokens
     owners = torch.searchsorted(cu_seqlens[1:].long(), positions, right=True)  # [N]
     longest = int(torch.bincount(owners).max()) if len(owners) else 0

@@ -33,6 +33,13 @@ def compose(a1, b1, a2, b2):
 
 
 @triton.jit
+def from_right(factor, term, carry):
+    """Solve g_i = term_i + factor_i g_{i+1} over a block, with `carry` on its right."""
+    a, b = tl.associative_scan((factor, term), 0, compose, reverse=True)
+    return b + a * carry
+
+
+@triton.jit
 def first_lane(x, lane):
     """A block's first element, as a scalar."""
     return tl.sum(tl.where(lane == 0, x, 0.0), 0)
@@ -73,38 +80,30 @@ def gae_kernel(
         has_next = local + 1 < length
         next_sampled = tl.load(MASK + t + 1, mask=has_next, other=0) != 0
         v_right = tl.load(VALUES + t + 1, mask=next_sampled, other=0.0).to(tl.float32)
-        a, b = tl.associative_scan(
-            (tl.where(next_sampled, 0.0, 1.0), v_right), 0, compose, reverse=True
-        )
-        next_value = b + a * value_carry
+        next_value = from_right(tl.where(next_sampled, 0.0, 1.0), v_right, value_carry)
         delta = r + gamma * next_value - v
         decay = tl.zeros((BLOCK,), tl.float32) + gamma * lam
         if BI_LEVEL:
             is_end = sampled & (tl.load(TURN_ENDS + t, mask=inside, other=0) != 0)
             next_is_end = next_sampled & (tl.load(TURN_ENDS + t + 1, mask=has_next, other=0) != 0)
-            a, b = tl.associative_scan(
-                (tl.where(next_is_end, 0.0, 1.0), tl.where(next_is_end, v_right, 0.0)),
-                0,
-                compose,
-                reverse=True,
+            next_turn_value = from_right(
+                tl.where(next_is_end, 0.0, 1.0),
+                tl.where(next_is_end, v_right, 0.0),
+                turn_value_carry,
             )
-            next_turn_value = b + a * turn_value_carry
             turn_delta = r + turn_gamma * next_turn_value - v
-            a, b = tl.associative_scan(
-                (tl.where(is_end, turn_gamma * turn_lam, 1.0), tl.where(is_end, turn_delta, 0.0)),
-                0,
-                compose,
-                reverse=True,
+            turn_advantage = from_right(
+                tl.where(is_end, turn_gamma * turn_lam, 1.0),
+                tl.where(is_end, turn_delta, 0.0),
+                turn_carry,
             )
-            turn_advantage = b + a * turn_carry
             turn_carry = first_lane(turn_advantage, lane)
             turn_value_carry = first_lane(next_turn_value, lane)
             delta = tl.where(is_end, turn_advantage, delta)
             decay = tl.where(is_end, 0.0, decay)
-        a, b = tl.associative_scan(
-            (tl.where(sampled, decay, 1.0), tl.where(sampled, delta, 0.0)), 0, compose, reverse=True
+        advantage = from_right(
+            tl.where(sampled, decay, 1.0), tl.where(sampled, delta, 0.0), advantage_carry
         )
-        advantage = b + a * advantage_carry
         advantage_carry = first_lane(advantage, lane)
         value_carry = first_lane(next_value, lane)
         advantage = tl.where(sampled, advantage, 0.0)
@@ -211,8 +210,17 @@ def gae(
     turn_lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.gae`; arithmetic and results are float32."""
-    discounts = {"gamma": gamma, "lam": lam, "turn_gamma": turn_gamma, "turn_lam": turn_lam}
-    check_gae_arguments(rewards, values, loss_mask, cu_seqlens, turn_ends, discounts)
+    check_gae_arguments(
+        rewards,
+        values,
+        loss_mask,
+        cu_seqlens,
+        turn_ends,
+        gamma=gamma,
+        lam=lam,
+        turn_gamma=turn_gamma,
+        turn_lam=turn_lam,
+    )
     num_trajectories = len(cu_seqlens) - 1
     advantages, returns = rewards.new_zeros((2, len(rewards)), dtype=torch.float32)
     if num_trajectories:

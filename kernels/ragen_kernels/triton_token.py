@@ -92,25 +92,6 @@ def token_objective(
     return loss, d_logprob, ratio, low, high, dual, ratio - 1.0 - log_ratio, importance, ref_kl
 
 
-@triton.jit
-def store_outputs(
-    OUT, size, token, mask, loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl
-):
-    """Write the [10, size] outputs of the tokens where `mask`: the weighted loss, then the fields
-    of PolicyStats in their order.
-    """
-    tl.store(OUT + token, loss, mask=mask)
-    tl.store(OUT + size + token, logprob, mask=mask)
-    tl.store(OUT + 2 * size + token, entropy, mask=mask)
-    tl.store(OUT + 3 * size + token, ratio, mask=mask)
-    tl.store(OUT + 4 * size + token, low, mask=mask)
-    tl.store(OUT + 5 * size + token, high, mask=mask)
-    tl.store(OUT + 6 * size + token, dual, mask=mask)
-    tl.store(OUT + 7 * size + token, kl, mask=mask)
-    tl.store(OUT + 8 * size + token, importance, mask=mask)
-    tl.store(OUT + 9 * size + token, ref_kl, mask=mask)
-
-
 # fmt: off
 @triton.jit
 def lose_tokens(
@@ -118,8 +99,10 @@ def lose_tokens(
     lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef,
     DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
 ):
-    """Store the outputs of one token or many; their weights and the unweighted derivatives of the
-    loss in logprob.
+    """Weights of one token or many, and the unweighted derivatives of their loss in logprob.
+
+    Stores their part of the [10, size] outputs where `mask`: the weighted loss, then the fields of
+    PolicyStats in their order.
     """
     weight = tl.load(WEIGHTS + token, mask=mask).to(tl.float32)
     old_logprob = tl.load(OLD + token, mask=mask).to(tl.float32)
@@ -130,10 +113,11 @@ def lose_tokens(
         logprob, entropy, old_logprob, advantage, ref_logprob, rollout_logprob,
         lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef, DUAL_CLIP, KL, IMPORTANCE,
     )
-    store_outputs(
-        OUT, size, token, mask,
+    outputs = (
         weight * loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl,
     )
+    for row in tl.static_range(len(outputs)):
+        tl.store(OUT + row * size + token, outputs[row], mask=mask)
     return weight, d_logprob
 
 

@@ -10,7 +10,7 @@ is that of `ragen_kernels`, Triton for CUDA tensors; here are StarPO's terms and
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, get_args
 
 import ragen_kernels
 import torch
@@ -26,14 +26,6 @@ ASYM_CLIP = (-1.0, 3.0)
 """RAGEN's `asym_clip`: bounds of the normalised score; a rare success keeps more of its lead than a
 rare failure.
 """
-
-
-class _Sampled(NamedTuple):
-    """The M sampled tokens of a batch, gathered in order."""
-
-    positions: Tensor  # [M] int64 into [T]
-    owners: Tensor  # [M] int64, trajectory of the token
-    continues: Tensor  # [M] bool, the next sampled token belongs to the same trajectory
 
 
 def gae(
@@ -153,9 +145,10 @@ def normalize_rewards(scores: Tensor, keys: Tensor, *, method: NormalizationMeth
     """
     if method == "identity":
         return scores
-    if method not in ("mean", "mean_std", "asym_clip"):
+    if method not in get_args(NormalizationMethod):
         raise ValueError(
-            f"unknown reward normalisation {method!r}; choose identity, mean, mean_std or asym_clip"
+            f"unknown reward normalisation {method!r}; choose one of"
+            f" {', '.join(get_args(NormalizationMethod))}"
         )
     _check_sizes(keys)
     normalized = ragen_kernels.group_normalize(scores, keys, scale_by_std=method != "mean")
@@ -212,10 +205,9 @@ def place_at_end(scores: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tenso
 
     A trajectory without sampled tokens made no decision, so its score has no place and is dropped.
     """
-    sampled = _sampled_tokens(loss_mask, cu_seqlens)
-    last = ~sampled.continues
+    positions, owners, is_last = _sampled_tokens(loss_mask, cu_seqlens)
     rewards = scores.new_zeros(loss_mask.shape)
-    rewards[sampled.positions[last]] = scores[sampled.owners[last]]
+    rewards[positions[is_last]] = scores[owners[is_last]]
     return rewards
 
 
@@ -231,25 +223,28 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     return kl_estimate(logprobs, ref_logprobs, kind)
 
 
-def _sampled_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> _Sampled:
+def _sampled_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the M sampled tokens in order: [M] positions, trajectories, and whether each is the last
+    of its trajectory.
+    """
     _check_padding(loss_mask, cu_seqlens)
     positions = loss_mask.nonzero().squeeze(1)
     owners = torch.searchsorted(cu_seqlens[1:].to(positions.dtype), positions, right=True)
-    continues = torch.zeros_like(positions, dtype=torch.bool)
-    continues[:-1] = owners[1:] == owners[:-1]
-    return _Sampled(positions, owners, continues)
+    is_last = torch.ones_like(positions, dtype=torch.bool)
+    is_last[:-1] = owners[1:] != owners[:-1]
+    return positions, owners, is_last
 
 
 def _turn_ends(turn_ids: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] bool, True at the last sampled token of each turn."""
-    sampled = _sampled_tokens(loss_mask, cu_seqlens)
-    turns = turn_ids[sampled.positions]
+    positions, _, is_last = _sampled_tokens(loss_mask, cu_seqlens)
+    turns = turn_ids[positions]
     if (turns < 0).any():
         raise ValueError(
             f"a sampled token needs its turn, got {int((turns < 0).sum())} without; check turn_ids"
         )
-    is_end = ~sampled.continues | (turns != turns.roll(-1))
-    return torch.zeros_like(loss_mask).index_copy(0, sampled.positions, is_end)
+    is_end = is_last | (turns != turns.roll(-1))
+    return torch.zeros_like(loss_mask).index_copy(0, positions, is_end)
 
 
 def _check_rewards(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> None:

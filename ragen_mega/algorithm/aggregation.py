@@ -49,13 +49,10 @@ def aggregation_weights(
         )
     mask = loss_mask.float()
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()  # [S]
-    owners = torch.repeat_interleave(
-        torch.arange(len(lengths), device=mask.device), lengths
-    )  # [cu_seqlens[S]]
-    padding = len(mask) - len(owners)
-    counts = mask.new_zeros(len(lengths)).index_add(
-        0, owners, mask[: len(owners)]
-    )  # [S] sampled tokens
+    ids = torch.arange(len(lengths), device=mask.device)
+    owners = ids.repeat_interleave(lengths)  # [cu_seqlens[S]]
+    # [S] sampled tokens of each trajectory
+    counts = mask.new_zeros(len(lengths)).index_add(0, owners, mask[: len(owners)])
     if num_tokens < counts.sum() or num_trajectories < (counts > 0).sum():
         raise ValueError(
             f"the normaliser counts the whole minibatch, but num_tokens={num_tokens} and"
@@ -67,5 +64,6 @@ def aggregation_weights(
         return mask / max(num_tokens, 1)
     if mode == "seq-mean-token-sum":
         return mask / max(num_trajectories, 1)
-    per_token = torch.nn.functional.pad(counts.clamp(min=1)[owners], (0, padding), value=1.0)  # [T]
+    per_token = torch.ones_like(mask)
+    per_token[: len(owners)] = counts.clamp(min=1)[owners]
     return mask / (max(num_trajectories, 1) * per_token)

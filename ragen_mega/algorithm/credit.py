@@ -103,10 +103,10 @@ def estimate_advantages(
     """`batch` with `advantages` and, for a critic, `returns`.
 
     `trajectories` are those of the batch, in its order; `settings` has the fields of
-    `config.AdvantageConfig`. `group_weights` [S] scales each
-    trajectory's advantages (soft reweighting). The batch must hold values for an estimator with a
-    critic and reference log-probabilities for a KL in the reward. Raises PlugInError, in one line,
-    if an estimator of the user's fails or answers with something else.
+    `config.AdvantageConfig`. `group_weights` [S] scales each trajectory's advantages (soft
+    reweighting). The batch must hold values for an estimator with a critic and reference
+    log-probabilities for a KL in the reward. Raises PlugInError, in one line, if an estimator of
+    the user's fails or answers with something else.
     """
     name = settings.advantage_estimator
     estimator = find_estimator(name)
@@ -118,8 +118,9 @@ def estimate_advantages(
         scores=scores,
     )
     # Without a value (None) the estimator's own default holds.
-    options = {key: getattr(settings, key) for key in estimator.options}
-    options = {key: value for key, value in options.items() if value is not None}
+    options = {
+        key: value for key in estimator.options if (value := getattr(settings, key)) is not None
+    }
     answer = call(ESTIMATORS, name, estimator.function, inputs, **options)
     advantages, returns = _checked(name, answer, batch, uses_critic=estimator.uses_critic)
     if returns is not None:
@@ -150,10 +151,7 @@ def _checked(
             f"{' with nan or inf' if is_right[0] is False and got[0] == [len(mask)] else ''};"
             " inputs.per_token spreads a number per trajectory"
         )
-    advantages, returns = (
-        None if part is None else torch.where(mask, part.detach(), 0.0) for part in pair
-    )
-    return advantages, returns
+    return tuple(None if part is None else torch.where(mask, part.detach(), 0.0) for part in pair)
 
 
 def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory, TrajectoryGroup
 
@@ -39,13 +39,6 @@ _REMEDIES = {
     f"{name}_not_finite": "look for overflow in logits and rewards; such updates must be skipped"
     for name in SIGNALS
 }
-
-
-def in_group_reward_std(rewards: Sequence[Sequence[float]]) -> float:
-    """Mean over groups of the unbiased std of raw returns: the earliest sign of collapse
-    (arXiv:2504.20073 sec. 4).
-    """
-    return float(group_uncertainty(rewards).mean())
 
 
 def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
@@ -114,12 +107,9 @@ class EchoTrapMonitor:
 
     def __init__(self, thresholds: EchoTrapThresholds = EchoTrapThresholds()) -> None:
         self.thresholds = thresholds
-        self._early: dict[str, list[float]] = {
-            name: [] for name in SIGNALS
-        }  # the first `window` values
-        self._recent: dict[str, list[float]] = {
-            name: [] for name in SIGNALS
-        }  # the last `grad_norm_window` + 1 values
+        # The first `window` values of each signal, and the last `grad_norm_window` + 1.
+        self._early: dict[str, list[float]] = {name: [] for name in SIGNALS}
+        self._recent: dict[str, list[float]] = {name: [] for name in SIGNALS}
         self._lowest_entropy = math.inf
         self._active: list[str] = []
 
@@ -140,14 +130,10 @@ class EchoTrapMonitor:
                 continue
             if len(self._early[name]) < self.thresholds.window:
                 self._early[name].append(value)
-            self._recent[name] = [*self._recent[name], value][
-                -self.thresholds.grad_norm_window - 1 :
-            ]
-        holding += [
-            *self._reward_std_warnings(),
-            *self._entropy_warnings(),
-            *self._grad_norm_warnings(),
-        ]
+            past = self._recent[name][-self.thresholds.grad_norm_window :]
+            self._recent[name] = [*past, value]
+        holding += self._reward_std_warnings()
+        holding += self._entropy_warnings() + self._grad_norm_warnings()
         begun = [warning for warning in holding if warning.rule not in self._active]
         self._active = [warning.rule for warning in holding]
         return begun
@@ -156,13 +142,15 @@ class EchoTrapMonitor:
         """Everything that a resumed run needs, as plain Python; equal inputs then give equal
         warnings.
         """
-        return {
-            "thresholds": asdict(self.thresholds),
-            "early": {name: list(values) for name, values in self._early.items()},
-            "recent": {name: list(values) for name, values in self._recent.items()},
-            "lowest_entropy": self._lowest_entropy,
-            "active": list(self._active),
-        }
+        return deepcopy(
+            {
+                "thresholds": asdict(self.thresholds),
+                "early": self._early,
+                "recent": self._recent,
+                "lowest_entropy": self._lowest_entropy,
+                "active": self._active,
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Raises ValueError if its thresholds were others."""
@@ -171,20 +159,19 @@ class EchoTrapMonitor:
                 f"the monitor's thresholds differ from the checkpoint's: {asdict(self.thresholds)}"
                 f" here, {state['thresholds']} there; use the same, or start the monitor anew"
             )
-        self._early = {name: list(values) for name, values in state["early"].items()}
-        self._recent = {name: list(values) for name, values in state["recent"].items()}
-        self._lowest_entropy = state["lowest_entropy"]
-        self._active = list(state["active"])
+        self._early, self._recent = deepcopy(state["early"]), deepcopy(state["recent"])
+        self._lowest_entropy, self._active = state["lowest_entropy"], list(state["active"])
 
     def _reward_std_warnings(self) -> list[EchoTrapWarning]:
-        if not self._has_level("reward_std") or self._is_solved():
-            return []
-        early, recent = self._early_level("reward_std"), self._window("reward_std")
-        warnings = []
-        cliff, lost = (
-            self.thresholds.reward_std_cliff * early,
-            self.thresholds.reward_std_lost * early,
+        is_solved = self._has_level("success_rate") and (
+            median(self._window("success_rate")) >= self.thresholds.solved_success_rate
         )
+        if not self._has_level("reward_std") or is_solved:
+            return []
+        early, recent = fmean(self._early["reward_std"]), self._window("reward_std")
+        cliff = self.thresholds.reward_std_cliff * early
+        lost = self.thresholds.reward_std_lost * early
+        warnings = []
         if median(recent) < cliff:
             warnings.append(EchoTrapWarning("reward_std_cliff", median(recent), cliff))
         if max(recent) <= lost:  # equal when no group ever varied
@@ -194,7 +181,7 @@ class EchoTrapMonitor:
     def _entropy_warnings(self) -> list[EchoTrapWarning]:
         if not self._has_level("entropy"):
             return []
-        early, level = self._early_level("entropy"), median(self._window("entropy"))
+        early, level = fmean(self._early["entropy"]), median(self._window("entropy"))
         self._lowest_entropy = min(self._lowest_entropy, level)
         floor = self.thresholds.entropy_collapse * early
         ceiling = self._lowest_entropy + self.thresholds.entropy_rise * early
@@ -212,16 +199,8 @@ class EchoTrapMonitor:
     def _has_level(self, name: str) -> bool:
         return len(self._early[name]) == self.thresholds.window
 
-    def _early_level(self, name: str) -> float:
-        return fmean(self._early[name])
-
     def _window(self, name: str) -> list[float]:
         return self._recent[name][-self.thresholds.window :]
-
-    def _is_solved(self) -> bool:
-        return self._has_level("success_rate") and (
-            median(self._window("success_rate")) >= self.thresholds.solved_success_rate
-        )
 
 
 def diagnose(

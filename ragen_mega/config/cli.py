@@ -4,6 +4,7 @@ and wins.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -32,14 +33,13 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
     NAME is a file `NAME.flags` of `directory`, or `none`. Raises ValueError if there is no such
     recipe.
     """
-    rest, name = [], default
-    arguments = iter(argv)
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        if flag == "--recipe":
-            name = value if equals else next(arguments, "")
-        else:
-            rest.append(argument)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", nargs="?", default=default, const="")
+    parser.add_argument("--environments", nargs="?", const="")
+    chosen, rest = parser.parse_known_args(argv)
+    name, played = chosen.recipe, chosen.environments
+    if played is not None:
+        rest += ["--environments", played]
     if name == "none":
         return rest
     known = sorted(path.stem for path in directory.glob("*.flags"))
@@ -49,8 +49,7 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
             f" {directory}"
         )
     flags = read_flags(directory / f"{name}.flags")
-    played = [group[1] for group in _groups(rest) if group[0] == "--environments" and group[1:]]
-    return [*(_of_played(flags, played[-1]) if played else flags), *rest]
+    return [*(flags if played is None else _of_played(flags, played)), *rest]
 
 
 def _of_played(flags: list[str], environments: str) -> list[str]:
@@ -81,16 +80,14 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
     argv = with_recipe(argv, default=recipe)
-    known = {
+    known = {"--help"} | {
         flag_of(item.name)
         for section in dataclasses.fields(StarPOConfig)
         for item in dataclasses.fields(section.default_factory)
     }
     for argument in argv:
         flag = argument.split("=", 1)[0].replace("_", "-")
-        if flag.startswith("--") and not {flag, "--" + flag.removeprefix("--no-")} & (
-            known | {"--help"}
-        ):
+        if flag.startswith("--") and not {flag, flag.replace("--no-", "--")} & known:
             close = difflib.get_close_matches(flag, sorted(known), n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise ValueError(f"unknown flag {argument.split('=', 1)[0]}; {hint}--help lists all")
@@ -99,7 +96,7 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
         with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
             return tyro.cli(
                 Annotated[StarPOConfig, tyro.conf.OmitArgPrefixes],
-                args=_last_wins(argv),
+                args=argv,
                 prog="examples/pretrain_starpo.sh",
             )
     except SystemExit as error:
@@ -119,23 +116,3 @@ def _unbox(text: str) -> str:
     start = 1 if text.startswith("\u256d") else rules[0] + 1
     end = next((i for i in rules if i > start), len(lines))
     return re.sub(r"^Error parsing \w+: ", "", " ".join(lines[start:end]).strip())
-
-
-def _last_wins(argv: Sequence[str]) -> list[str]:
-    """Drop earlier occurrences of a repeated flag with their values, so that the command line
-    overrides a recipe.
-    """
-    groups = _groups(argv)
-    last = {group[0].replace("_", "-").replace("--no-", "--"): group for group in groups}
-    return [argument for group in last.values() for argument in group]
-
-
-def _groups(argv: Sequence[str]) -> list[list[str]]:
-    """Every flag with the values that follow it."""
-    groups: list[list[str]] = []
-    for argument in argv:
-        if argument.startswith("--") or not groups:
-            groups.append(argument.split("=", 1) if argument.startswith("--") else [argument])
-        else:
-            groups[-1].append(argument)
-    return groups

@@ -251,16 +251,15 @@ class EnvironmentConfig(Section):
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
-        self._check_options(
-            "environment_options", _json_object("environment_options", self.environment_options), {}
-        )
+        base = _json_object("environment_options", self.environment_options)
+        self._check_options("environment_options", base, {})
         for step, options in _json_object("curriculum", self.curriculum).items():
             if not step.isdigit():
                 raise ValueError(
                     f"curriculum maps steps to options, but {step!r} is no step; write e.g. "
                     '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
                 )
-            self._check_options("curriculum", options, json.loads(self.environment_options))
+            self._check_options("curriculum", options, base)
         return ()
 
     def _check_options(self, flag: str, options: Any, base: dict[str, Any]) -> None:
@@ -292,12 +291,9 @@ class EnvironmentConfig(Section):
         """The options under which a training step plays: those of `options` and of the curriculum's
         latest entry.
         """
-        entries = {
-            int(key): value
-            for key, value in json.loads(self.curriculum).items()
-            if int(key) <= step
-        }
-        return self.options(name) | (entries[max(entries)].get(name, {}) if entries else {})
+        entries = json.loads(self.curriculum)
+        latest = max((key for key in entries if int(key) <= step), key=int, default=None)
+        return self.options(name) | entries.get(latest, {}).get(name, {})
 
 
 @dataclass(frozen=True)
@@ -777,17 +773,10 @@ class StarPOConfig(Section):
 
     @property
     def run_directory(self) -> Path:
-        name = (
-            self.logging.name
-            or "-".join(
-                (
-                    self.environment.environments.replace(":", "").replace(",", "+"),
-                    self.advantage.advantage_estimator.replace(":", "."),
-                )
-            )
-            + f"-seed{self.train.seed}"
-        )
-        return Path(self.logging.output) / name
+        environments = self.environment.environments.replace(":", "").replace(",", "+")
+        estimator = self.advantage.advantage_estimator.replace(":", ".")
+        default = f"{environments}-{estimator}-seed{self.train.seed}"
+        return Path(self.logging.output) / (self.logging.name or default)
 
     def to_dict(self) -> dict[str, Any]:
         """Section name -> field name -> value, as JSON takes it."""
@@ -797,13 +786,12 @@ class StarPOConfig(Section):
     def from_dict(cls, values: dict[str, Any]) -> StarPOConfig:
         """Inverse of `to_dict`; unknown keys raise ValueError."""
         sections = {item.name: item.default_factory for item in dataclasses.fields(cls)}
+        known = {
+            name: {item.name for item in dataclasses.fields(part)}
+            for name, part in sections.items()
+        }
         for section, entries in values.items():
-            known = (
-                {item.name for item in dataclasses.fields(sections[section])}
-                if section in sections
-                else set()
-            )
-            if unknown := set(entries) - known:
+            if unknown := set(entries) - known.get(section, set()):
                 raise ValueError(
                     f"config has unknown keys {sorted(unknown)} in {section!r}; load it with the"
                     " version that wrote it"

@@ -28,26 +28,30 @@ def start(timeout_minutes: float = 30.0) -> None:
     global _control_group
     if dist.is_initialized():
         return
+    has_gpu = torch.cuda.is_available()
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     if "RANK" not in os.environ:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
         )
-        store = dist.HashStore()
-        dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
+        store, rank, world_size = dist.HashStore(), 0, 1
     else:
-        if torch.cuda.is_available():
+        if has_gpu:
             _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
-        timeout = datetime.timedelta(minutes=timeout_minutes)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun --max-restarts hands restarted ranks the store of those that died, with their
         # addresses in it.
         store = dist.PrefixStore(
             f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
         )
-        dist.init_process_group(
-            _backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
-    _control_group = dist.group.WORLD if _backend() == "gloo" else dist.new_group(backend="gloo")
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    _control_group = dist.new_group(backend="gloo") if has_gpu else dist.group.WORLD
 
 
 def _take_device(local_rank: int, num_gpus: int) -> None:
@@ -67,17 +71,10 @@ def stop() -> None:
     _control_group = None
 
 
-def _backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
 def device() -> torch.device:
     """The device of this rank."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    has_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
 def rank() -> int:
@@ -110,26 +107,19 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` on every rank."""
-    if world_size() == 1:
-        return value
-    holder = [value]
-    dist.broadcast_object_list(holder, src=0, group=_control_group)
-    return holder[0]
-
-
 def on_main(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 and give every rank its result, or its ValueError or OSError.
     Collective.
     """
-    outcome: tuple[T | None, ValueError | OSError | None] = (None, None)
+    outcome: list[Any] = [None, None]  # result and failure
     if is_main():
         try:
-            outcome = (function(), None)
+            outcome[0] = function()
         except (ValueError, OSError) as error:
-            outcome = (None, error)
-    result, failure = broadcast_object(outcome)
+            outcome[1] = error
+    if world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0, group=_control_group)
+    result, failure = outcome
     if failure is not None:
         raise failure
     return result

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ragen_mega.data.types import TokenBatch, Trajectory
+from ragen_mega.data.types import TokenBatch, Trajectory, offsets_of
 
 
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -28,11 +28,9 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     if not trajectories:
         raise ValueError("cannot pack zero trajectories; the filter kept no group, skip the update")
     lengths = torch.tensor([len(trajectory) - 1 for trajectory in trajectories])
-    cu_seqlens = torch.zeros(len(trajectories) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = lengths.cumsum(0)
-    num_positions = int(cu_seqlens[-1])
-    turn_ids = torch.full((num_positions,), -1, dtype=torch.int32)
-    rewards = torch.zeros(num_positions)
+    cu_seqlens = offsets_of(lengths)
+    rewards = torch.zeros(int(cu_seqlens[-1]))
+    turn_ids = torch.full_like(rewards, -1, dtype=torch.int32)
     for trajectory, offset in zip(trajectories, cu_seqlens.tolist()):
         for turn_id, turn in enumerate(trajectory.turns):
             turn_ids[offset + turn.start - 1 : offset + turn.end - 1] = turn_id
@@ -64,10 +62,9 @@ def minibatches(
     A remainder smaller than half a minibatch joins the last one, so that no step rests on a handful
     of trajectories.
     """
-    num_trajectories = batch.num_trajectories
-    num_minibatches = max(1, round(num_trajectories / minibatch_size))
+    num_minibatches = max(1, round(batch.num_trajectories / minibatch_size))
     for _ in range(num_passes):
-        order = torch.randperm(num_trajectories, generator=generator)
+        order = torch.randperm(batch.num_trajectories, generator=generator)
         for ids in order.tensor_split(num_minibatches):
             yield batch.select(sorted(ids.tolist()))
 
@@ -82,16 +79,15 @@ def microbatches(
     """
     lengths = batch.lengths.tolist()
     bins: list[list[int]] = []
-    room: list[int] = []
-    for trajectory_id in sorted(trajectory_ids, key=lambda i: (-lengths[i], i)):
-        length = lengths[trajectory_id]
-        target = next((index for index, free in enumerate(room) if free >= length), None)
-        if target is None:
-            bins.append([])
-            room.append(max_tokens)
-            target = len(bins) - 1
-        bins[target].append(trajectory_id)
-        room[target] -= length
+    taken: list[int] = []
+    for item in sorted(trajectory_ids, key=lambda i: (-lengths[i], i)):
+        fits = (i for i, used in enumerate(taken) if used + lengths[item] <= max_tokens)
+        if (target := next(fits, None)) is None:
+            bins.append([item])
+            taken.append(lengths[item])
+        else:
+            bins[target].append(item)
+            taken[target] += lengths[item]
     return [sorted(ids) for ids in bins]
 
 
@@ -102,15 +98,13 @@ def pad(batch: TokenBatch, multiple: int) -> TokenBatch:
     num_padding = -batch.num_positions % multiple
     if num_padding == 0:
         return batch
-    padded = {}
-    for name, value in batch.tensors():
-        if name in ("cu_seqlens", "group_ids"):
-            continue
-        fill = -1 if name == "turn_ids" else 0
-        padded[name] = torch.cat([value, value.new_full((num_padding,), fill)])
+    added = {"cu_seqlens": batch.cu_seqlens[-1:] + num_padding}
+    added["group_ids"] = batch.group_ids.new_full((1,), -1)
+    added["turn_ids"] = batch.turn_ids.new_full((num_padding,), -1)
     return replace(
         batch,
-        cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + num_padding]),
-        group_ids=torch.cat([batch.group_ids, batch.group_ids.new_full((1,), -1)]),
-        **padded,
+        **{
+            name: torch.cat([value, added.get(name, value.new_zeros(num_padding))])
+            for name, value in batch.tensors()
+        },
     )

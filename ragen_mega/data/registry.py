@@ -7,8 +7,8 @@ What comes with the package is listed by import path, so that asking for the nam
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -77,14 +77,11 @@ class Registry:
         return thing
 
     def _import(self, name: str, path: str) -> Any:
-        module, _, attributes = path.partition(":")
         if os.getcwd() not in sys.path:
             # torchrun's ranks have the script's folder there, not the user's.
             sys.path.append(os.getcwd())
         try:
-            thing: Any = importlib.import_module(module)
-            for attribute in attributes.split("."):
-                thing = getattr(thing, attribute)
+            thing = pkgutil.resolve_name(path)
         except Exception as error:
             raise ValueError(
                 f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error}); check"

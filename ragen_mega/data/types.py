@@ -8,6 +8,7 @@ arXiv:2504.20073, section 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -33,20 +34,21 @@ class SamplingParams:
 
     def check(self, tokens: Sequence[int], *, vocab: int) -> None:
         """Raise ValueError if no completion of `tokens` can be drawn like this."""
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature must be finite and >= 0 (0: greedy), not {self.temperature}"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(
-                f"top_p must lie in (0, 1] (1: the whole distribution), not {self.top_p}"
-            )
-        if self.seed < 0:
-            raise ValueError(f"a sampling seed must be a non-negative integer, not {self.seed}")
-        if not tokens:
-            raise ValueError("generate needs at least one token to continue; render a prompt first")
+        for holds, message in (
+            (self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
+            (
+                0.0 <= self.temperature < math.inf,
+                f"temperature must be finite and >= 0 (0: greedy), not {self.temperature}",
+            ),
+            (
+                0.0 < self.top_p <= 1.0,
+                f"top_p must lie in (0, 1] (1: the whole distribution), not {self.top_p}",
+            ),
+            (self.seed >= 0, f"a sampling seed must be a non-negative integer, not {self.seed}"),
+            (tokens, "generate needs at least one token to continue; render a prompt first"),
+        ):
+            if not holds:
+                raise ValueError(message)
         for what, ids in (("token ids", tokens), ("stop_token_ids", self.stop_token_ids)):
             if ids and (min(ids) < 0 or max(ids) >= vocab):
                 raise ValueError(
@@ -95,9 +97,7 @@ class Trajectory:
     outcome_seed: int = 0
     weight_version: int = 0
     tokens: list[int] = field(default_factory=list)  # [L]
-    loss_mask: list[bool] = field(
-        default_factory=list
-    )  # [L] True exactly where the policy sampled the token
+    loss_mask: list[bool] = field(default_factory=list)  # [L] True where the policy sampled
     rollout_logprobs: list[float] = field(default_factory=list)  # [L] 0.0 where loss_mask is False
     turns: list[Turn] = field(default_factory=list)  # [<= K]
     terminated: bool = False
@@ -122,13 +122,11 @@ class Trajectory:
                 f"every sampled token needs its log-probability: {len(completion.tokens)} tokens,"
                 f" {len(completion.logprobs)} log-probabilities; check the rollout engine"
             )
-        start = len(self.tokens)
+        self.turns.append(Turn(len(self), len(self) + len(completion.tokens)))
         self.tokens.extend(completion.tokens)
         self.loss_mask.extend([True] * len(completion.tokens))
         self.rollout_logprobs.extend(completion.logprobs)
-        turn = Turn(start, len(self.tokens))
-        self.turns.append(turn)
-        return turn
+        return self.turns[-1]
 
     @property
     def total_reward(self) -> float:
@@ -191,10 +189,9 @@ class TokenBatch:
     """
 
     def __post_init__(self) -> None:
-        num_positions = self.tokens.shape[0]
-        for name, dtype in _TOKEN_FIELDS.items():
-            value = getattr(self, name)
-            if value is None:
+        num_positions = self.num_positions
+        for name, value in self.tensors():
+            if (dtype := _TOKEN_FIELDS.get(name)) is None:
                 continue
             if value.shape != (num_positions,) or value.dtype != dtype:
                 raise ValueError(
@@ -210,10 +207,9 @@ class TokenBatch:
                 f"cu_seqlens must be int32 offsets into {num_positions} positions, not"
                 f" {self.cu_seqlens.dtype} ending at {int(self.cu_seqlens[-1])}"
             )
-        if self.group_ids.shape[0] != self.cu_seqlens.shape[0] - 1:
+        if len(self.group_ids) != self.num_trajectories:
             raise ValueError(
-                f"{self.cu_seqlens.shape[0] - 1} trajectories but {self.group_ids.shape[0]}"
-                " group ids"
+                f"{self.num_trajectories} trajectories but {len(self.group_ids)} group ids"
             )
 
     @property
@@ -241,16 +237,16 @@ class TokenBatch:
 
     def select(self, trajectory_ids: Sequence[int]) -> TokenBatch:
         """The batch of the given trajectories, in the given order, without padding."""
-        positions = self.positions(trajectory_ids)
-        ids = torch.tensor(list(trajectory_ids))
-        cu_seqlens = torch.zeros(len(trajectory_ids) + 1, dtype=torch.int32)
-        cu_seqlens[1:] = self.lengths[ids].cumsum(0)
+        positions, ids = self.positions(trajectory_ids), torch.tensor(list(trajectory_ids))
         selected = {
-            name: value[positions]
-            for name in _TOKEN_FIELDS
-            if (value := getattr(self, name)) is not None
+            name: value[positions] for name, value in self.tensors() if name in _TOKEN_FIELDS
         }
-        return replace(self, cu_seqlens=cu_seqlens, group_ids=self.group_ids[ids], **selected)
+        return replace(
+            self,
+            cu_seqlens=offsets_of(self.lengths[ids]),
+            group_ids=self.group_ids[ids],
+            **selected,
+        )
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on `device`."""
@@ -261,6 +257,11 @@ class TokenBatch:
         for item in fields(self):
             if (value := getattr(self, item.name)) is not None:
                 yield item.name, value
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """[S] lengths of trajectories -> [S + 1] int32 offsets, as `TokenBatch.cu_seqlens`."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 _TOKEN_FIELDS = {

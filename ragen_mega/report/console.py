@@ -20,7 +20,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -103,10 +102,10 @@ class Console:
         self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
         self._clock = clock
         self._rows = 0
-        self._progress: Progress | None = None
+        self._bars: Progress | None = None
 
-    def say(self, text: str) -> None:
-        """Print a line, above the progress bars if there are any."""
+    def say(self, text: str | Table) -> None:
+        """Print a line or a table, above the progress bars if there are any."""
         if self._is_writer:
             self._rich.print(text)
 
@@ -129,18 +128,13 @@ class Console:
             titles = (column.title.rjust(column.width) for column in COLUMNS)
             self.say(" ".join(("step".rjust(self._step_width), *titles)))
         self._rows += 1
-        self.say(
-            " ".join(
-                (str(step).rjust(self._step_width), *(column.cell(metrics) for column in COLUMNS))
-            )
-        )
+        cells = (column.cell(metrics) for column in COLUMNS)
+        self.say(" ".join((str(step).rjust(self._step_width), *cells)))
 
     def evaluations(self, title: str, results: Mapping[str, Mapping[str, float | None]]) -> None:
         """Print the table of evaluated sets: name -> success, ci_low, ci_high, random, optimum,
         num_prompts. A dash stands for a reference player that is not known (None).
         """
-        if not self._is_writer:
-            return
         table = Table(title=title, title_justify="left")
         table.add_column("set", no_wrap=True)
         for heading in ("success", "95% CI", "random", "optimum", "prompts"):
@@ -156,13 +150,12 @@ class Console:
                 ),
                 f"{result['num_prompts']:.0f}",
             )
-        self._rich.print(table)
+        self.say(table)
 
     @contextmanager
     def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
-        outermost = self._progress is None
-        if self._progress is None:
-            self._progress = Progress(
+        if self._bars is None:
+            self._bars = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -171,9 +164,9 @@ class Console:
                 console=self._rich,
                 transient=True,
             )
-            self._progress.start()
-        bars: Progress = self._progress
-        task: TaskID = bars.add_task(name, total=total, note="")
+            self._bars.start()
+        bars = self._bars
+        task = bars.add_task(name, total=total, note="")
         try:
             yield Advance(
                 name,
@@ -182,9 +175,9 @@ class Console:
             )
         finally:
             bars.remove_task(task)
-            if outermost:
+            if not bars.tasks:
                 bars.stop()
-                self._progress = None
+                self._bars = None
 
     def _line_writer(self) -> Callable[[Advance], None]:
         last = self._clock()
@@ -214,8 +207,7 @@ def _is_first_to_say(message: str) -> bool:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     if error_file == os.devnull:
         return True
-    # <attempt>/<local rank>/error.json: torchrun makes one directory for the attempt of these
-    # ranks.
+    # <attempt>/<local rank>/error.json: these ranks' attempt has one directory of torchrun's.
     alike = re.sub(r"\d+", "", message)  # ranks name themselves and what they measured
     marker = Path(error_file).parents[1] / f"said-{hashlib.sha256(alike.encode()).hexdigest()[:16]}"
     try:

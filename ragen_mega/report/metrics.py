@@ -10,6 +10,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -61,7 +62,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, list[Mean] | list[Sum] | list[Max]] = {}
+        self._values: dict[str, list[Any]] = {}
 
     def add(
         self, stage: str, values: Mapping[str, Reducible] | None = None, /, **named: Reducible
@@ -70,12 +71,11 @@ class Metrics:
         the step.
         """
         for name, value in {**(values or {}), **named}.items():
-            key = f"{stage}/{name}"
             reducible = value if isinstance(value, (Mean, Sum, Max)) else Mean(value)
-            terms: list[Any] = self._values.setdefault(key, [])
+            terms = self._values.setdefault(f"{stage}/{name}", [])
             if terms and type(terms[0]) is not type(reducible):
                 raise ValueError(
-                    f"{key} was added as {type(terms[0]).__name__} and now as"
+                    f"{stage}/{name} was added as {type(terms[0]).__name__} and now as"
                     f" {type(reducible).__name__}; reduce one key in one way within a step"
                 )
             terms.append(reducible)
@@ -116,15 +116,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            record["step"] = int(record["step"])
+            records.append(record | {"step": int(record["step"])})
         except (ValueError, TypeError, KeyError):
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{path} line {number} must be a JSON object with a step, not {line[:60]!r};"
-                " restore or delete the file"
-            ) from None
-        records.append(record)
+            if number < len(lines):
+                raise ValueError(
+                    f"{path} line {number} must be a JSON object with a step, not {line[:60]!r};"
+                    " restore or delete the file"
+                ) from None
     return records
 
 
@@ -154,10 +152,11 @@ class RunLogger:
         self.directory = Path(directory)
         self._is_writer = is_writer
         self._last_step: int | None = None
-        self._file: Any = None
         self._uses_tensorboard = tensorboard
+        self._file: Any = None
         self._tensorboard: Any = None
         self._wandb: Any = None
+        self._open_files = ExitStack()
         if not is_writer:
             return
         if wandb_project is not None and importlib.util.find_spec("wandb") is None:
@@ -169,14 +168,14 @@ class RunLogger:
         if wandb_project is not None:
             import wandb
 
-            name = self.directory.name
             self._wandb = wandb.init(
                 project=wandb_project,
-                name=name,
-                id=name,
+                name=self.directory.name,
+                id=self.directory.name,
                 dir=str(self.directory),
                 resume="allow" if resume else None,
             )
+            self._open_files.callback(self._wandb.finish)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved configuration."""
@@ -199,11 +198,9 @@ class RunLogger:
                 " once"
             )
         self._last_step = step
-        record = {"step": step, **_finite(metrics, where=f"step {step}")}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        finite = {
-            key: value for key, value in record.items() if key != "step" and value is not None
-        }
+        values = _finite(metrics, where=f"step {step}")
+        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        finite = {key: value for key, value in values.items() if value is not None}
         if self._tensorboard is not None:
             for key, value in finite.items():
                 self._tensorboard.add_scalar(key, value, step)
@@ -219,29 +216,23 @@ class RunLogger:
 
     def close(self) -> None:
         """Flush and close every file; idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        self._open_files.close()
 
     def _open(self, first_step: int) -> None:
         path = self.directory / METRICS_FILE
         if path.exists():
             kept = [record for record in read_metrics(path) if record["step"] < first_step]
             write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        self._file = path.open("a", buffering=1)  # line by line: a killed run leaves whole lines
+        # Line by line: a killed run leaves whole lines.
+        self._file = self._open_files.enter_context(path.open("a", buffering=1))
         if self._uses_tensorboard:
-            from torch.utils.tensorboard import (
-                SummaryWriter,  # slow to import, and only one rank needs it
-            )
+            # Slow to import, and only one rank needs it.
+            from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(
-                str(self.directory / "tensorboard"), purge_step=first_step, flush_secs=10
+            self._tensorboard = self._open_files.enter_context(
+                SummaryWriter(
+                    str(self.directory / "tensorboard"), purge_step=first_step, flush_secs=10
+                )
             )
 
 
@@ -249,31 +240,34 @@ def _claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """Create the run directory, mode 0700, or raise ValueError if what is there must not be
     touched.
     """
-    if resume and overwrite:
-        raise ValueError(
-            "resume continues a run and overwrite deletes it; drop resume or overwrite"
-        )
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"run directory {directory} is a file; choose another --name or --output")
-    is_run = (directory / CONFIG_FILE).exists()
-    if resume and is_run:
-        (directory / SUMMARY_FILE).unlink(missing_ok=True)  # not finished any more
-        return
-    if directory.exists() and any(directory.iterdir()):
-        if not is_run:
-            raise ValueError(
-                f"run directory {directory} holds files that are no run (no {CONFIG_FILE}) and stay"
-                " untouched; choose another --name"
-            )
-        if not overwrite:
-            state = "a finished" if (directory / SUMMARY_FILE).exists() else "an unfinished"
-            raise ValueError(
-                f"run directory {directory} already holds {state} run; "
-                "add --overwrite to delete it, or choose another --name"
-            )
+    is_run, summary = (directory / CONFIG_FILE).exists(), directory / SUMMARY_FILE
+    for is_broken, message in (
+        (
+            resume and overwrite,
+            "resume continues a run and overwrite deletes it; drop resume or overwrite",
+        ),
+        (
+            directory.exists() and not directory.is_dir(),
+            f"run directory {directory} is a file; choose another --name or --output",
+        ),
+        (
+            directory.is_dir() and any(directory.iterdir()) and not is_run,
+            f"run directory {directory} holds files that are no run (no {CONFIG_FILE}) and stay"
+            " untouched; choose another --name",
+        ),
+        (
+            is_run and not resume and not overwrite,
+            f"run directory {directory} already holds"
+            f" {'a finished' if summary.exists() else 'an unfinished'} run; add --overwrite to"
+            " delete it, or choose another --name",
+        ),
+    ):
+        if is_broken:
+            raise ValueError(message)
+    if is_run and overwrite:
         shutil.rmtree(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    directory.mkdir(mode=0o700, exist_ok=True)
+    summary.unlink(missing_ok=True)  # a run that continues is not finished any more
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -282,14 +276,11 @@ def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 
     def clean(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {
-                name: clean(f"{key}/{name}" if key else str(name), item)
-                for name, item in value.items()
-            }
+            return {name: clean(f"{key}/{name}", item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [clean(f"{key}[{index}]", item) for index, item in enumerate(value)]
         if isinstance(value, float) and not math.isfinite(value):
-            lost.append(f"{key} = {value}")
+            lost.append(f"{key} = {value}".removeprefix("/"))
             return None
         return value
 

@@ -7,7 +7,7 @@ response length).
 from collections.abc import Sequence
 from statistics import fmean
 
-from ragen_mega.algorithm.diagnostics import in_group_reward_std
+from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR
 
@@ -44,7 +44,7 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "success": fmean(trajectory.success for trajectory in trajectories),
         "reward": fmean(trajectory.total_reward for trajectory in trajectories),
         "in_group_std": fmean(
-            in_group_reward_std([group.total_rewards]) if len(group.trajectories) > 1 else 0.0
+            float(group_uncertainty([group.total_rewards])) if len(group.trajectories) > 1 else 0.0
             for group in groups
         ),
         "response_length": fmean(turn.end - turn.start for turn in turns),

@@ -19,6 +19,33 @@ def test_last_flag_wins_and_json_round_trips() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "section", "name", "value"),
+    [
+        ("--lr 1 --lr=2 --lr 3", "train", "lr", 3.0),
+        ("--seed=1 --seed 2 --seed=3", "train", "seed", 3),
+        ("--think --no-think", "environment", "think", False),
+        ("--no-think --think", "environment", "think", True),
+        ("--keep_best --no-keep-best", "checkpoint", "keep_best", False),
+        ("--value-clip None --value_clip 0.3", "loss", "value_clip", 0.3),
+        ("--value-clip 0.3 --value-clip None", "loss", "value_clip", None),
+        (
+            "--whiten-advantages True --whiten-advantages None",
+            "advantage",
+            "whiten_advantages",
+            None,
+        ),
+        ("--recompute full --recompute selective", "parallel", "recompute", "selective"),
+        ("--name a --name None --name c", "logging", "name", "c"),
+        ("--environments sokoban --environments bandit", "environment", "environments", "bandit"),
+        ('--curriculum {} --curriculum {"0":{}}', "environment", "curriculum", '{"0":{}}'),
+        ("--format-penalty 1 --format-penalty -2.5", "environment", "format_penalty", -2.5),
+    ],
+)
+def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, value) -> None:
+    assert getattr(getattr(parse(flags.split()), section), name) == value
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--lrr 1", "did you mean --lr"),

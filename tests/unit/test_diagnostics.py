@@ -12,9 +12,9 @@ from ragen_mega.algorithm.diagnostics import (
     EchoTrapThresholds,
     diagnose,
     distinct_responses,
-    in_group_reward_std,
     mutual_information,
 )
+from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 
 # In-group reward std and entropy of Fig. 6, one value per 10 steps from step 10 on; grad norm of
@@ -385,7 +385,7 @@ def test_monitor_errors():
 
 def test_in_group_reward_std():
     rewards = [[0.0, 1.0, 2.0], [5.0, 5.0], [1.0, -1.0]]
-    assert in_group_reward_std(rewards) == pytest.approx(
+    assert float(group_uncertainty(rewards).mean()) == pytest.approx(
         statistics.mean(map(statistics.stdev, rewards))
     )
 
