@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cases import OBJECTIVE, LossInputs, gradients, linear_gradients, surrogate_loss
-from .timing import Case, Provider
-
-LIGER_LENGTH = (
-    1024  # rows per sequence, of which the last is a padding row by its calling convention
+from .cases import (
+    OBJECTIVE,
+    Case,
+    LossInputs,
+    Provider,
+    linear_gradients,
+    surrogate_loss,
 )
+
+PACKAGES = ("liger-kernel", "cut-cross-entropy", "verl")
+LIGER_LENGTH = 1024
+"""Rows per sequence, of which the last is a padding row by its calling convention."""
 CROSS_ENTROPY_ONLY = "cross entropy only: no ratio, no entropy, no advantage"
 
 
@@ -61,7 +65,7 @@ def liger_grpo() -> Provider:
             True,
             "dapo",
         )
-        return gradients(loss, logits)
+        return torch.autograd.grad(loss, logits)
 
     return Provider(
         "liger grpo",
@@ -129,38 +133,25 @@ PEERS: dict[str, tuple[Callable[[], Provider], ...]] = {
 }
 
 
-def peer_failures() -> tuple[type[Exception], ...]:
+def failures() -> tuple[type[Exception], ...]:
     """How a peer says no: it is absent, its interface changed, or it refuses the device, the shape
     or the memory.
     """
-    expected = (ImportError, AttributeError, TypeError, ValueError, AssertionError, RuntimeError)
+    triton = (import_module("triton.errors").TritonError,) if find_spec("triton") else ()
     return (
-        expected
-        if find_spec("triton") is None
-        else (*expected, import_module("triton.errors").TritonError)
-    )
+        ImportError, AttributeError, TypeError, ValueError, AssertionError, RuntimeError, *triton,
+    )  # fmt: skip
 
 
-def add_peers(case: Case, check: Callable[[Provider], None]) -> tuple[Case, dict[str, str]]:
-    """The case with every peer that passes `check` (one run), and why the others do not."""
-    providers, refused = list(case.providers), {}
+def add_peers(case: Case) -> tuple[Case, dict[str, str]]:
+    """The case with every peer that can run it once, and why the others do not."""
+    providers, refused, inputs = list(case.providers), {}, case.make_inputs(0)
     for build in PEERS.get(case.name, ()):
         try:
             provider = build()
-            check(provider)
-        except peer_failures() as error:
+            provider.run(provider.prepare(inputs))
+        except failures() as error:
             refused[build.__name__] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         else:
             providers.append(provider)
     return replace(case, providers=tuple(providers)), refused
-
-
-def peer_versions() -> dict[str, Any]:
-    """Installed versions of triton and of the peers, None where absent."""
-    versions = {}
-    for name in ("triton", "liger-kernel", "cut-cross-entropy", "verl"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions
