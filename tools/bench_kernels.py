@@ -176,8 +176,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         times = (f"{row['provider']} {row['milliseconds']:.3f} ms" for row in found)
         print(f"{name_of(case)}: {', '.join(times)}", flush=True)
         results += found
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     return provenance() | {
         "versions": versions((*PACKAGES, *peers.PACKAGES)),
         "threads": torch.get_num_threads(),
@@ -249,7 +248,8 @@ def count_instructions(arguments: argparse.Namespace) -> int:
             f"--compile-only needs triton ({error}): pip install triton==3.6.0 'numpy<2.4'"
         ) from error
     report = provenance() | static_report.report()
-    publish(arguments, report, static_report.markdown(report), {})
+    text = static_report.preamble(report) + table(static_report.COLUMNS, static_report.rows(report))
+    publish(arguments, report, text, {})
     over = [
         f"{row['name']}: {'; '.join(row['violations'])}"
         for row in report["kernels"]

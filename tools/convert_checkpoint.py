@@ -227,11 +227,10 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         }
         dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
         carry_along(source.files, directory, set(dtypes.values()))
-        shard_size = arguments.max_shard_size or MAX_SHARD_SIZE
         writer = (
             MegatronWriter(directory, ModelShape.of(source.hf), dtypes, parallel)
             if is_megatron
-            else HuggingFaceWriter(directory, kinds, shard_size)
+            else HuggingFaceWriter(directory, kinds, arguments.max_shard_size or MAX_SHARD_SIZE)
         )
         with console.progress("convert", len(slots)) as progress:
             for slot in slots:

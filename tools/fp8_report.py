@@ -198,8 +198,7 @@ def measure_ratios(
 def free() -> None:
     """Give the memory of what is not referenced any more back to the device."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
@@ -234,11 +233,12 @@ def break_even_tokens(ratios: Mapping[tuple[int, int], float]) -> dict[int, int 
 
     `ratios` maps (tokens, hidden size) to the ratio.
     """
-    answer: dict[int, int | None] = {}
-    for hidden in sorted({hidden for _, hidden in ratios}):
-        column = {(tokens, 1): ratio for (tokens, of), ratio in ratios.items() if of == hidden}
-        answer[hidden] = break_even_size(column)
-    return answer
+    return {
+        hidden: break_even_size(
+            {(tokens, 1): ratio for (tokens, of), ratio in ratios.items() if of == hidden}
+        )
+        for hidden in sorted({hidden for _, hidden in ratios})
+    }
 
 
 def break_even_size(ratios: Mapping[tuple[int, int], float]) -> int | None:

@@ -1,9 +1,10 @@
-"""What the machine code of every kernel uses on sm_90, as a report and as a Markdown page. Needs no
-GPU.
+"""What the machine code of every kernel uses on sm_90, as a report and as the page about it. Needs
+no GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -33,6 +34,7 @@ stream it; elsewhere there is no such loop. An H200 at 4.3 TB/s has time for 13.
 read and written (gradient, policy_row). wgmma and TMA are 0 because the matrix products are
 cuBLAS's; asynchronous copies (cp.async) are what streams the rows. `tests/kernels/test_compile.py`
 asserts a budget for each line.
+
 """
 
 
@@ -53,28 +55,27 @@ def static_row(config: KernelConfig, compiled: Any) -> dict[str, Any]:
 def report() -> dict[str, Any]:
     """Every kernel in every configuration; one is disassembled while the next is compiled."""
     with ThreadPoolExecutor() as pool:
-        rows = [pool.submit(static_row, config, config.compile()) for config in all_configs()]
-    kernels = [row.result() for row in rows]
+        under_way = [pool.submit(static_row, one, one.compile()) for one in all_configs()]
+    kernels = [row.result() for row in under_way]
     return {"target": "sm_90", "ptxas": ptxas_version(), "kernels": kernels}
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """A page with one table line per kernel; `report` has date and versions too."""
-    lines = [COLUMNS, ("---",) * len(COLUMNS)]
+def preamble(report: Mapping[str, Any]) -> str:
+    """What stands above the table; `report` has date and versions too."""
+    versions = {"triton": report["versions"]["triton"], "ptxas": report["ptxas"]}
+    return PREAMBLE.format(date=report["date"][:10], **versions)
+
+
+def rows(report: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    """The table's, under COLUMNS."""
     for row in report["kernels"]:
         kernel, _, configuration = row["name"].partition(" ")
         per_element = [row[f"{name}_per_element"] for name in ("instructions", "exponentials")]
-        lines.append(
-            (
-                kernel.rstrip(","),
-                configuration or "-",
-                *(row[key] for key in ("num_warps", "registers", "spill_instructions")),
-                row["shared_bytes"],
-                # without a loop that streams a row, counts per element mean nothing
-                *((f"{count:.2f}" for count in per_element) if any(per_element) else "--"),
-                *(row[key] for key in ("async_copies", "wgmma", "tma_copies")),
-            )
+        yield (
+            kernel.rstrip(","),
+            configuration or "-",
+            *(row[key] for key in ("num_warps", "registers", "spill_instructions", "shared_bytes")),
+            # without a loop that streams a row, counts per element mean nothing
+            *((f"{count:.2f}" for count in per_element) if any(per_element) else "--"),
+            *(row[key] for key in ("async_copies", "wgmma", "tma_copies")),
         )
-    versions = {"triton": report["versions"]["triton"], "ptxas": report["ptxas"]}
-    page = PREAMBLE.format(date=report["date"][:10], **versions)
-    return page + "\n" + "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
