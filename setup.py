@@ -49,7 +49,7 @@ setup(
         "tyro>=1.0,<2",
         "rich>=14",
         "tensorboard>=2.18",
-        "matplotlib>=3.9",
+        "matplotlib>=3.10",
     ],
     extras_require={
         "test": [

@@ -84,19 +84,17 @@ def text(result: Baselines, protocol: EpisodeConfig, source: str) -> str:
     rows = (
         ("random", result.random, f"one trajectory per prompt, 95%: {interval}"),
         ("optimum", result.optimum, "seeing the state once per turn"),
-        (
-            "optimum, closed loop",
-            result.optimum_closed_loop,
-            "seeing the state after every action",
-        ),
+        ("optimum, closed loop", result.optimum_closed_loop, "seeing the state after every action"),
     )
-    lines = [
+    lines = (
+        f"  {name:22}{'-' if value is None else f'{value:.1%}':>6}   {about}"
+        for name, value, about in rows
+    )
+    head = (
         f"{result.environment}: {result.num_prompts} prompts ({source}), {protocol.max_turns} turns"
         f" of at most {protocol.max_actions_per_turn} actions, {protocol.max_actions} in total"
-    ]
-    for name, value, about in rows:
-        lines.append(f"  {name:22}{'-' if value is None else f'{value:.1%}':>6}   {about}")
-    return "\n".join(lines)
+    )
+    return "\n".join((head, *lines))
 
 
 @command(__doc__, *FLAGS)

@@ -1,233 +1,278 @@
 #!/usr/bin/env python
 """Roofline table of the fused kernels: time, share of the copy bandwidth or of the GEMM rate,
-memory and error.
+memory and error; or, without a GPU, what their machine code uses on sm_90.
 
-python tools/bench_kernels.py --json docs/benchmarks/kernels.json --plot docs/benchmarks/kernels.svg
-python tools/bench_kernels.py --compile-only  # no GPU: what every kernel uses on sm_90
-    --json docs/benchmarks/kernels_sm90_static.json --markdown
-    docs/benchmarks/kernels_sm90_static.md
+    python tools/bench_kernels.py --json docs/benchmarks/kernels.json \\
+        --plot docs/benchmarks/kernels.svg
+    python tools/bench_kernels.py --compile-only --json docs/benchmarks/kernels_sm90_static.json \\
+        --markdown docs/benchmarks/kernels_sm90_static.md
+
+Implementations of one job take turns, inputs rotate over sets that together exceed L2, and what an
+in-place operation destroys is restored outside the timed region. Rates count the least possible
+bytes and FLOPs, not those that were spent. Exit code 1 if a compiled kernel exceeds its budget.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
-import platform
+import statistics
 import sys
-from dataclasses import asdict
-from datetime import date
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from benchmark import OUTPUTS, interleave, milliseconds_of, provenance, publish, seconds_of, table
+from benchmarks import peers
+from benchmarks.cases import Case, Provider, hidden_cases, logits_cases, returns_cases
+from command_line import command, flag
+from ragen_kernels.launch import accumulate_matmul
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))  # for `benchmarks`, not installed
+from ragen_mega.report.hardware import PACKAGES, versions
 
-
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="write every number, with hardware and versions"
-    )
-    parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the table (svg, png or pdf)")
-    parser.add_argument(
-        "--compile-only",
-        action="store_true",
-        help="static budgets on sm_90; needs triton, not a GPU",
-    )
-    parser.add_argument(
-        "--markdown", type=Path, metavar="OUT", help="with --compile-only: write its table"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument(
-        "--cases", nargs="*", default=[], metavar="WORD", help="only cases whose name holds a word"
-    )
-    parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--input-sets", type=int, default=3, help="sets that inputs rotate over")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--no-peers", action="store_true", help="leave other projects' kernels out")
-    arguments = parser.parse_args()
-    if arguments.repetitions < 1 or arguments.input_sets < 1:
-        parser.error(
-            f"--repetitions and --input-sets must be >= 1, got {arguments.repetitions} and"
-            f" {arguments.input_sets}"
-        )
-    if arguments.markdown is not None and not arguments.compile_only:
-        parser.error(
-            "--markdown writes the table of --compile-only; for measurements use --json and --plot"
-        )
-    return arguments
-
-
-def environment(device: str) -> dict[str, Any]:
-    """Hardware and versions, without which no number means anything."""
-    from benchmarks.peers import peer_versions
-
-    facts: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **peer_versions(),
-    }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        facts |= {"device": properties.name, "multiprocessors": properties.multi_processor_count}
-        facts |= {"memory_gib": properties.total_memory / 2**30, "cuda": torch.version.cuda}
-    else:
-        facts |= {"device": "cpu", "threads": torch.get_num_threads()}
-    return facts
+WARMUPS = 5
+COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
+FLAGS = (
+    *OUTPUTS,
+    flag("--compile-only", "static budgets on sm_90; needs triton, not a GPU", False),
+    flag(
+        "--device",
+        "that measures",
+        "cuda" if torch.cuda.is_available() else "cpu",
+        choices=("cuda", "cpu"),
+    ),
+    flag(
+        "--cases",
+        "only cases whose name holds one of these",
+        [],
+        type=str,
+        nargs="*",
+        metavar="WORD",
+    ),
+    flag("--repetitions", "whose medians count", 30),
+    flag("--input-sets", "sets that inputs rotate over", 3),
+    flag("--no-compile", "leave torch.compile out", False),
+    flag("--no-peers", "leave other projects' kernels out", False),
+)
+COLUMNS = {
+    "milliseconds": ("ms", ".3f"),
+    "p20": ("20 %", ".3f"),
+    "p80": ("80 %", ".3f"),
+    "percent_of_copy": ("% of copy", ".1f"),
+    "teraflops": ("TF/s", ".0f"),
+    "percent_of_gemms": ("% of GEMMs", ".1f"),
+    "peak_extra_gib": ("GiB", ".2f"),
+    "error": ("error", ".1e"),
+}
+"""Key of a result -> its column in the table, and the format of its numbers."""
 
 
-def compile_report(markdown: Path | None) -> dict[str, Any]:
-    """Static budgets of every kernel, printed as a table and written to `markdown`."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise SystemExit(
-            "--compile-only compiles kernels, TRITON_INTERPRET=1 interprets them: unset it"
-        )
-    try:
-        from benchmarks import static_report
-        from benchmarks.static_analysis import ptxas_version
-    except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"--compile-only needs triton ({error}): pip install triton==3.6.0 'numpy<2.4'"
-        ) from error
-    versions = environment("cpu") | {
-        "target": "sm_90",
-        "ptxas": ptxas_version(),
-        "date": date.today().isoformat(),
-    }
-    print(static_report.HEADER)
-    rows = []
-    for row in static_report.static_rows():
-        print(static_report.text_line(row))
-        rows.append(row)
-    if markdown is not None:
-        markdown.parent.mkdir(parents=True, exist_ok=True)
-        markdown.write_text(static_report.markdown(rows, versions))
-    return {"environment": versions, "kernels": rows}
+def median_time(device: str, work: Callable[[], object], repetitions: int) -> float:
+    """Milliseconds of a job that leaves its state as it found it."""
+    job = {"": lambda: milliseconds_of(work, device)}
+    return statistics.median(interleave(job, repetitions, warmups=WARMUPS)[""])
+
+
+def copy_bandwidth(device: str, repetitions: int) -> float:
+    """Bytes per second of a device copy, read plus write."""
+    source = torch.zeros(COPY_BYTES[device], dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    milliseconds = median_time(device, lambda: target.copy_(source), repetitions)
+    return 2 * source.numel() / milliseconds * 1e3
+
+
+def gemm_milliseconds(device: str, shape: tuple[int, int, int], repetitions: int) -> float:
+    """The three GEMMs of an LM head, back to back: logits, d_hidden, and d_weight accumulated in
+    float32.
+    """
+    num_rows, vocab, width = shape
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(num_rows, width, device=device).to(dtype)
+    weight = torch.randn(vocab, width, device=device).to(dtype)
+    logits, d_hidden = hidden.new_empty(num_rows, vocab), torch.empty_like(hidden)
+    d_weight = torch.zeros_like(weight, dtype=torch.float32)
+
+    def run() -> None:
+        torch.mm(hidden, weight.T, out=logits)
+        torch.mm(logits, weight, out=d_hidden)
+        accumulate_matmul(d_weight, logits.T, hidden)
+
+    return median_time(device, run, repetitions)
+
+
+def first_call(provider: Provider, inputs: Any, device: str) -> dict[str, float | None]:
+    """The checks before any timing: seconds with compilation, peak extra memory and error."""
+    seconds = seconds_of(lambda: provider.run(provider.prepare(inputs)))
+    state, is_cuda = provider.prepare(inputs), device == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output = provider.run(state)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if is_cuda else None
+    error = provider.error(inputs, output) if provider.error else None
+    return {"first_call_seconds": seconds, "peak_extra_gib": peak, "error": error}
+
+
+def run_case(
+    case: Case, arguments: argparse.Namespace, copy_rate: float, gemm_ms: float | None
+) -> Iterator[dict[str, Any]]:
+    """Check every implementation once, then time them in turns: medians, quantiles and rates."""
+    device = arguments.device
+    sets = [case.make_inputs(seed) for seed in range(arguments.input_sets)]
+    checks = {one.name: first_call(one, sets[0], device) for one in case.providers}
+
+    def job(provider: Provider) -> Callable[[], float]:
+        rotation = itertools.cycle(sets)
+
+        def turn() -> float:
+            state = provider.prepare(next(rotation))
+            return milliseconds_of(lambda: provider.run(state), device)
+
+        return turn
+
+    jobs = {one.name: job(one) for one in case.providers}
+    readings = interleave(jobs, arguments.repetitions, warmups=WARMUPS)
+    for provider in case.providers:
+        ordered = sorted(readings[provider.name])
+        milliseconds = statistics.median(ordered)
+        rate = case.min_bytes / milliseconds * 1e3 if case.min_bytes else None
+        yield checks[provider.name] | {
+            "case": case.name,
+            "shape": case.shape,
+            "provider": provider.name,
+            "milliseconds": milliseconds,
+            "p20": ordered[len(ordered) // 5],
+            "p80": ordered[-1 - len(ordered) // 5],
+            "gigabytes_per_second": rate and rate / 1e9,
+            "percent_of_copy": rate and 100 * rate / copy_rate,
+            "teraflops": case.flops / milliseconds / 1e9 if case.flops else None,
+            "percent_of_gemms": gemm_ms and 100 * gemm_ms / milliseconds,
+            "remark": provider.remark,
+        }
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time every case on the device and print the table as it grows."""
-    from benchmarks import cases as jobs
-    from benchmarks import timing
-    from benchmarks.peers import add_peers
-
-    clock = timing.Clock(arguments.device)
-    copy_rate = timing.copy_bandwidth(clock, arguments.repetitions)
-    print(f"device copy: {copy_rate / 1e9:.0f} GB/s")
+    """Time every case on the device; a line about each as soon as it is done."""
+    device, repetitions = arguments.device, arguments.repetitions
+    copy_rate = copy_bandwidth(device, repetitions)
     compiled = None if arguments.no_compile else torch.compile
-    cases = [
-        *jobs.logits_cases(arguments.device, compiled),
-        *jobs.hidden_cases(arguments.device, compiled),
-        *jobs.returns_cases(arguments.device),
-    ]
-    report: dict[str, Any] = {
-        "ceilings": {"copy_bytes_per_second": copy_rate, "gemms_ms": {}},
-        "results": [],
-        "refused": {},
-    }
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    for case in cases:
+    gemms_ms: dict[str, float] = {}
+    results: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
+    for case in itertools.chain(
+        logits_cases(device, compiled), hidden_cases(device, compiled), returns_cases(device)
+    ):
         if arguments.cases and not any(word in case.name for word in arguments.cases):
             continue
         gemm_ms = None
-        if case.gemms is not None:
-            gemm_ms = timing.gemm_milliseconds(clock, case.gemms, dtype, arguments.repetitions)
-            report["ceilings"]["gemms_ms"]["x".join(map(str, case.gemms))] = gemm_ms
+        if case.gemms:
+            gemm_ms = gemm_milliseconds(device, case.gemms, repetitions)
+            gemms_ms["x".join(map(str, case.gemms))] = gemm_ms
         if not arguments.no_peers:
-            inputs = case.make_inputs(0)
-            case, refused = add_peers(
-                case, lambda provider, inputs=inputs: provider.run(provider.prepare(inputs))
-            )
-            report["refused"] |= {
-                f"{case.name} {case.shape}: {name}": reason for name, reason in refused.items()
-            }
-            del inputs
-        results = timing.run_case(
-            case, clock, copy_rate, gemm_ms, arguments.repetitions, arguments.input_sets
+            case, reasons = peers.add_peers(case)
+            refused |= {f"{name_of(case)}: {peer}": reason for peer, reason in reasons.items()}
+        found = [*run_case(case, arguments, copy_rate, gemm_ms)]
+        times = (f"{row['provider']} {row['milliseconds']:.3f} ms" for row in found)
+        print(f"{name_of(case)}: {', '.join(times)}", flush=True)
+        results += found
+        torch.cuda.empty_cache()
+    return provenance() | {
+        "versions": versions((*PACKAGES, *peers.PACKAGES)),
+        "threads": torch.get_num_threads(),
+        "ceilings": {"copy_bytes_per_second": copy_rate, "gemms_ms": gemms_ms},
+        "results": results,
+        "refused": refused,
+    }
+
+
+def name_of(case: Case) -> str:
+    """Job and shape."""
+    return f"{case.name} {shape_of(case.shape)}"
+
+
+def shape_of(shape: Mapping[str, float]) -> str:
+    """E.g. N=8192 V=32768."""
+    return " ".join(f"{key}={value}" for key, value in shape.items())
+
+
+def tables(report: Mapping[str, Any]) -> str:
+    """For people."""
+    rows = [
+        (
+            row["case"],
+            shape_of(row["shape"]),
+            row["provider"],
+            *(
+                "-" if row[key] is None else f"{row[key]:{form}}"
+                for key, (_, form) in COLUMNS.items()
+            ),
+            row["remark"],
         )
-        print_case(case.name, case.shape, gemm_ms, results)
-        report["results"] += [asdict(result) for result in results]
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
-    for name, reason in report["refused"].items():
-        print(f"not measured: {name}: {reason}")
-    return report
-
-
-def print_case(name: str, shape: dict[str, Any], gemm_ms: float | None, results: list[Any]) -> None:
-    """One block of the table."""
-    ceiling = "" if gemm_ms is None else f"   three GEMMs {gemm_ms:.3f} ms"
-    print(f"\n{name}  {' '.join(f'{key}={value}' for key, value in shape.items())}{ceiling}")
-    print(
-        f"  {'':26s} {'ms':>9s} {'p20..p80':>17s} {'%copy':>6s} {'TF/s':>6s} {'%GEMM':>6s}"
-        f" {'GiB':>6s} {'error':>8s}"
+        for row in report["results"]
+    ]
+    head = ("job", "shape", "by", *(title for title, _ in COLUMNS.values()), "remark")
+    ceilings = report["ceilings"]
+    return "\n\n".join(
+        (
+            f"{report['hardware']}; device copy {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s",
+            *(f"three GEMMs {shape}: {ms:.3f} ms" for shape, ms in ceilings["gemms_ms"].items()),
+            table(head, rows),
+            *(f"not measured: {name}: {reason}" for name, reason in report["refused"].items()),
+        )
     )
 
-    def cell(value: float | None, width: int, spec: str) -> str:
-        return f"{'-':>{width}s}" if value is None else f"{value:{width}{spec}}"
 
-    for r in results:
-        print(
-            f"  {r.provider:26s} {r.milliseconds:9.3f} {r.p20:8.3f}{r.p80:9.3f}"
-            f" {cell(r.percent_of_copy, 6, '.1f')} {cell(r.teraflops, 6, '.0f')}"
-            f" {cell(r.percent_of_gemms, 6, '.1f')} {cell(r.peak_extra_gib, 6, '.2f')}"
-            f" {cell(r.error, 8, '.1e')}  {r.remark}"
+def bars(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Job -> shape and implementation -> what is drawn: 20 % quantile, median, 80 % quantile."""
+    drawn: dict[str, dict[str, list[float]]] = {}
+    for row in results:
+        name = f"{shape_of(row['shape'])}  {row['provider']}"
+        spread = [row[key] for key in ("p20", "milliseconds", "p80")]
+        drawn.setdefault(f"{row['case']} [ms]", {})[name] = spread
+    return drawn
+
+
+def count_instructions(arguments: argparse.Namespace) -> int:
+    """Compile every kernel, publish what it uses; returns the exit code."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError(
+            "--compile-only compiles kernels, TRITON_INTERPRET=1 interprets them: unset it"
         )
+    if arguments.plot:
+        raise ValueError("--plot draws times, and --compile-only measures none; drop one of them")
+    try:
+        from benchmarks import static_report
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--compile-only needs triton ({error}): pip install triton==3.6.0 'numpy<2.4'"
+        ) from error
+    report = provenance() | static_report.report()
+    text = static_report.preamble(report) + table(static_report.COLUMNS, static_report.rows(report))
+    publish(arguments, report, text, {})
+    over = [
+        f"{row['name']}: {'; '.join(row['violations'])}"
+        for row in report["kernels"]
+        if row["violations"]
+    ]
+    for line in over:
+        print(f"over budget: {line}", file=sys.stderr)
+    return 1 if over else 0
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """One bar per provider and shape, grouped by job."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    jobs = list(dict.fromkeys(result["case"] for result in report["results"]))
-    rows = {job: [r for r in report["results"] if r["case"] == job] for job in jobs}
-    heights = [0.6 + 0.22 * len(rows[job]) for job in jobs]
-    figure, axes = plt.subplots(
-        len(jobs), 1, figsize=(9, sum(heights)), height_ratios=heights, squeeze=False
-    )
-    for axis, job in zip(axes[:, 0], jobs, strict=True):
-        labels = [
-            " ".join(f"{k}={v}" for k, v in r["shape"].items()) + "  " + r["provider"]
-            for r in rows[job]
-        ]
-        colours = [
-            "tab:blue" if r["provider"].startswith("ragen") else "tab:grey" for r in rows[job]
-        ]
-        bars = axis.barh(range(len(labels)), [r["milliseconds"] for r in rows[job]], color=colours)
-        axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=6)
-        axis.set_yticks(range(len(labels)), labels, fontsize=6)
-        axis.invert_yaxis()
-        axis.tick_params(axis="x", labelsize=6)
-        axis.set_title(f"{job} [ms]", fontsize=8, loc="left")
-    figure.suptitle(str(report["environment"]["device"]), fontsize=9)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def main() -> int:
-    arguments = parse_arguments()
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> int:
     if arguments.compile_only:
-        report = compile_report(arguments.markdown)
-    else:
-        report = {"environment": environment(arguments.device)} | measure(arguments)
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    if arguments.plot is not None and not arguments.compile_only:
-        plot(report, arguments.plot)
-    return int(any(row["violations"] for row in report.get("kernels", [])))
+        return count_instructions(arguments)
+    if arguments.repetitions < 1 or arguments.input_sets < 1:
+        raise ValueError(
+            f"--repetitions and --input-sets must be >= 1, got {arguments.repetitions} and"
+            f" {arguments.input_sets}"
+        )
+    report = measure(arguments)
+    publish(arguments, report, tables(report), bars(report["results"]))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -86,11 +86,6 @@ FLAGS = (
 )
 
 
-def num_parameters(hf: PretrainedConfig) -> int:
-    """Elements of all weights."""
-    return ModelShape.of(hf).num_parameters
-
-
 def fitting_config(arguments: argparse.Namespace, budget: float) -> PretrainedConfig:
     """The largest part of the model that fits into `budget` bytes of all processes: the weights
     once, and per rank a bucket and the largest tensor in three stages each. Raises ValueError if
@@ -108,7 +103,7 @@ def fitting_config(arguments: argparse.Namespace, budget: float) -> PretrainedCo
         hf = model_config(arguments.model, num_hidden_layers=num_layers, vocab_size=vocab_size)
         largest = hf.hidden_size * max(hf.vocab_size, hf.intermediate_size) * itemsize
         per_rank = 3 * arguments.bucket_mb * 2**20 + 3 * largest
-        if num_parameters(hf) * itemsize + num_ranks * per_rank <= budget:
+        if ModelShape.of(hf).num_parameters * itemsize + num_ranks * per_rank <= budget:
             return hf
     raise ValueError(
         f"{arguments.model} with {pp} layers on {num_ranks} ranks does not fit into"
@@ -138,17 +133,6 @@ def plain(plan: ReshardPlan, memory: Tensor, engine_bytes: int, *, with_tp: bool
         memory[:count].copy_(source[:count])
 
 
-def deliver(shards: Iterator[tuple[str, Tensor]], memory: Tensor) -> None:
-    """Copy every shard once, as an engine does; into one place, because its contents do not matter
-    here.
-    """
-    for _, tensor in shards:
-        place = (
-            memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-        )
-        place.copy_(tensor)
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Body of one rank: both paths and their bounds, interleaved; the same result on all ranks."""
     torch.set_num_threads(1)
@@ -174,7 +158,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         return cut_stream(gather(plan, tensors, traffic[path]), hf, engine_rank, rollout_tp)
 
     paths = ["gather", "aligned"] if rollout_tp == groups.tp.size() else ["gather"]
-    found, engine_bytes, largest = {}, 0, 0
+    found: dict[str, str] = {}
     for path in paths:  # also opens the connections
         sums, sizes = {}, []
         for name, tensor in stream(path):
@@ -182,8 +166,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             sizes.append(tensor.nbytes)
         check_names(list(sums), {engine_name(name) for name in plan.names})
         check_checksums(found or sums, sums)
-        found, engine_bytes, largest = sums, sum(sizes), max(sizes)
-    memory = torch.empty(largest, dtype=torch.uint8, device=distributed.device())
+        found = sums
+    engine_bytes = sum(sizes)
+    memory = torch.empty(max(sizes), dtype=torch.uint8, device=distributed.device())
 
     def deliver(path: str) -> None:
         # one copy, as an engine does; all into one place, because contents do not matter here
@@ -264,15 +249,6 @@ def tables(report: Mapping[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-def default_memory(num_ranks: int) -> float:
-    """Bytes of all ranks: a part of what is free on their devices, or in memory and then no more
-    than takes minutes.
-    """
-    if torch.cuda.is_available():
-        return 0.6 * sum(torch.cuda.mem_get_info(index)[0] for index in range(num_ranks))
-    return min(0.6 * psutil.virtual_memory().available, 4e9)
-
-
 def complete(arguments: argparse.Namespace) -> None:
     """Set what follows from other flags, `layout` (the trainer's) among them. Raises ValueError for
     sizes below 1.
@@ -292,20 +268,16 @@ def complete(arguments: argparse.Namespace) -> None:
     )
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """What `main` starts on every rank: rank 0 writes the result to --worker."""
-    result = measure(arguments)
-    if distributed.is_main():
-        write_json(arguments.worker, result)
-    distributed.barrier()
-    distributed.stop()
-
-
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
     complete(arguments)
-    if arguments.worker:
-        return work(arguments)
+    if arguments.worker:  # one of the ranks that are started below
+        result = measure(arguments)
+        if distributed.is_main():
+            write_json(arguments.worker, result)
+        distributed.barrier()
+        distributed.stop()
+        return
     num_ranks = arguments.tensor_model_parallel_size * arguments.pipeline_model_parallel_size
     has_cuda = torch.cuda.is_available()
     if has_cuda and num_ranks > torch.cuda.device_count():
@@ -313,8 +285,10 @@ def main(arguments: argparse.Namespace) -> None:
             f"TP x PP ({num_ranks}) must be at most the {torch.cuda.device_count()} CUDA devices;"
             " lower one"
         )
-    gigabytes = arguments.memory_gb
-    hf = fitting_config(arguments, gigabytes * 1e9 if gigabytes else default_memory(num_ranks))
+    budget = min(0.6 * psutil.virtual_memory().available, 4e9)  # more would take many minutes
+    if has_cuda:
+        budget = 0.6 * sum(torch.cuda.mem_get_info(index)[0] for index in range(num_ranks))
+    hf = fitting_config(arguments, arguments.memory_gb * 1e9 if arguments.memory_gb else budget)
     head_rows(hf, 0, arguments.rollout_tensor_parallel_size)
     size = ("--num-layers", hf.num_hidden_layers, "--vocab-size", hf.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -329,7 +303,7 @@ def main(arguments: argparse.Namespace) -> None:
         "full_num_layers": full.num_hidden_layers,
         "vocab_size": hf.vocab_size,
         "full_vocab_size": full.vocab_size,
-        "model_gbytes": num_parameters(hf) * DTYPES[arguments.dtype].itemsize / 1e9,
+        "model_gbytes": ModelShape.of(hf).num_parameters * DTYPES[arguments.dtype].itemsize / 1e9,
         "tp": arguments.tensor_model_parallel_size,
         "pp": arguments.pipeline_model_parallel_size,
         "rollout_tp": arguments.rollout_tensor_parallel_size,
@@ -339,7 +313,7 @@ def main(arguments: argparse.Namespace) -> None:
     bars = {path: row["all_seconds"] for path, row in report["paths"].items()} | {
         f"bound of {path}": row["all_bound_seconds"] for path, row in report["paths"].items()
     }
-    publish(arguments, report, tables(report), bars, "seconds of a weight sync")
+    publish(arguments, report, tables(report), {"seconds of a weight sync": bars})
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.load is None:
             write_small_model(StarPOConfig(environment=environment), directory)
         report = measure(arguments, environment, directory)
-    publish(arguments, report, tables(report), report["repeats"], "sampled tokens a second")
+    publish(arguments, report, tables(report), {"sampled tokens a second": report["repeats"]})
 
 
 if __name__ == "__main__":

@@ -50,9 +50,10 @@ from ragen_mega.storage.checkpoints import CHECKPOINTS
 
 NUM_TURNS = 5
 TARGETS = {0.25: (6.0, 23.5), 1.0: (15.0, 68.7)}
-"""Share of the groups that is kept -> seconds per step (what we aim at, what the original took)."""
+"""Share of the groups that is kept -> seconds per step (what we aim at, what the original took), of
+TARGET_MODEL on TARGET_TRAJECTORIES.
+"""
 TARGET_MODEL, TARGET_TRAJECTORIES = "Qwen2.5-0.5B", 128
-"""What those are for."""
 _POLL_SECONDS = 0.02
 _LOG_LINES = 15
 FLAGS = (
@@ -234,19 +235,14 @@ def tables(report: Mapping[str, Any]) -> str:
     )
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot be timed."""
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> None:
     if arguments.steps < 2:
         raise ValueError(
             f"--steps must be at least 2, because the first does not count, not {arguments.steps}"
         )
     if bad := [share for share in arguments.keep if not 0 < share <= 1]:
         raise ValueError(f"--keep must hold shares above 0 and up to 1, not {bad[0]:g}")
-
-
-@command(__doc__, *FLAGS)
-def main(arguments: argparse.Namespace) -> None:
-    check(arguments)
     checkpoint = arguments.output / "checkpoint"
     arguments.output.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = provenance() | {
@@ -272,7 +268,7 @@ def main(arguments: argparse.Namespace) -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
         if report["runs"]:
             bars = {run_name(run["keep"]): run["all_seconds"] for run in report["runs"]}
-            publish(arguments, report, tables(report), bars, "seconds per step")
+            publish(arguments, report, tables(report), {"seconds per step": bars})
 
 
 if __name__ == "__main__":

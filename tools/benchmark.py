@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import statistics
 import subprocess
 import sys
@@ -71,6 +72,26 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+@functools.cache
+def _larger_than_caches() -> torch.Tensor:
+    return torch.empty(4 << 30, dtype=torch.int8, device="cuda")
+
+
+def milliseconds_of(work: Callable[[], object], device: str) -> float:
+    """Of work on the device: on a GPU between two events behind a write that empties its caches and
+    lets the host run ahead by about 1 ms, so that no launch is waited for.
+    """
+    if device == "cpu":
+        return 1e3 * seconds_of(work)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _larger_than_caches().zero_()
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
 def spread(readings: Sequence[float]) -> dict[str, float]:
     """Median, smallest and largest."""
     return {"median": statistics.median(readings), "min": min(readings), "max": max(readings)}
@@ -86,10 +107,11 @@ def publish(
     arguments: argparse.Namespace,
     report: Mapping[str, Any],
     text: str,
-    bars: Mapping[str, Sequence[float]],
-    unit: str,
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
 ) -> None:
-    """Print `text` and write what OUTPUTS ask for; the plot shows the readings `bars` in `unit`."""
+    """Print `text` and write what OUTPUTS ask for; the plot has a panel for each title (with the
+    unit) in `panels`, and in it a row for each name with its readings.
+    """
     print(text, flush=True)
     if arguments.json:
         write_json(arguments.json, report)
@@ -101,7 +123,14 @@ def publish(
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(figsize=(3 + 1.5 * len(bars), 4))
-        axes.boxplot([*bars.values()], tick_labels=[*bars], whis=(0, 100))
-        axes.set(ylabel=unit, title=report["hardware"])
-        figure.savefig(arguments.plot, bbox_inches="tight")
+        heights = [0.8 + 0.25 * len(rows) for rows in panels.values()]
+        size = {"figsize": (9, sum(heights)), "height_ratios": heights}
+        figure, grid = pyplot.subplots(len(panels), squeeze=False, layout="constrained", **size)
+        for axes, (title, rows) in zip(grid.flat, panels.items()):
+            axes.boxplot(
+                [*rows.values()], tick_labels=[*rows], whis=(0, 100), orientation="horizontal"
+            )
+            axes.invert_yaxis()
+            axes.set_title(title, loc="left")
+        figure.suptitle(report["hardware"])
+        figure.savefig(arguments.plot)

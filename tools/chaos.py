@@ -49,8 +49,6 @@ from ragen_mega.rollout.summary import summarize
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 
-NOTHING = "nothing"
-PHASES = ("setup", "rollout", "update", "checkpoint", "finish")
 DELAYS = {"setup": 4.0, "rollout": 0.005, "update": 0.05, "checkpoint": 0.005, "finish": 0.05}
 """Phase -> mean seconds in it until a rank is killed."""
 SECONDS_TO_START, SECONDS_TO_END, SECONDS_TO_VANISH = 300.0, 600.0, 90.0
@@ -227,7 +225,7 @@ class Round:
     """What was done to a run in one round, and how it took it."""
 
     layout: str
-    target: str  # phase in which a rank was to be killed
+    target: str | None  # phase in which a rank was to be killed, or `server`
     hit: str  # phase in which it was; `end` if the run was finished first
     server_kills: int  # times that a process of an SGLang server was killed
     damage: str | None
@@ -331,14 +329,14 @@ def kill_rank(
 
 def play_round(
     run: Victim,
-    target: str,
+    target: str | None,
     generator: random.Random,
     *,
     tainted: set[tuple[str, int]],
     damages: bool,
 ) -> Round:
-    """Start the run, kill a rank in phase `target` (or servers, if it is `server`), damage a
-    checkpoint if it is the turn.
+    """Start the run, kill a rank in phase `target` (servers if it is `server`, nothing if it is
+    None), damage a checkpoint if it is the turn.
 
     `tainted` holds the checkpoints damaged so far; the run must go on from the newest that is not
     among them.
@@ -348,7 +346,7 @@ def play_round(
     hit, server_kills = "end", 0
     if target == "server":
         server_kills = kill_servers(run, launcher, generator)
-    elif target != NOTHING:
+    elif target:
         num_logged = 0 if target == "setup" else min(expected + generator.randrange(5), NUM_STEPS)
         hit = kill_rank(run, launcher, target, num_logged, generator)
     if hit == "end":
@@ -418,18 +416,17 @@ def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int)
         if run.start().wait(SECONDS_TO_END):
             raise SystemExit(f"error: the undisturbed run failed: {run.said()[-1000:]}")
     print(f"undisturbed runs: {', '.join(undisturbed)}", flush=True)
-    turns, targets = itertools.cycle(layouts), itertools.cycle(PHASES)
+    turns, targets = itertools.cycle(layouts), itertools.cycle(DELAYS)
     rounds: list[Round] = []
     finished = 0
     while len(rounds) < num_rounds:
         layout = next(turns)
         run = Victim(output, f"tormented_{finished}_{layout.name}", layout)
-        tainted: set[tuple[str, int]] = set()
-        is_over, is_servers_turn = False, False
+        tainted, is_over, is_servers_turn = set[tuple[str, int]](), False, False
         while not is_over:
             target = "server" if is_servers_turn else next(targets)
             if len(rounds) >= num_rounds:  # now it is left alone, so that it too is compared
-                target = NOTHING
+                target = None
             is_servers_turn = layout.has_servers and target != "server"
             played = play_round(
                 run, target, generator, tainted=tainted, damages=bool(len(rounds) % 2)

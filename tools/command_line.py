@@ -65,7 +65,8 @@ def command(
     manual: str | None, *flags: Flag, takes_others: bool = False
 ) -> Callable[[Callable[[argparse.Namespace], int | None]], Callable[..., None]]:
     """Turns a function of the parsed command line, which may return an exit code, into the `main`
-    of a tool. Bad input, ValueError or OSError, is one line and exit code 2.
+    of a tool. Bad input (ValueError, OSError) or numbers that are not finite (FloatingPointError)
+    are one line and exit code 2.
     """
 
     def decorate(work: Callable[[argparse.Namespace], int | None]) -> Callable[..., None]:
@@ -73,7 +74,7 @@ def command(
         def main(argv: Sequence[str] | None = None) -> None:
             try:
                 status = work(parse(manual, *flags, argv=argv, takes_others=takes_others))
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, FloatingPointError) as error:
                 from ragen_mega.report.console import fail
 
                 fail(str(error))

@@ -4,9 +4,8 @@ and without a GPU.
     python tools/convert_checkpoint.py --from runs/NAME --to my-model --format huggingface
     python tools/convert_checkpoint.py --from runs/NAME/checkpoints/step_00000050 --to my-model \\
         --format huggingface
-    python tools/convert_checkpoint.py --from Qwen2.5-7B-Instruct --to qwen-megatron --format \\
-        megatron \\
-        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
+    python tools/convert_checkpoint.py --from Qwen2.5-7B-Instruct --to qwen-megatron \\
+        --format megatron --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
 
 --from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or
 a directory that this tool wrote in megatron format; which of them it is, is found out and said. Of
@@ -34,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from command_line import command, flag
 from transformers import PretrainedConfig
 
 from ragen_mega.config import ParallelConfig
@@ -42,7 +42,7 @@ from ragen_mega.megatron.model_writer import MegatronWriter
 from ragen_mega.models.huggingface import load_config, local_directory
 from ragen_mega.models.layout import model_slots
 from ragen_mega.models.shape import ModelShape, check_config, find_family
-from ragen_mega.report.console import Console, fail
+from ragen_mega.report.console import Console
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,
     STATE,
@@ -129,28 +129,26 @@ def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
     started from.
     """
     run, load = checkpoint.directory.parents[1], checkpoint.config["model"]["load"]
-    exported = [
+    places = [
         path for path in (run / "base", run / "huggingface") if (path / "config.json").exists()
     ]
-    if load is None:
-        if not exported:
-            raise ValueError(
-                f"its run's model directory {run / 'base'} is missing; convert it where the run is"
-            )
-        return exported[0]
-    try:
-        return local_directory(load)
-    except ValueError as error:
-        if not exported:
-            raise ValueError(
+    obstacle = f"its run's model directory {run / 'base'} is missing; convert it where the run is"
+    if load is not None:
+        try:
+            return local_directory(load)
+        except ValueError as error:
+            obstacle = (
                 f"its run started from {load}, which is needed for config.json and tokenizer:"
                 f" {error}"
-            ) from None
+            )
+    if not places:
+        raise ValueError(obstacle)
+    if load is not None:
         say(
-            f"{load} is not here any more: config and tokenizer are those of {exported[0]}, without"
+            f"{load} is not here any more: config and tokenizer are those of {places[0]}, without"
             " generation config"
         )
-        return exported[0]
+    return places[0]
 
 
 @contextmanager
@@ -189,25 +187,14 @@ def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None
     is not, and a quantisation that reading has undone goes.
     """
     for path in sorted(source.iterdir()):
-        is_index = path.name.endswith(".index.json")
-        if (
-            path.is_file()
-            and path.suffix in CARRIED
-            and path.name not in NOT_CARRIED
-            and not is_index
-        ):
+        is_anew = path.name in NOT_CARRIED or path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in CARRIED and not is_anew:
             shutil.copyfile(path, directory / path.name)
     config = json.loads((source / "config.json").read_text())
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    (dtype,) = (
-        {str(dtype).removeprefix("torch.") for dtype in dtypes}
-        if len(dtypes) == 1
-        else {config.get(key)}
-    )
-    complete = config | {
-        key: dtype,
-        "architectures": [find_family(config["model_type"]).architecture],
-    }
+    dtype = config.get(key) if len(dtypes) > 1 else str(next(iter(dtypes))).removeprefix("torch.")
+    architecture = find_family(config["model_type"]).architecture
+    complete = config | {key: dtype, "architectures": [architecture]}
     complete.pop("quantization_config", None)
     if config == complete:
         shutil.copyfile(source / "config.json", directory / "config.json")
@@ -219,14 +206,14 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
     """Do what the flags say. Raises ValueError or OSError, and then leaves no target."""
     is_megatron = arguments.format == "megatron"
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
     for name in ("max_shard_size",) if is_megatron else sizes:
-        if getattr(arguments, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} means nothing with --format {arguments.format}; drop it")
-    given = {
-        name: getattr(arguments, name) for name in sizes if getattr(arguments, name) is not None
-    }
-    parallel = ParallelConfig(**given)
+        if name in given:
+            raise ValueError(
+                f"--{name.replace('_', '-')} means nothing with --format {arguments.format}; drop"
+                " it"
+            )
+    parallel = ParallelConfig(**{name: given[name] for name in sizes if name in given})
     with appearing_whole(arguments.target) as directory:
         source = open_source(arguments.source, console.say)
         console.say(f"from {source.description}")
@@ -239,11 +226,10 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         }
         dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
         carry_along(source.files, directory, set(dtypes.values()))
-        shard_size = arguments.max_shard_size or MAX_SHARD_SIZE
         writer = (
             MegatronWriter(directory, ModelShape.of(source.hf), dtypes, parallel)
             if is_megatron
-            else HuggingFaceWriter(directory, kinds, shard_size)
+            else HuggingFaceWriter(directory, kinds, arguments.max_shard_size or MAX_SHARD_SIZE)
         )
         with console.progress("convert", len(slots)) as progress:
             for slot in slots:
@@ -271,43 +257,32 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--from", dest="source", type=Path, required=True, help="what to convert, see above"
-    )
-    parser.add_argument("--to", dest="target", type=Path, required=True, help="a new directory")
-    parser.add_argument("--format", choices=("huggingface", "megatron"), required=True)
-    parser.add_argument(
+@command(
+    __doc__,
+    flag("--from", "what to convert, see above", dest="source", type=Path, required=True),
+    flag("--to", "a new directory", dest="target", type=Path, required=True),
+    flag("--format", "of the new model", choices=("huggingface", "megatron"), required=True),
+    flag(
         "--tensor-model-parallel-size",
+        "megatron: cut every matrix in so many (default: 1)",
         type=int,
-        help="megatron: cut every matrix in so many (default 1)",
-    )
-    parser.add_argument(
+    ),
+    flag(
         "--pipeline-model-parallel-size",
+        "megatron: cut the layers in so many (default: 1)",
         type=int,
-        help="megatron: cut the layers in so many (default 1)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        help="type of the weights; default: as they are stored, unrounded",
-    )
-    parser.add_argument(
+    ),
+    flag("--dtype", "of the weights (default: as they are stored, unrounded)", choices=[*DTYPES]),
+    flag(
         "--max-shard-size",
+        "huggingface: largest file, e.g. 500MB (default: 5GB)",
         type=parse_size,
-        help="huggingface: largest file, e.g. 500MB (default 5GB)",
-    )
-    arguments = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that nothing half written stays
-    try:
-        convert(arguments, Console(is_writer=True, num_steps=0))
-    except (ValueError, OSError) as error:
-        fail(str(error))
+    ),
+)
+def main(arguments: argparse.Namespace) -> None:
+    # a signal is an exit, so that nothing half written stays
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    convert(arguments, Console(is_writer=True, num_steps=0))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from benchmark import OUTPUTS, interleave, provenance, publish, table
-from benchmarks.timing import Clock
+from benchmark import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
 from command_line import command, flag
 from random_models import SHAPES, model_config
 from torch import Tensor
@@ -159,7 +158,6 @@ def measure_ratios(
     first one's.
     """
     hf, device, rows = timed_model(hidden), distributed.device(), []
-    clock = Clock(device.type)
     models = {
         name: build_policy_model(hf, transformer_config(hf, parallel), groups)
         for name, parallel in variants.items()
@@ -169,16 +167,14 @@ def measure_ratios(
             torch.nn.init.normal_(parameter, std=0.02)
 
     def step(model: torch.nn.Module, inputs: Mapping[str, Any]) -> float:
-        def forward_and_backward(_: None) -> None:
+        def forward_and_backward() -> None:
             # weights are quantised again, as in the first microbatch of a step
             model.set_is_first_microbatch()
             output = model(**inputs)
             output.backward(torch.ones_like(output))
 
         model.zero_grad(set_to_none=True)
-        reading = clock.measure(forward_and_backward, None)
-        clock.synchronize()
-        return reading()
+        return milliseconds_of(forward_and_backward, device.type)
 
     for num_tokens in tokens:
         batch = random_batch(num_tokens, length, hf.vocab_size, seed=0)
@@ -202,8 +198,7 @@ def measure_ratios(
 def free() -> None:
     """Give the memory of what is not referenced any more back to the device."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
@@ -238,11 +233,12 @@ def break_even_tokens(ratios: Mapping[tuple[int, int], float]) -> dict[int, int 
 
     `ratios` maps (tokens, hidden size) to the ratio.
     """
-    answer: dict[int, int | None] = {}
-    for hidden in sorted({hidden for _, hidden in ratios}):
-        column = {(tokens, 1): ratio for (tokens, of), ratio in ratios.items() if of == hidden}
-        answer[hidden] = break_even_size(column)
-    return answer
+    return {
+        hidden: break_even_size(
+            {(tokens, 1): ratio for (tokens, of), ratio in ratios.items() if of == hidden}
+        )
+        for hidden in sorted({hidden for _, hidden in ratios})
+    }
 
 
 def break_even_size(ratios: Mapping[tuple[int, int], float]) -> int | None:
@@ -379,7 +375,7 @@ def main(arguments: argparse.Namespace) -> None:
         for row in report["time"]
         for name, readings in row["readings"].items()
     }
-    publish(arguments, report, tables(report), bars, "milliseconds of forward and backward")
+    publish(arguments, report, tables(report), {"milliseconds of forward and backward": bars})
     shutdown()
 
 

@@ -78,13 +78,11 @@ def never_stop(weights: dict[str, Tensor], stop_token_ids: tuple[int, ...]) -> N
     changes. In the LM head it is 0 or, if that is tied, 1 for all words but those, for which it is
     -STOP.
     """
-    head = weights.get("lm_head.weight")
-    weights["model.embed_tokens.weight"][:, 0] = 1.0
-    if head is not None:
-        head[:, 0] = 0.0
-    (weights["model.embed_tokens.weight"] if head is None else head)[
-        list(stop_token_ids), 0
-    ] = -STOP
+    embedding = weights["model.embed_tokens.weight"]
+    head = weights.get("lm_head.weight", embedding)
+    head[:, 0] = 0.0
+    embedding[:, 0] = 1.0
+    head[list(stop_token_ids), 0] = -STOP
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight[0] = 0.0

@@ -15,13 +15,14 @@ Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from command_line import JSON, command, flag, read_settings
 
 from ragen_mega.config import ParallelConfig, StarPOConfig
 from ragen_mega.data import distributed
@@ -31,15 +32,8 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
-from ragen_mega.report.console import Console, fail
-from ragen_mega.report.metrics import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    Metrics,
-    RunLogger,
-    read_metrics,
-    write_json,
-)
+from ragen_mega.report.console import Console
+from ragen_mega.report.metrics import METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models
@@ -113,14 +107,10 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def read_config(arguments: argparse.Namespace) -> StarPOConfig:
     """The run's configuration, in its directory of now and under the layout of this job."""
-    path = Path(arguments.run) / CONFIG_FILE
-    if not path.exists():
-        raise ValueError(
-            f"{arguments.run} holds no run (no {CONFIG_FILE}); give a run directory, e.g. --run"
-            " runs/NAME"
-        )
-    config = StarPOConfig.from_dict(json.loads(path.read_text()))
-    directory = Path(arguments.run).resolve()
+    config, directory = (
+        StarPOConfig.from_dict(read_settings(arguments.run)),
+        arguments.run.resolve(),
+    )
     return replace(
         config,
         logging=replace(
@@ -239,37 +229,24 @@ def report(result: Mapping[str, Any]) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--run", required=True, help="run directory")
-    parser.add_argument(
-        "--step", required=True, type=int, help="the step to repeat, as metrics.jsonl numbers it"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-4, help="of a number, relative to max(1, |logged|)"
-    )
-    parser.add_argument(
-        "--tensor-model-parallel-size",
-        type=int,
-        default=1,
-        help="of the replay; the run's may differ",
-    )
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    parser.add_argument("--use-distributed-optimizer", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the comparison here")
-    arguments = parser.parse_args()
-    try:
-        result = replay(arguments)
-        if distributed.is_main():
-            report(result)
-            if arguments.json:
-                write_json(arguments.json, result)
-    except (ValueError, OSError, FloatingPointError) as error:
-        fail(str(error))
+@command(
+    __doc__,
+    flag("--run", "run directory", type=Path, required=True),
+    flag("--step", "the step to repeat, as metrics.jsonl numbers it", type=int, required=True),
+    flag("--tolerance", "of a number, relative to max(1, |logged|)", 1e-4),
+    flag("--tensor-model-parallel-size", "of the replay; the run's may differ", 1),
+    flag("--pipeline-model-parallel-size", "of the replay", 1),
+    flag("--use-distributed-optimizer", "in the replay", False),
+    JSON,
+)
+def main(arguments: argparse.Namespace) -> int:
+    result = replay(arguments)
+    if distributed.is_main():
+        report(result)
+        if arguments.json:
+            write_json(arguments.json, result)
     distributed.stop()
-    raise SystemExit(0 if result["equal"] else 1)
+    return 0 if result["equal"] else 1
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ SIGNALS = {
     "actor/grad_norm": "gradient norm before clipping",
 }
 """Stability signals that are drawn, with their labels."""
-UNKNOWN = "unknown hardware"
 
 
 def read_run(directory: Path) -> list[dict[str, Any]]:
@@ -62,7 +61,7 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
             "num_prompts": result["num_prompts"],
             "steps": summary["steps"],
             "minutes": summary["seconds"] / 60,
-            "hardware": summary.get("hardware", UNKNOWN),
+            "hardware": summary.get("hardware", "unknown hardware"),
             "settings": json.dumps(settings, sort_keys=True),
         }
         for name, result in summary["sets"].items()

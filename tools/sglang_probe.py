@@ -35,9 +35,8 @@ OPTIONS: dict[str, dict[str, bool]] = {
     "": {},
     "--disable-prefill-cuda-graph": {"disable-prefill-cuda-graph": True},
     "--disable-cuda-graph": {"disable-cuda-graph": True},
-    "without --enable-memory-saver": {
-        "enable-memory-saver": False
-    },  # asleep it then keeps its memory
+    # asleep it then keeps its memory
+    "without --enable-memory-saver": {"enable-memory-saver": False},
 }
 """What is said of them -> further server options."""
 TRANSFERS = ("ipc", "file")

@@ -8,14 +8,17 @@ not show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import triton
 from ragen_kernels import triton_policy, triton_returns, triton_rows, triton_token
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from .static_analysis import KernelReport, analyse, compile_kernel
+from .static_analysis import KernelReport, analyse
 
+HOPPER = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 232448  # of one program on sm_90
 ALIGNED = frozenset(
     {"stride", "dx_stride", "num_valid", "num_columns", "num_entries", "vocab_start"}
@@ -32,11 +35,8 @@ def argument_type(name: str) -> str:
     """Types by the naming of the kernels: pointers in capitals, float32 unless listed; counts and
     strides int32.
     """
-    if name in TYPES:
-        return TYPES[name]
-    if name.isupper():
-        return "*fp32"
-    return "i32" if name in ALIGNED or name in ("num_rows", "size") else "fp32"
+    scalar = "i32" if name in ALIGNED | {"num_rows", "size"} else "fp32"
+    return TYPES.get(name, "*fp32" if name.isupper() else scalar)
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,24 @@ class KernelConfig:
     aligned: frozenset[str] = ALIGNED
 
     def compile(self, max_registers: int | None = None) -> Any:
-        """Triton's compiled kernel for sm_90, with all stages in `asm`."""
-        signature = {
-            name: self.types.get(name, argument_type(name)) for name in self.kernel.arg_names
+        """Triton's compiled kernel for sm_90 with all stages in `asm`: that of a launch whose
+        pointers, and whose integers `aligned`, are divisible by 16.
+        """
+        names = self.kernel.arg_names
+        types = {name: self.types.get(name, argument_type(name)) for name in names}
+        types |= dict.fromkeys(self.constants, "constexpr")
+        divisible = {
+            (index,): [["tt.divisibility", 16]]
+            for index, (name, of) in enumerate(types.items())
+            if of != "constexpr" and (of.startswith("*") or name in self.aligned)
+            if not self.kernel.params[index].do_not_specialize_on_alignment
         }
-        return compile_kernel(
-            self.kernel, signature, self.constants, self.num_warps, self.aligned, max_registers
-        )
+        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        source = ASTSource(self.kernel, types, constants, divisible)
+        options = {"num_warps": self.num_warps}
+        if max_registers is not None:
+            options["maxnreg"] = max_registers
+        return triton.compile(source, target=HOPPER, options=options)
 
     def analyse(self, compiled: Any) -> KernelReport:
         """Disassemble what `compile` returned and count."""
@@ -113,7 +124,7 @@ EVERYTHING = {"DUAL_CLIP": True, "KL": 3, "IMPORTANCE": True}
 FP32 = {"X": "*fp32", "DX": "*fp32"}
 
 
-def row_configs() -> Iterator[KernelConfig]:
+def row_configs() -> list[KernelConfig]:
     """The kernels that stream rows of logits; rows and vocabularies of odd sizes too."""
     block, warps = triton_rows.BLOCK, triton_rows.NUM_WARPS
     statistics = KernelConfig(
@@ -123,36 +134,12 @@ def row_configs() -> Iterator[KernelConfig]:
         warps,
         Budget(64, 32768, 1, 10.0, 1.25),
     )
-    yield statistics
-    yield replace(
-        statistics,
-        name="statistics fp32",
-        constants={"BLOCK": block, "GROUP": 4},
-        types=FP32,
-        budget=Budget(96, 65536, 1, 11.0, 1.35),
-    )
-    yield replace(
-        statistics, name="statistics bf16, odd rows", aligned=frozenset(), budget=Budget(224, 64)
-    )
     gradient = KernelConfig(
         "gradient bf16, entropy",
         triton_rows.gradient_kernel,
         {"BLOCK": block, "WITH_ENTROPY": True},
         warps,
         Budget(64, 32768, 1, 10.0, 1.1),
-    )
-    yield replace(
-        gradient,
-        name="gradient bf16",
-        constants={"BLOCK": block, "WITH_ENTROPY": False, "MEAN": None, "D_ENTROPY": None},
-        budget=Budget(64, 32768, 1, 9.0, 1.1),
-    )
-    yield gradient
-    yield replace(
-        gradient, name="gradient fp32, entropy", types=FP32, budget=Budget(96, 65536, 1, 11.0, 1.1)
-    )
-    yield replace(
-        gradient, name="gradient bf16, odd rows", aligned=frozenset(), budget=Budget(128, 64)
     )
     shape = {"BLOCK": triton_policy.BLOCK, "GROUP": 8}
     policy = KernelConfig(
@@ -162,72 +149,115 @@ def row_configs() -> Iterator[KernelConfig]:
         triton_policy.NUM_WARPS,
         Budget(128, 65536, 2, 18.0, 2.3),
     )
-    yield policy
     full = {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True}
-    yield replace(
+    return [
+        statistics,
+        replace(
+            statistics,
+            name="statistics fp32",
+            constants={"BLOCK": block, "GROUP": 4},
+            types=FP32,
+            budget=Budget(96, 65536, 1, 11.0, 1.35),
+        ),
+        replace(
+            statistics,
+            name="statistics bf16, odd rows",
+            aligned=frozenset(),
+            budget=Budget(224, 64),
+        ),
+        replace(
+            gradient,
+            name="gradient bf16",
+            constants={"BLOCK": block, "WITH_ENTROPY": False, "MEAN": None, "D_ENTROPY": None},
+            budget=Budget(64, 32768, 1, 9.0, 1.1),
+        ),
+        gradient,
+        replace(
+            gradient,
+            name="gradient fp32, entropy",
+            types=FP32,
+            budget=Budget(96, 65536, 1, 11.0, 1.1),
+        ),
+        replace(
+            gradient, name="gradient bf16, odd rows", aligned=frozenset(), budget=Budget(128, 64)
+        ),
         policy,
-        name="policy_row bf16, everything",
-        constants=full,
-        budget=Budget(128, 65536, 2, 20.0, 2.3),
-    )
-    yield replace(
-        policy,
-        name="policy_row fp32, everything",
-        constants=full | {"GROUP": 4},
-        types=FP32,
-        budget=Budget(128, 131072, 2, 21.0, 2.4),
-    )
-    yield replace(
-        policy,
-        name="policy_row bf16, everything, odd vocabulary",
-        constants=full | {"BLOCK": triton_policy.ODD_VOCABULARY_BLOCK},
-        num_warps=triton_policy.ODD_WARPS,
-        aligned=frozenset({"stride", "dx_stride"}),  # as the LM head lays out an odd vocabulary
-        budget=Budget(255, 32768, 2, 21.0, 2.4),
-    )
+        replace(
+            policy,
+            name="policy_row bf16, everything",
+            constants=full,
+            budget=Budget(128, 65536, 2, 20.0, 2.3),
+        ),
+        replace(
+            policy,
+            name="policy_row fp32, everything",
+            constants=full | {"GROUP": 4},
+            types=FP32,
+            budget=Budget(128, 131072, 2, 21.0, 2.4),
+        ),
+        replace(
+            policy,
+            name="policy_row bf16, everything, odd vocabulary",
+            constants=full | {"BLOCK": triton_policy.ODD_VOCABULARY_BLOCK},
+            num_warps=triton_policy.ODD_WARPS,
+            aligned=frozenset({"stride", "dx_stride"}),  # as the LM head lays out an odd vocabulary
+            budget=Budget(255, 32768, 2, 21.0, 2.4),
+        ),
+    ]
 
 
-def token_configs() -> Iterator[KernelConfig]:
+def token_configs() -> list[KernelConfig]:
     """The kernels over tokens, trajectories and gradients."""
-    token = {"BLOCK": triton_token.BLOCK}
-    for name, objective in (("policy_tokens", PLAIN), ("policy_tokens, everything", EVERYTHING)):
-        yield KernelConfig(
-            name,
-            triton_token.token_kernel,
-            {**token, **objective},
-            triton_token.NUM_WARPS,
-            Budget(64, 1024),
-        )
-    scan, warps = {"BLOCK": triton_returns.SCAN_BLOCK}, triton_returns.SCAN_WARPS
-    yield KernelConfig(
+    tokens = KernelConfig(
+        "policy_tokens",
+        triton_token.token_kernel,
+        {"BLOCK": triton_token.BLOCK, **PLAIN},
+        triton_token.NUM_WARPS,
+        Budget(64, 1024),
+    )
+    scan = {"BLOCK": triton_returns.SCAN_BLOCK}
+    gae = KernelConfig(
         "gae",
         triton_returns.gae_kernel,
         {**scan, "BI_LEVEL": False, "TURN_ENDS": None},
-        warps,
+        triton_returns.SCAN_WARPS,
         Budget(128, 16384),
     )
-    yield KernelConfig(
-        "gae bi-level",
-        triton_returns.gae_kernel,
-        {**scan, "BI_LEVEL": True},
-        warps,
-        Budget(168, 16384),
+    block = {"BLOCK": triton_returns.TOKEN_BLOCK}
+    whiten = KernelConfig(
+        "whiten", triton_returns.whiten_kernel, block, triton_returns.TOKEN_WARPS, Budget(64)
     )
-    block, warps = {"BLOCK": triton_returns.TOKEN_BLOCK}, triton_returns.TOKEN_WARPS
-    yield KernelConfig("whiten", triton_returns.whiten_kernel, block, warps, Budget(64))
-    yield KernelConfig(
-        "group_normalize",
-        triton_returns.group_normalize_kernel,
-        {**block, "SCALE": True},
-        warps,
-        Budget(64, 1024),
-    )
-    yield KernelConfig(
-        "value_loss", triton_returns.value_loss_kernel, {**block, "CLIP": True}, warps, Budget(64)
-    )
+    return [
+        tokens,
+        replace(
+            tokens,
+            name="policy_tokens, everything",
+            constants={"BLOCK": triton_token.BLOCK, **EVERYTHING},
+        ),
+        gae,
+        replace(
+            gae,
+            name="gae bi-level",
+            constants={**scan, "BI_LEVEL": True},
+            budget=Budget(168, 16384),
+        ),
+        whiten,
+        replace(
+            whiten,
+            name="group_normalize",
+            kernel=triton_returns.group_normalize_kernel,
+            constants={**block, "SCALE": True},
+            budget=Budget(64, 1024),
+        ),
+        replace(
+            whiten,
+            name="value_loss",
+            kernel=triton_returns.value_loss_kernel,
+            constants={**block, "CLIP": True},
+        ),
+    ]
 
 
-def all_configs() -> Iterator[KernelConfig]:
+def all_configs() -> list[KernelConfig]:
     """Every kernel in every configuration."""
-    yield from row_configs()
-    yield from token_configs()
+    return [*row_configs(), *token_configs()]

@@ -5,7 +5,7 @@ torch user would write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,6 @@ from ragen_kernels.dispatch import policy_rows_
 from ragen_kernels.objective import PolicyObjective, TokenTerms
 from ragen_kernels.vocab import vocab_shard
 from torch import Tensor
-
-from .timing import Case, Provider, relative_error
 
 Function = Callable[..., Any]
 
@@ -43,7 +41,35 @@ HIDDEN_SHAPES = {
 RETURNS_SHAPES = {"cuda": ((64, 4096), (256, 8192), (512, 32768)), "cpu": ((16, 256),)}
 
 
-@dataclass
+@dataclass(frozen=True)
+class Provider:
+    """One implementation. `prepare` turns an input set into the state that the timed `run`
+    consumes.
+    """
+
+    name: str
+    run: Function
+    prepare: Function = lambda inputs: inputs
+    error: Callable[[Any, Any], float] | None = None
+    """(inputs, output of `run`) -> relative error against float64."""
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job at one shape, and what it has to move and multiply at least."""
+
+    name: str
+    shape: dict[str, int | float]
+    make_inputs: Callable[[int], Any]  # by seed
+    providers: tuple[Provider, ...]
+    min_bytes: float = 0.0
+    flops: float = 0.0
+    gemms: tuple[int, int, int] | None = None
+    """(N, V, H), when the job contains the three GEMMs of an LM head."""
+
+
+@dataclass(frozen=True)
 class LossInputs:
     """One input set: rows of logits, or hidden states and weight; and the per-token constants."""
 
@@ -104,6 +130,11 @@ def torch_policy_loss(
     return surrogate_loss(*torch_logprob_entropy(logits, labels, dtype), *constants)
 
 
+def relative_error(actual: Tensor, truth: Tensor) -> float:
+    """Frobenius norm of the error over that of the truth."""
+    return float((actual.double() - truth).norm() / truth.norm())
+
+
 def sampled_rows(inputs: LossInputs) -> Tensor:
     """Evenly spaced active rows on which errors are measured."""
     rows = inputs.weights.nonzero().squeeze(1)
@@ -141,23 +172,15 @@ def hidden_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> flo
     return relative_error(output[0][rows], truth)
 
 
-def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of a scalar in leaves, without touching their `.grad`."""
-    return torch.autograd.grad(loss, leaves)
-
-
-def make_logits(
-    num_rows: int, vocab: int, active: float, device: str
-) -> Callable[[int], LossInputs]:
+def make_logits(num_rows: int, vocab: int, device: str) -> Callable[[int], LossInputs]:
     """Maker of input sets that share one buffer for what an in-place operation destroys."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     scratch = torch.empty(num_rows, vocab, dtype=dtype, device=device)
 
     def make(seed: int) -> LossInputs:
-        inputs = loss_inputs(num_rows, vocab, active, device, seed)
-        inputs.logits = torch.randn(num_rows, vocab, device=device, dtype=dtype)
-        inputs.scratch = scratch
-        return inputs
+        inputs = loss_inputs(num_rows, vocab, 1.0, device, seed)
+        logits = torch.randn(num_rows, vocab, device=device, dtype=dtype)
+        return replace(inputs, logits=logits, scratch=scratch)
 
     return make
 
@@ -168,9 +191,9 @@ def make_hidden(
     """An input set of hidden states and an LM head."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = loss_inputs(num_rows, vocab, active, device, seed)
-    inputs.hidden = torch.randn(num_rows, width, device=device).to(dtype)
-    inputs.weight = (torch.randn(vocab, width, device=device) / width**0.5).to(dtype)
-    return inputs
+    hidden = torch.randn(num_rows, width, device=device).to(dtype)
+    weight = (torch.randn(vocab, width, device=device) / width**0.5).to(dtype)
+    return replace(inputs, hidden=hidden, weight=weight)
 
 
 def make_returns(num_trajectories: int, length: int, device: str, seed: int) -> dict[str, Tensor]:
@@ -194,8 +217,8 @@ def with_torch(
     run: Callable[[Function], Function], function: Function, compiled: Function | None
 ) -> dict[str, Function]:
     """What a torch user wrote, eager and compiled: `run` makes a job of it."""
-    named = {"torch": run(function)}
-    return named | ({} if compiled is None else {"torch.compile": run(compiled(function))})
+    named = {"torch": function} | ({"torch.compile": compiled(function)} if compiled else {})
+    return {name: run(function) for name, function in named.items()}
 
 
 def forward_providers(compiled: Function | None) -> tuple[Provider, ...]:
@@ -204,8 +227,7 @@ def forward_providers(compiled: Function | None) -> tuple[Provider, ...]:
     def run(function: Function) -> Function:
         return torch.no_grad()(lambda inputs: function(inputs.logits, inputs.labels))
 
-    named = {"ragen": run(ours.logprob_entropy)}
-    named |= with_torch(run, torch_logprob_entropy, compiled)
+    named = {"ragen": run(ours.logprob_entropy)} | with_torch(run, torch_logprob_entropy, compiled)
     return tuple(Provider(name, job, error=forward_error) for name, job in named.items())
 
 
@@ -219,7 +241,7 @@ def backward_providers() -> tuple[Provider, ...]:
 
     functions = {"ragen": ours.logprob_entropy, "torch": torch_logprob_entropy}
     return tuple(
-        Provider(name, lambda state: gradients(*state), partial(prepare, function))
+        Provider(name, lambda state: torch.autograd.grad(*state), partial(prepare, function))
         for name, function in functions.items()
     )
 
@@ -237,7 +259,7 @@ def policy_providers(compiled: Function | None) -> tuple[Provider, ...]:
     """Policy loss and its gradient, logits in."""
 
     def run(function: Function) -> Function:
-        return lambda state: gradients(
+        return lambda state: torch.autograd.grad(
             function(state[0], state[1].labels, *state[1].constants), state[0]
         )
 
@@ -253,7 +275,7 @@ def logits_cases(device: str, compiled: Function | None) -> Iterator[Case]:
     itemsize = 2 if device == "cuda" else 4
     for num_rows, vocab in LOGITS_SHAPES[device]:
         shape, one_pass = {"N": num_rows, "V": vocab}, float(itemsize * num_rows * vocab)
-        make = make_logits(num_rows, vocab, 1.0, device)
+        make = make_logits(num_rows, vocab, device)
         for name, providers, passes in (
             ("logprob+entropy forward", forward_providers(compiled), 1),
             ("logprob+entropy backward", backward_providers(), 2),
@@ -265,7 +287,7 @@ def logits_cases(device: str, compiled: Function | None) -> Iterator[Case]:
 def linear_gradients(function: Function, inputs: LossInputs) -> tuple[Tensor, ...]:
     """Gradients of function(hidden, weight) in both."""
     leaves = [x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight)]
-    return gradients(function(*leaves), *leaves)
+    return torch.autograd.grad(function(*leaves), leaves)
 
 
 def hidden_providers(compiled: Function | None) -> tuple[Provider, ...]:
@@ -302,16 +324,14 @@ def hidden_cases(device: str, compiled: Function | None) -> Iterator[Case]:
 def estimate(x: dict[str, Tensor], turn_ends: str | None = None) -> tuple[Tensor, Tensor]:
     """GAE of an input set, bi-level with the name of its turn ends."""
     packed = (x["rewards"], x["values"], x["mask"], x["cu_seqlens"])
-    ends = None if turn_ends is None else x[turn_ends]
-    return ours.gae(*packed, gamma=1.0, lam=0.95, turn_ends=ends, turn_gamma=0.95)
+    return ours.gae(*packed, gamma=1.0, lam=0.95, turn_ends=x.get(turn_ends), turn_gamma=0.95)
 
 
 def value_step(function: Function, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Gradient of the value loss."""
     values = x["values"].detach().requires_grad_()
-    return gradients(
-        function(values, x["old_values"], x["rewards"], x["weights"], clip=0.5)[0], values
-    )
+    loss = function(values, x["old_values"], x["rewards"], x["weights"], clip=0.5)[0]
+    return torch.autograd.grad(loss, values)
 
 
 def returns_cases(device: str) -> Iterator[Case]:

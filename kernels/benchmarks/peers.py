@@ -8,26 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
 
-from .cases import OBJECTIVE, LossInputs, gradients, linear_gradients, surrogate_loss
-from .timing import Case, Provider
-
-LIGER_LENGTH = (
-    1024  # rows per sequence, of which the last is a padding row by its calling convention
+from .cases import (
+    OBJECTIVE,
+    Case,
+    LossInputs,
+    Provider,
+    linear_gradients,
+    surrogate_loss,
 )
-CROSS_ENTROPY_ONLY = "cross entropy only: no ratio, no entropy, no advantage"
+
+PACKAGES = ("liger-kernel", "cut-cross-entropy", "verl")
+LIGER_LENGTH = 1024
+"""Rows per sequence, of which the last is a padding row by its calling convention."""
 
 
 def liger_grpo() -> Provider:
     """Liger's Triton GRPO loss: logits in, in place; one advantage per sequence."""
-    function = import_module("liger_kernel.ops.grpo_loss").GrpoLossFunction
+    function = resolve_name("liger_kernel.ops.grpo_loss:GrpoLossFunction.apply")
 
     def prepare(inputs: LossInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
         rows, vocab = inputs.logits.shape
@@ -47,7 +51,7 @@ def liger_grpo() -> Provider:
 
     def run(state: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         logits, (old_logprobs, labels, advantages, mask) = state
-        loss, *_ = function.apply(
+        loss, *_ = function(
             logits.view(-1, LIGER_LENGTH, logits.shape[1]),
             old_logprobs,
             None,
@@ -61,7 +65,7 @@ def liger_grpo() -> Provider:
             True,
             "dapo",
         )
-        return gradients(loss, logits)
+        return torch.autograd.grad(loss, logits)
 
     return Provider(
         "liger grpo",
@@ -71,47 +75,27 @@ def liger_grpo() -> Provider:
     )
 
 
-def linear_cross_entropy(
-    name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor], remark: str
-) -> Provider:
-    """A fused LM head with cross entropy; rows of weight 0 are ignored labels."""
+def linear_cross_entropy(name: str, place: str, remark: str) -> Provider:
+    """The fused LM head with cross entropy at `place`; rows of weight 0 are ignored labels."""
+    function = resolve_name(place)
 
     def run(inputs: LossInputs) -> tuple[Tensor, ...]:
         labels = torch.where(inputs.weights != 0, inputs.labels, -100)
-        return linear_gradients(lambda h, w: function(h, w, labels), inputs)
 
-    return Provider(name, run, remark=remark)
+        def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+            found = function(hidden, weight, labels)
+            return found[0] if isinstance(found, tuple) else found
 
+        return linear_gradients(loss, inputs)
 
-def liger_linear() -> Provider:
-    """Liger's fused linear cross entropy."""
-    function = import_module(
-        "liger_kernel.ops.fused_linear_cross_entropy"
-    ).LigerFusedLinearCrossEntropyFunction
-    return linear_cross_entropy(
-        "liger flce", lambda h, w, y: function.apply(h, w, y)[0], CROSS_ENTROPY_ONLY
-    )
-
-
-def cut_cross_entropy() -> Provider:
-    """Apple's cut cross entropy."""
-    function = import_module("cut_cross_entropy").linear_cross_entropy
-    return linear_cross_entropy(
-        "cut-cross-entropy", function, CROSS_ENTROPY_ONLY + ", drops small gradients"
-    )
-
-
-def torch_linear() -> Provider:
-    """torch's own chunked linear cross entropy."""
-    function = import_module("torch.nn.functional").linear_cross_entropy
-    return linear_cross_entropy("F.linear_cross_entropy", function, CROSS_ENTROPY_ONLY)
+    return Provider(name, run, remark=f"cross entropy only: no ratio, no entropy, {remark}")
 
 
 def verl_linear() -> Provider:
     """verl's linear cross entropy: log-probabilities and entropies of all rows from hidden states,
     no loss.
     """
-    function = import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    function = resolve_name("verl.utils.kernel.linear_cross_entropy:linear_cross_entropy")
 
     def loss(hidden: Tensor, weight: Tensor, inputs: LossInputs) -> Tensor:
         logprobs, entropy = function(hidden, weight, inputs.labels, 1.0, "none")
@@ -123,44 +107,53 @@ def verl_linear() -> Provider:
     return Provider("verl", run, remark="the loss itself in torch")
 
 
-PEERS: dict[str, tuple[Callable[[], Provider], ...]] = {
-    "policy loss forward+backward": (liger_grpo,),
-    "linear policy loss": (liger_linear, cut_cross_entropy, torch_linear, verl_linear),
+PEERS: dict[str, dict[str, Callable[[], Provider]]] = {
+    "policy loss forward+backward": {"liger_grpo": liger_grpo},
+    "linear policy loss": {
+        "liger_linear": partial(
+            linear_cross_entropy,
+            "liger flce",
+            "liger_kernel.ops.fused_linear_cross_entropy"
+            ":LigerFusedLinearCrossEntropyFunction.apply",
+            "no advantage",
+        ),
+        "cut_cross_entropy": partial(
+            linear_cross_entropy,
+            "cut-cross-entropy",
+            "cut_cross_entropy:linear_cross_entropy",
+            "no advantage, drops small gradients",
+        ),
+        "torch_linear": partial(
+            linear_cross_entropy,
+            "F.linear_cross_entropy",
+            "torch.nn.functional:linear_cross_entropy",
+            "no advantage",
+        ),
+        "verl_linear": verl_linear,
+    },
 }
+"""Job -> peer -> what builds it, if it is installed."""
 
 
-def peer_failures() -> tuple[type[Exception], ...]:
+def failures() -> tuple[type[Exception], ...]:
     """How a peer says no: it is absent, its interface changed, or it refuses the device, the shape
     or the memory.
     """
-    expected = (ImportError, AttributeError, TypeError, ValueError, AssertionError, RuntimeError)
+    triton = (resolve_name("triton.errors:TritonError"),) if find_spec("triton") else ()
     return (
-        expected
-        if find_spec("triton") is None
-        else (*expected, import_module("triton.errors").TritonError)
-    )
+        ImportError, AttributeError, TypeError, ValueError, AssertionError, RuntimeError, *triton,
+    )  # fmt: skip
 
 
-def add_peers(case: Case, check: Callable[[Provider], None]) -> tuple[Case, dict[str, str]]:
-    """The case with every peer that passes `check` (one run), and why the others do not."""
-    providers, refused = list(case.providers), {}
-    for build in PEERS.get(case.name, ()):
+def add_peers(case: Case) -> tuple[Case, dict[str, str]]:
+    """The case with every peer that can run it once, and why the others do not."""
+    providers, refused, inputs = list(case.providers), {}, case.make_inputs(0)
+    for name, build in PEERS.get(case.name, {}).items():
         try:
             provider = build()
-            check(provider)
-        except peer_failures() as error:
-            refused[build.__name__] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            provider.run(provider.prepare(inputs))
+        except failures() as error:
+            refused[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         else:
             providers.append(provider)
     return replace(case, providers=tuple(providers)), refused
-
-
-def peer_versions() -> dict[str, Any]:
-    """Installed versions of triton and of the peers, None where absent."""
-    versions = {}
-    for name in ("triton", "liger-kernel", "cut-cross-entropy", "verl"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions

@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MIN_LOOP_INSTRUCTIONS = 20
 
@@ -54,36 +51,6 @@ class KernelReport:
         them.
         """
         return tuple(loop for loop in self.loops if loop.async_copies)
-
-
-def compile_kernel(
-    kernel: Any,
-    signature: dict[str, str],
-    constants: dict[str, Any],
-    num_warps: int,
-    aligned: frozenset[str],
-    max_registers: int | None = None,
-) -> Any:
-    """Compile for sm_90 as a launch would whose integers `aligned`, and whose pointers, are
-    divisible by 16.
-    """
-    names = kernel.arg_names
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if name not in constants and (signature[name].startswith("*") or name in aligned)
-        if not kernel.params[index].do_not_specialize_on_alignment
-    }
-    source = ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in constants else signature[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=attributes,
-    )
-    options = {"num_warps": num_warps} | (
-        {} if max_registers is None else {"maxnreg": max_registers}
-    )
-    return triton.compile(source, target=HOPPER, options=options)
 
 
 def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
@@ -136,20 +103,17 @@ def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:
         start = labels.get(branch.group(1), end + 1) if branch else end + 1
         if end - start >= MIN_LOOP_INSTRUCTIONS:
             spans.append((start, end))
-    inner = [
-        (a, b)
+    bodies = [
+        instructions[a : b + 1]
         for a, b in spans
         if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in spans)
     ]
-    loops = []
-    for start, end in inner:
-        body = instructions[start : end + 1]
-        loops.append(
-            LoopCount(
-                instructions=len(body) / elements_per_thread,
-                exponentials=sum("MUFU.EX2" in x for x in body) / elements_per_thread,
-                shuffles=sum("SHFL" in x for x in body),
-                async_copies=sum("LDGSTS" in x for x in body),
-            )
+    return [
+        LoopCount(
+            instructions=len(body) / elements_per_thread,
+            exponentials=sum("MUFU.EX2" in x for x in body) / elements_per_thread,
+            shuffles=sum("SHFL" in x for x in body),
+            async_copies=sum("LDGSTS" in x for x in body),
         )
-    return loops
+        for body in bodies
+    ]

@@ -1,19 +1,17 @@
-"""What the machine code of every kernel uses on sm_90, as rows for a report, as text and as
-Markdown. Needs no GPU.
+"""What the machine code of every kernel uses on sm_90, as a report and as the page about it. Needs
+no GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 from .budgets import KernelConfig, all_configs
+from .static_analysis import ptxas_version
 
-HEADER = (
-    f"{'kernel':38s} {'regs':>5s} {'spill':>6s} {'smem':>7s} {'instr/elem':>11s} {'ex2/elem':>9s}"
-)
 COLUMNS = (
     "kernel", "configuration", "warps", "registers", "spills", "shared memory",
     "instructions / element", "exponentials / element", "asynchronous copies", "wgmma", "TMA",
@@ -36,6 +34,7 @@ stream it; elsewhere there is no such loop. An H200 at 4.3 TB/s has time for 13.
 read and written (gradient, policy_row). wgmma and TMA are 0 because the matrix products are
 cuBLAS's; asynchronous copies (cp.async) are what streams the rows. `tests/kernels/test_compile.py`
 asserts a budget for each line.
+
 """
 
 
@@ -53,42 +52,30 @@ def static_row(config: KernelConfig, compiled: Any) -> dict[str, Any]:
     }
 
 
-def static_rows() -> Iterator[dict[str, Any]]:
+def report() -> dict[str, Any]:
     """Every kernel in every configuration; one is disassembled while the next is compiled."""
     with ThreadPoolExecutor() as pool:
-        rows = [pool.submit(static_row, config, config.compile()) for config in all_configs()]
-        yield from (row.result() for row in rows)
+        under_way = [pool.submit(static_row, one, one.compile()) for one in all_configs()]
+    kernels = [row.result() for row in under_way]
+    return {"target": "sm_90", "ptxas": ptxas_version(), "kernels": kernels}
 
 
-def is_streaming(row: dict[str, Any]) -> bool:
-    """Whether counts per element mean anything: the kernel has a loop that streams a row."""
-    return row["instructions_per_element"] > 0
+def preamble(report: Mapping[str, Any]) -> str:
+    """What stands above the table; `report` has date and versions too."""
+    versions = {"triton": report["versions"]["triton"], "ptxas": report["ptxas"]}
+    return PREAMBLE.format(date=report["date"][:10], **versions)
 
 
-def text_line(row: dict[str, Any]) -> str:
-    """A line under HEADER."""
-    counts = f"{row['instructions_per_element']:11.2f} {row['exponentials_per_element']:9.2f}"
-    streaming = counts if is_streaming(row) else f"{'-':>11s} {'-':>9s}"
-    verdict = f"  OVER BUDGET: {'; '.join(row['violations'])}" if row["violations"] else ""
-    resources = f"{row['registers']:5d} {row['spill_instructions']:6d} {row['shared_bytes']:7d}"
-    return f"{row['name']:38s} {resources} {streaming}{verdict}"
-
-
-def markdown(rows: list[dict[str, Any]], versions: dict[str, Any]) -> str:
-    """A page with one table line per row. `versions` names the date, triton and ptxas."""
-    page = PREAMBLE.format(**{name: versions[name] for name in ("date", "triton", "ptxas")})
-    lines = [COLUMNS, ("---",) * len(COLUMNS)]
-    for row in rows:
+def rows(report: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    """The table's, under COLUMNS."""
+    for row in report["kernels"]:
         kernel, _, configuration = row["name"].partition(" ")
-        counts = [row["instructions_per_element"], row["exponentials_per_element"]]
-        resources = ("num_warps", "registers", "spill_instructions", "shared_bytes")
-        lines.append(
-            (
-                kernel.rstrip(","),
-                configuration or "-",
-                *(row[key] for key in resources),
-                *((f"{count:.2f}" for count in counts) if is_streaming(row) else "--"),
-                *(row[key] for key in ("async_copies", "wgmma", "tma_copies")),
-            )
+        per_element = [row[f"{name}_per_element"] for name in ("instructions", "exponentials")]
+        yield (
+            kernel.rstrip(","),
+            configuration or "-",
+            *(row[key] for key in ("num_warps", "registers", "spill_instructions", "shared_bytes")),
+            # without a loop that streams a row, counts per element mean nothing
+            *((f"{count:.2f}" for count in per_element) if any(per_element) else "--"),
+            *(row[key] for key in ("async_copies", "wgmma", "tma_copies")),
         )
-    return page + "\n" + "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -22,13 +23,13 @@ def device() -> str:
     return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def versions() -> dict[str, str]:
-    """Of Python, CUDA and PACKAGES, `none` for what is absent. An SGLang server may have another
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Of Python, CUDA and `packages`, `none` for what is absent. An SGLang server may have another
     environment with others.
     """
     installed = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
     interpreter = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    return interpreter | {name: installed.get(name, "none") for name in PACKAGES}
+    return interpreter | {name: installed.get(name, "none") for name in packages}
 
 
 def describe() -> str:

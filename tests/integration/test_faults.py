@@ -136,7 +136,7 @@ def load_replay():
 
 def replay_arguments(run: Path, step: int) -> argparse.Namespace:
     return argparse.Namespace(
-        run=str(run), step=step, tolerance=1e-4, tensor_model_parallel_size=1,
+        run=run, step=step, tolerance=1e-4, tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1, use_distributed_optimizer=False, json=None,
     )  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_the_published_table_is_the_present_one(report):
     assert [row["name"] for row in published["kernels"]] == [
         row["name"] for row in report["kernels"]
     ]
-    if published["environment"]["triton"] == report["environment"]["triton"]:
+    if published["versions"]["triton"] == report["versions"]["triton"]:
         assert published["kernels"] == report["kernels"]
         page = (folder / "kernels_sm90_static.md").read_text()
         assert page.partition("| kernel")[2] == report["markdown"].partition("| kernel")[2]

@@ -122,7 +122,8 @@ def test_a_report_is_printed_and_written(
     )
     report = benchmark.provenance() | {"spread": benchmark.spread([3.0, 1.0, 2.0])}
     text = benchmark.table(("job", "s"), [("a", 2.0)])
-    benchmark.publish(arguments, report, text, {"a": [3.0, 1.0, 2.0], "b": [1.0]}, "seconds")
+    panels = {"seconds": {"a": [3.0, 1.0, 2.0], "b": [1.0]}}
+    benchmark.publish(arguments, report, text, panels)
     assert capsys.readouterr().out == text + "\n" == paths["markdown"].read_text()
     assert text.splitlines() == ["| job | s |", "| --- | --- |", "| a | 2.0 |"]
     written = json.loads(paths["json"].read_text())

@@ -328,9 +328,8 @@ def test_a_target_appears_whole_or_not_at_all(
     with pytest.raises(ValueError, match="another conversion is at work or was killed"):
         megatron(start, tmp_path / "target")
     (tmp_path / ".target.unfinished").rmdir()
-    assert_equal(
-        read(convert(start, tmp_path / "target", "huggingface")), read(start)
-    )  # an empty one may stand there
+    # an empty one may stand there
+    assert_equal(read(convert(start, tmp_path / "target", "huggingface")), read(start))
 
 
 def test_a_tied_head_that_is_stored_too(tmp_path: Path) -> None:
