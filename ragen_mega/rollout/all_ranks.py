@@ -62,19 +62,15 @@ def collect_on_all_ranks(
     """
     tasks = _own_tasks(engine, [task for group in groups for task in group])
 
-    def play() -> list[TrajectoryGroup] | None:
-        return collection.groups() if collection.play() else None
-
     def send() -> None:
         if send_again is None:
             raise EngineError("the rollout engine has lost its weights")
         send_again()
 
     with Collection(engine, renderer, tasks, settings, advance=advance) as collection:
-        parts = _on_all_ranks(play)
-        while None in parts:
+        while not all(_on_all_ranks(collection.play)):  # an engine has lost its weights
             _on_all_ranks(send)
-            parts = _on_all_ranks(play)
+        parts = _on_all_ranks(collection.groups)
     return in_groups(
         trajectory for part in parts for group in part for trajectory in group.trajectories
     )
