@@ -9,8 +9,6 @@ whole trajectories.
 What the command line does, as functions; see docs/api.md.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -2,8 +2,6 @@
 The loop comes first.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

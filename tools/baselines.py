@@ -8,8 +8,6 @@ Prompts are the boards of --boards, else the packaged boards that match the envi
 123, 124, ...
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

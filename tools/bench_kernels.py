@@ -12,8 +12,6 @@ in-place operation destroys is restored outside the timed region. Rates count th
 bytes and FLOPs, not those that were spent. Exit code 1 if a compiled kernel exceeds its budget.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

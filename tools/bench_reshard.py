@@ -19,8 +19,6 @@ layers and then fewer words are measured; the output says how many. Both paths m
 names with equal checksums, or the exit code is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -10,8 +10,6 @@ prompts of a turn left-padded into one batch, with its key-value cache inside th
 no log-probabilities. Tokens per CPU second hold on a machine that others use too.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -25,8 +25,6 @@ update. The original's seconds are arXiv:2504.20073 Fig. 7, total time over 200 
 the H100 class.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import statistics

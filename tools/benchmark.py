@@ -2,8 +2,6 @@
 spread, and results as JSON, Markdown and a plot.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import functools

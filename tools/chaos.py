@@ -20,8 +20,6 @@ the run is finished. Exit code 1 if any of these fails:
     played once, and its metrics are those of the rollout on the disk.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

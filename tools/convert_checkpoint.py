@@ -19,8 +19,6 @@ the given layout would write them, with checksums; --load of training and evalua
 any layout. The target appears whole or not at all.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -9,8 +9,6 @@ A run is evaluated under its own environment settings; for a checkpoint the flag
 With --samples-per-prompt above 1 it also reports pass@k.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from command_line import JSON, command, flag

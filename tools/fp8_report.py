@@ -11,8 +11,6 @@ recipes taking turns with bfloat16 in one run, medians as ratios. Needs one CUDA
 Engine; without them exit code 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

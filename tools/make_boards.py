@@ -7,8 +7,6 @@ Seeds below 100000 belong to neither the warm start nor training. Boards that ar
 ones are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -10,8 +10,6 @@ float64. Exit code 1 beyond tolerance. On GPUs every process has one of its own,
 layouts of more processes than GPUs are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

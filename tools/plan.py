@@ -10,8 +10,6 @@ ragen_mega/models/memory_plan.py for what is exact and what is assumed. GB are G
 every phase fits, 1 with remedies if one does not, 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

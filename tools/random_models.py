@@ -1,7 +1,5 @@
 """Models of real shapes with random weights, for what measures time and not quality."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

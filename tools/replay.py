@@ -12,8 +12,6 @@ numbers are equal to the bit, on another to rounding (--tolerance). Writes nothi
 Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

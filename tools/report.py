@@ -8,8 +8,6 @@ samples of one prompt being alike; mean and standard deviation are over runs who
 settings differ by their seed only, each set of prompts by itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -9,8 +9,6 @@ reason and the end of the server's log. Standard output is two lines for tools/g
 of the weights and the change of server flags; exit code 1 if nothing works.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -6,8 +6,6 @@ exponentials for 2 bytes of HBM traffic per element; the budgets leave a margin 
 not show.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

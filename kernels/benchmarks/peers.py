@@ -4,8 +4,6 @@ None of them computes all of our objective; the remark says what a peer leaves o
 not installed, or that refuses a shape, is listed with its reason instead of a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ arithmetic, not memory, becomes the bottleneck of an H200; these counts are that
 device.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -4,8 +4,6 @@ plain-torch definition.
 Triton is imported by the first CUDA call, so that CPU users need not have it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module

@@ -2,8 +2,6 @@
 kernels; and which arguments of a launch may start anywhere.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ are dropped before the first GEMM. Chunks run over tokens, never over the vocabu
 d_hidden of a row is one GEMM and is rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

@@ -6,8 +6,6 @@ tokens of a trajectory: the successor of a sampled token is the next sampled tok
 environment wrote in between. Bi-level GAE (turns, then tokens): RAGEN, arXiv:2504.20073.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

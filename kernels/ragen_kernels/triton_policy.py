@@ -7,8 +7,6 @@ Under tensor parallelism the statistics of a row cross ranks in between, so ther
 kernels.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ sampled is the identity (1, 0). One program walks one trajectory from its end in
 a parallel scan.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ exponential per group instead of one per element and no lane talks to another be
 row.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

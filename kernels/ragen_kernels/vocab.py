@@ -6,8 +6,6 @@ exp(l_r - l) m_r, and the target logit is the sum over ranks, because every rank
 contributes 0. The entropy is l - m.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ the next sampled token of its trajectory, whatever the environment wrote in betw
 is that of `ragen_kernels`, Triton for CUDA tensors; here are StarPO's terms and checks.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import ragen_kernels

@@ -6,8 +6,6 @@ Aggregation: token-mean, DAPO arXiv:2503.14476 Eq. 8; seq-mean-token-mean, GRPO 
 `ragen_kernels`.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

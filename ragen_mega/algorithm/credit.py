@@ -5,8 +5,6 @@ The estimators of the package stand first; `ragen_mega.algorithm.tables` lists t
 arithmetic is in `advantages`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

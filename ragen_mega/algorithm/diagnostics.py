@@ -5,8 +5,6 @@ Echo Trap: arXiv:2504.20073 sec. 4. Template collapse and its mutual-information
 arXiv:2604.06268.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy

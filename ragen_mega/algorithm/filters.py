@@ -10,8 +10,6 @@ of P sequences of raw returns R(tau), its value, and whether groups may stay who
 earned the same.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

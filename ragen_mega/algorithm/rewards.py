@@ -8,8 +8,6 @@ Every rank computes all of them, so equal trajectories must earn the same everyw
 the disk stays as it was played. Success is never shaped.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

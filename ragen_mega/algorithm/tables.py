@@ -6,8 +6,6 @@ point of the table's group or `register` fills a table. Nothing here imports tor
 configuration checks names at once. `docs/algorithm.md` has the signatures and formulas.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -2,8 +2,6 @@
 and wins.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

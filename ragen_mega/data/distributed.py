@@ -5,8 +5,6 @@ control - trajectories, metrics, per-token results that every rank needs - trave
 that no NCCL kernel spins while engines generate.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ forward pass.
 The shift from tokens to labels happens here and nowhere else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ One `Registry` per kind of thing (environments, advantage estimators, filters, r
 What comes with the package is listed by import path, so that asking for the names imports nothing.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import pkgutil

@@ -14,8 +14,6 @@ parameters share one step tensor, which then advances once per parameter. Here t
 and written where they are instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ rebinds the name `torch` inside the modules that do so to a proxy with CPU answe
 is never changed, and where CUDA exists nothing happens at all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

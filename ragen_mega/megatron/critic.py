@@ -1,7 +1,5 @@
 """The critic: values of the states before sampled tokens, and clipped value regression."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

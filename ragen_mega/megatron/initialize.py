@@ -1,7 +1,5 @@
 """Start megatron-core: model-parallel groups and random states on the ranks of this job."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection

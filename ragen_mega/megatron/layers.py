@@ -8,8 +8,6 @@ to cuDNN or flash-attn with a padding-causal mask. Its layers add `_extra_state`
 never a parameter: nothing here reads or stores it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ weight by `ragen_kernels.linear_policy_loss`, which never holds the full logits.
 arXiv:2407.10671, arXiv:2505.09388.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ megatron-core's contiguous buffers, tied weights and whatever an optimizer refer
 were once the storage has its size and bytes again.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

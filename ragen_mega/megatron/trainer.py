@@ -7,8 +7,6 @@ data-parallel rank computes a balanced share of it, and per-token results and me
 over the control group, so that all ranks go on with the same numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

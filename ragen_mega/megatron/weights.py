@@ -5,8 +5,6 @@ How names and layouts correspond is in `ragen_mega.models.layout`, how directori
 `ragen_mega.storage.model_readers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
 

@@ -2,8 +2,6 @@
 entries of a config.json are computed. No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

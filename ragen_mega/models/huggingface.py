@@ -1,7 +1,5 @@
 """Hugging Face directories: configuration, tokenizer, download, random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

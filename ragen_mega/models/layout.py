@@ -6,8 +6,6 @@ says. In checkpoints megatron-core's dist_checkpointing stores every parameter w
 stacked, [gate; up] as if on one rank, the vocabulary padded for the layout that wrote it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 (arXiv:2505.09388).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ragen_mega.models.family import Family, Limit, Weight

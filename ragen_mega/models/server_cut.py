@@ -5,8 +5,6 @@ Read in SGLang 0.5.17: models/qwen2.py, models/qwen3.py, layers/linear.py (QKVPa
 MergedColumnParallelLinear), layers/vocab_parallel_embedding.py. Nothing of SGLang is imported.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 

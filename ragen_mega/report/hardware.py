@@ -1,7 +1,5 @@
 """Where numbers were made: the processor or GPU of this machine, and versions of what computes."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterable

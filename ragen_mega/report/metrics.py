@@ -2,8 +2,6 @@
 TensorBoard, W&B).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

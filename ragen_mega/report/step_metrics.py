@@ -2,8 +2,6 @@
 of the Echo Trap.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import SupportsFloat

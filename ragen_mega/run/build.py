@@ -2,8 +2,6 @@
 backend.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

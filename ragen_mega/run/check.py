@@ -5,8 +5,6 @@
 Exit code 0: go on; 2: one line says why not; HELPED: --help has been printed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 model of the hub, played by the embedded engine.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -2,8 +2,6 @@
 some in a row the end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

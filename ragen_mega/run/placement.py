@@ -10,8 +10,6 @@ ROLLOUT  the weights are there and leave the trainer too; then the engine takes 
 Where an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT come once more.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -2,8 +2,6 @@
 evaluation, checkpoints, the log.
 """
 
-from __future__ import annotations
-
 import hashlib
 import signal
 import time

@@ -2,8 +2,6 @@
 they meet anyway, and the death of another rank an error in one line.
 """
 
-from __future__ import annotations
-
 import signal
 from types import FrameType
 

@@ -1,7 +1,5 @@
 """Where the time of a step goes, and how many tokens it buys."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ nothing that is read is executed. Random states are no part of it: every draw of
 of the seed, the step and the task.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import re

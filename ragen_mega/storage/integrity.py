@@ -2,8 +2,6 @@
 whether they still are.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

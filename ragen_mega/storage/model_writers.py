@@ -6,8 +6,6 @@ be in memory to be written. Source of the file format:
 https://github.com/huggingface/safetensors#format
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -7,8 +7,6 @@ Tokens, masks, log-probabilities (float64, as Python had them), rewards and seed
 turns say about themselves and where the rollout comes from is JSON in the header.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

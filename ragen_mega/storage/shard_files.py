@@ -6,8 +6,6 @@ reader needs, and reading executes nothing (PyTorch's own distributed format kee
 in a pickle).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence
