@@ -1,17 +1,17 @@
-"""Which initial states are played: fresh ones in training, never an evaluation board, and fixed
-ones in evaluation.
+"""Which initial states are played, and how: fresh ones in training, never an evaluation board, and
+fixed ones in evaluation.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ragen_mega.config import EnvironmentConfig, StarPOConfig
+from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import Task, tasks_for_group
+from ragen_mega.rollout.collector import PlaySettings, Task, tasks_for_group
 
 TRAINING_SEEDS = (1_000_000, 1_000_000_000)
 """Training draws prompt seeds from this range; evaluation sets and held-out checks use smaller
@@ -40,6 +40,19 @@ def episode_maker(
     rules = episode_config(config)
     options = config.options(name) if step is None else config.training_options(name, step)
     return lambda: Episode(make(name, **options), rules)
+
+
+def play_settings(
+    rollout: RolloutConfig, environment: EnvironmentConfig, *, temperature: float, seed: int
+) -> PlaySettings:
+    """How a run samples, in training or, at another temperature, in evaluation."""
+    return PlaySettings(
+        max_response_length=rollout.max_response_length,
+        max_context_length=rollout.max_context_length,
+        temperature=temperature,
+        seed=seed,
+        environment_timeout=environment.environment_timeout,
+    )
 
 
 class TaskSampler:

@@ -14,11 +14,10 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import CONFIG_FILE
-from ragen_mega.rollout.collector import PlaySettings
 from ragen_mega.rollout.evaluate import EvaluationResult
 from ragen_mega.rollout.evaluate import evaluate as play
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import evaluation_boards
+from ragen_mega.rollout.tasks import evaluation_boards, play_settings
 from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
 
@@ -68,13 +67,7 @@ def evaluate(
             ChatRenderer(load_tokenizer(str(directory)), think=config.think),
             config,
             environment,
-            PlaySettings(
-                max_response_length=rollout.max_response_length,
-                max_context_length=rollout.max_context_length,
-                temperature=temperature,
-                seed=seed,
-                environment_timeout=config.environment_timeout,
-            ),
+            play_settings(rollout, config, temperature=temperature, seed=seed),
             boards=states,
             num_prompts=num_prompts,
             samples_per_prompt=samples_per_prompt,

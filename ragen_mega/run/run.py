@@ -36,12 +36,12 @@ from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
-from ragen_mega.rollout.collector import PlaySettings, Task
+from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, evaluate, mean_references
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
-from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.run.guards import FAULTS, UpdateGuard
 from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
@@ -151,7 +151,7 @@ class Run:
         Raises, on all ranks alike, Interrupted if the run is to stop, FloatingPointError if the
         weights have diverged, and EngineError if the rollout fails on any rank for another reason.
         """
-        num_tasks = sum(len(group) for group in tasks)
+        config, num_tasks = self.config, sum(len(group) for group in tasks)
         failure = None
         with self.console.progress("rollout", num_tasks // count_engines(self.engine)) as progress:
 
@@ -164,7 +164,12 @@ class Run:
                     self.engine,
                     self.renderer,
                     tasks,
-                    self._play_settings(self.config.rollout.temperature, self.config.train.seed),
+                    play_settings(
+                        config.rollout,
+                        config.environment,
+                        temperature=config.rollout.temperature,
+                        seed=config.train.seed,
+                    ),
                     advance=advance,
                     send_again=self.send_weights_again,
                 )
@@ -199,16 +204,6 @@ class Run:
         self.engine.load_weights(self.policy.export_weights(self.engine.shard), again=True)
         self.placement.enter(Phase.ROLLOUT)
         self.engine.start()
-
-    def _play_settings(self, temperature: float, seed: int) -> PlaySettings:
-        rollout = self.config.rollout
-        return PlaySettings(
-            max_response_length=rollout.max_response_length,
-            max_context_length=rollout.max_context_length,
-            temperature=temperature,
-            seed=seed,
-            environment_timeout=self.config.environment.environment_timeout,
-        )
 
     # The parts of a step
 
@@ -298,6 +293,12 @@ class Run:
         """Evaluate every trained environment on its held-out boards under the current weights."""
         config = self.config.evaluation
         num_episodes = config.eval_prompts * samples // count_engines(self.engine)
+        settings = play_settings(
+            self.config.rollout,
+            self.config.environment,
+            temperature=config.eval_temperature,
+            seed=0,
+        )
         results = {}
         with self.placement.handover(), self.engine.awake():
             self.engine.load_weights(self.policy.export_weights(self.engine.shard))
@@ -310,7 +311,7 @@ class Run:
                         self.renderer,
                         self.config.environment,
                         name,
-                        self._play_settings(config.eval_temperature, seed=0),
+                        settings,
                         boards=self.boards[name],
                         num_prompts=config.eval_prompts,
                         samples_per_prompt=samples,
