@@ -174,6 +174,9 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
     def __exit__(self, *error: object) -> None:
         _apart(self._runner.close)  # cancels what still runs, which closes its environments
+        players = self._players
+        if players is not None and players.done() and not players.cancelled():
+            players.exception()  # it has been raised; asyncio is not to say it once more
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))

@@ -3,6 +3,7 @@ not depend on how fast they are answered.
 """
 
 import asyncio
+import gc
 import hashlib
 import random
 import sys
@@ -412,7 +413,7 @@ def test_environments_are_reset_and_used_again_beyond_the_bound(
 
 
 def test_a_collection_that_is_left_early_closes_everything(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Kept(FrozenLake):
         num_closed = 0
@@ -437,6 +438,9 @@ def test_a_collection_that_is_left_early_closes_everything(
         ):
             collection.play()
         assert Kept.num_closed == 8
+        del collection
+        gc.collect()
+        assert not caplog.records, "nothing is said of an exception that was raised"
         engine.load_weights(model.state_dict().items())  # no session is left
 
 
