@@ -14,6 +14,7 @@ exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "$ranks" "$0" "$@"
 if __name__ == "__main__":  # checkpoint writers start processes that import this file
     import sys
 
+    from ragen_mega.config.cli import DEFAULT_RECIPE
     from ragen_mega.train import main
 
-    main(sys.argv[1:], recipe="frozen_lake")
+    main(sys.argv[1:], recipe=DEFAULT_RECIPE)

@@ -22,6 +22,8 @@ from ragen_mega.config.schema import StarPOConfig, flag_of, parse_shares
 
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
+DEFAULT_RECIPE = "frozen_lake"
+"""Of the launch script; the program itself takes none unless it is named."""
 
 
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:

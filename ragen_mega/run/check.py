@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragen_mega.config import parse
+from ragen_mega.config.cli import DEFAULT_RECIPE
 from ragen_mega.report.console import fail
 
 HELPED = 100
 
 
-def check(flags: Sequence[str], num_ranks: int | None, *, recipe: str) -> None:
+def check(flags: Sequence[str], num_ranks: int | None) -> None:
     """Raise ValueError, in one line, if flags or layout cannot work on so many ranks of one node
     (None: torchrun will count them).
     """
-    config = parse(flags, recipe=recipe)
+    config = parse(flags, recipe=DEFAULT_RECIPE)
     if num_ranks is not None:
         config.parallel.check_world(num_ranks)
         config.rollout.num_engines(num_ranks, num_ranks)
@@ -34,7 +35,7 @@ def check(flags: Sequence[str], num_ranks: int | None, *, recipe: str) -> None:
 def main() -> None:
     num_ranks, *flags = sys.argv[1:]
     try:
-        check(flags, int(num_ranks) if num_ranks.isdigit() else None, recipe="frozen_lake")
+        check(flags, int(num_ranks) if num_ranks.isdigit() else None)
     except ValueError as error:
         fail(str(error))
     except SystemExit:  # parse has printed the help
