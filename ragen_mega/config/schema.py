@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -24,6 +24,7 @@ from ragen_mega.algorithm.tables import (
     parse_reward,
 )
 from ragen_mega.environments import calls
+from ragen_mega.environments.pool import Worker
 from ragen_mega.environments.registry import held_out_options, make
 
 OffloadMode = Literal["none", "rollout", "turns"]
@@ -278,7 +279,9 @@ class EnvironmentConfig(Section):
                 f" ({', '.join(self.shares)}); drop it or add it to --environments"
             )
         for name in self.shares:
-            calls.close(make(name, **base.get(name, {}) | options.get(name, {})))
+            build = partial(make, name, **base.get(name, {}) | options.get(name, {}))
+            worker = Worker(self.environment_timeout)  # for it may not return
+            worker.end(partial(calls.close, worker.build(name, build)))
 
     @property
     def shares(self) -> dict[str, int]:
