@@ -224,6 +224,10 @@ class EnvironmentConfig(Section):
     """Environments and their shares of the groups of a step, e.g. `frozen_lake`,
     `sokoban:4,frozen_lake:4` or, of a file my_module.py, `my_module:MyEnvironment`.
     """
+    eval_environments: str = ""
+    """Further environments, separated by commas, that are evaluated beside those that are trained,
+    e.g. `sokoban_large,frozen_lake`.
+    """
     environment_options: str = "{}"
     """JSON object of options per environment, e.g. '{"sokoban": {"observation": "grid_coord"}}'."""
     curriculum: str = "{}"
@@ -273,12 +277,12 @@ class EnvironmentConfig(Section):
                 f"{flag} must map environment names to objects, not {options!r}; "
                 'write e.g. \'{"sokoban": {"observation": "grid"}}\''
             )
-        if unknown := set(options) - set(self.shares):
+        if unknown := set(options) - set(self.evaluated):
             raise ValueError(
                 f"{flag} names {', '.join(sorted(unknown))}, which is not trained"
                 f" ({', '.join(self.shares)}); drop it or add it to --environments"
             )
-        for name in self.shares:
+        for name in self.evaluated:
             build = partial(make, name, **base.get(name, {}) | options.get(name, {}))
             worker = Worker(self.environment_timeout)  # for it may not return
             worker.end(partial(calls.close, worker.build(name, build)))
@@ -287,6 +291,17 @@ class EnvironmentConfig(Section):
     def shares(self) -> dict[str, int]:
         """Environment name -> share of the groups."""
         return parse_shares(self.environments)
+
+    @property
+    def evaluated(self) -> list[str]:
+        """Names of the environments that are trained, then of those that are only evaluated."""
+        others = [name for part in self.eval_environments.split(",") if (name := part.strip())]
+        if len({*self.shares, *others}) < len(self.shares) + len(others):
+            raise ValueError(
+                f"eval_environments must be distinct and not among {', '.join(self.shares)}, which"
+                f" are evaluated anyway; they are {self.eval_environments!r}"
+            )
+        return [*self.shares, *others]
 
     def options(self, name: str) -> dict[str, Any]:
         """Options of one environment's constructor."""

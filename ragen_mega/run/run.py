@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -51,6 +52,8 @@ from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
+EVALUATED = ("success", "reward", "random", "optimum")
+"""Of an evaluated set, logged as eval/..."""
 Tasks = Sequence[Sequence[Task]]
 Origin = dict[str, Any]
 """Everything that a rollout depends on, as JSON takes it."""
@@ -264,7 +267,7 @@ class Run:
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if not is_last and interval and (step + 1) % interval == 0:
-            success = _mean_success(self.evaluate(step + 1, metrics))
+            success = self._mean_success(self.evaluate(step + 1, metrics))
         metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
         if num_lost := round(result["engine/restarts"]):
@@ -290,7 +293,9 @@ class Run:
     def evaluate(
         self, step: int, metrics: Metrics | None = None, samples: int = 1
     ) -> dict[str, EvaluationResult]:
-        """Evaluate every trained environment on its held-out boards under the current weights."""
+        """Evaluate every trained environment, and those of --eval-environments, on their held-out
+        initial states under the current weights.
+        """
         config = self.config.evaluation
         num_episodes = config.eval_prompts * samples // count_engines(self.engine)
         settings = play_settings(
@@ -304,7 +309,7 @@ class Run:
             self.engine.load_weights(self.policy.export_weights(self.engine.shard))
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()
-            for name in self.config.environment.shares:
+            for name in self.config.environment.evaluated:
                 with self.console.progress(f"evaluate {name}", num_episodes) as progress:
                     results[name] = evaluate(
                         self.engine,
@@ -320,13 +325,17 @@ class Run:
                         send_again=self.send_weights_again,
                     )
         for name, result in results.items():
-            suffix = "" if len(results) == 1 else f"_{name}"
+            shares = self.config.environment.shares
+            suffix = "" if len(shares) == 1 and name in shares else f"_{name}"
             if metrics is not None:
-                metrics.add(
-                    "eval", {f"success{suffix}": result.success, f"reward{suffix}": result.reward}
-                )
+                values = {key: getattr(result, key) for key in EVALUATED}
+                metrics.add("eval", {f"{k}{suffix}": v for k, v in values.items() if v is not None})
             self.console.say(f"step {step} {name}: {result}")
         return results
+
+    def _mean_success(self, results: dict[str, EvaluationResult]) -> float:
+        """Of the environments that are trained."""
+        return fmean(results[name].success for name in self.config.environment.shares)
 
     # The end, and what it can go on from
 
@@ -335,7 +344,7 @@ class Run:
         summary.
         """
         evaluated = self.evaluate(self.step, samples=self.config.evaluation.eval_samples)
-        self.save(_mean_success(evaluated))
+        self.save(self._mean_success(evaluated))
         results = {name: result.to_dict() for name, result in evaluated.items()}
         save_huggingface(
             self.logger.directory / FINAL_EXPORT,
@@ -431,10 +440,6 @@ class Run:
 
     def _is_best(self, success: float | None) -> bool:
         return success is not None and (self.best_success is None or success > self.best_success)
-
-
-def _mean_success(results: dict[str, EvaluationResult]) -> float:
-    return sum(result.success for result in results.values()) / len(results)
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
