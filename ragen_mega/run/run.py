@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from types import TracebackType
@@ -35,6 +35,7 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
+from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
 from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
@@ -51,6 +52,8 @@ from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
+_PROBES = 8
+"""Prompts of every evaluation that are kept for readers."""
 Tasks = Sequence[Sequence[Task]]
 Origin = dict[str, Any]
 """Everything that a rollout depends on, as JSON takes it."""
@@ -96,6 +99,9 @@ class Run:
             keep_best=config.checkpoint.keep_best,
         )
         self.rollouts = RolloutStore(directory / ROLLOUTS)
+        self.traces = TraceWriter(
+            directory / TRACES, self.renderer.tokenizer.decode, config.environment
+        )
         self.guard = UpdateGuard(
             directory / FAULTS,
             max_consecutive=config.train.max_nonfinite_updates,
@@ -196,6 +202,19 @@ class Run:
 
         with self.timed("rollout_files"):
             on_main(write)
+
+    def trace(
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        kept: Sequence[TrajectoryGroup] = (),
+        batch: TokenBatch | None = None,
+    ) -> None:
+        """Keep the first groups of a step for readers. Raises OSError on all ranks."""
+        shown = groups[: self.config.logging.trace_groups]
+        if shown:
+            with self.timed("rollout_files"):
+                on_main(lambda: self.traces.write_step(step, shown, kept, batch))
 
     def send_weights_again(self) -> None:
         """In the middle of a rollout: an engine has lost its weights, and all ranks hold a part."""
@@ -318,6 +337,7 @@ class Run:
                         reference=self.references[name],
                         advance=progress.advance,
                         send_again=self.send_weights_again,
+                        watch=partial(self._trace_evaluation, step, name),
                     )
         for name, result in results.items():
             suffix = "" if len(results) == 1 else f"_{name}"
@@ -327,6 +347,15 @@ class Run:
                 )
             self.console.say(f"step {step} {name}: {result}")
         return results
+
+    def _trace_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
+        """Keep one trajectory of each of the first prompts, which are the same at every time."""
+        if not self.config.logging.trace_groups:
+            return
+        shown = [replace(g, trajectories=g.trajectories[:1]) for g in groups[:_PROBES]]
+        boards = [board.rows for board in (self.boards[name] or [])[: len(shown)]]
+        boards = boards or [None] * len(shown)
+        on_main(lambda: self.traces.write_evaluation(step, name, shown, boards))
 
     # The end, and what it can go on from
 
@@ -393,6 +422,7 @@ class Run:
         self.warm_start, self.best_success = state["warm_start"], state["best_success"]
         self.engine.weight_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
+        on_main(lambda: self.traces.drop_from(self.step))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
