@@ -1,4 +1,4 @@
-"""Pictures of worlds on a grid, as SVG that needs nothing else and is read on light and dark pages."""
+"""Pictures of worlds on a grid, as SVG that stands alone, on light and on dark pages."""
 
 from collections.abc import Iterable, Mapping
 

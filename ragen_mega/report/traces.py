@@ -34,7 +34,7 @@ _CHANNELS = {
     "values": "value",
     "returns": "return",
 }
-"""Fields of a batch that a trace tells for every sampled token, and what readers see them called."""
+"""Fields of a batch that a trace tells for every sampled token, and what readers call them."""
 _MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8; each may be a token of its own
 Board = Sequence[str] | None
 Rows = Mapping[tuple[int, int], int]
@@ -172,9 +172,7 @@ def pictures(trajectory: Trajectory, board: Board, options: Mapping[str, Any]) -
         try:
             if not is_instant(world) or not callable(getattr(world, "render", None)):
                 return []
-            calls.reset(
-                world, trajectory.seed, outcome_seed=trajectory.outcome_seed, board=board
-            )
+            calls.reset(world, trajectory.seed, outcome_seed=trajectory.outcome_seed, board=board)
             drawn = [str(world.render())]
             for turn in trajectory.turns:
                 for action in turn.info.get("actions", ()):

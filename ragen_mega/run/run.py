@@ -216,6 +216,11 @@ class Run:
             with self.timed("rollout_files"):
                 on_main(lambda: self.traces.write_step(step, shown, kept, batch))
 
+    def note(self, step: int, text: str) -> None:
+        """Say something that happened in a step, and keep it in events.jsonl."""
+        self.console.say(f"step {step}: {text}")
+        self.logger.note(step, text)
+
     def send_weights_again(self) -> None:
         """In the middle of a rollout: an engine has lost its weights, and all ranks hold a part."""
         self.engine.pause()
@@ -229,7 +234,7 @@ class Run:
     def summarize(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
         if errors := describe_errors(groups):
-            self.console.say(f"step {self.step}: {errors}")
+            self.note(self.step, errors)
         return summarize(groups) | mean_references(self.references, self.config.environment.shares)
 
     def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -277,7 +282,7 @@ class Run:
         """
         self.advance(metrics)
         for warning in observe(self.monitor, metrics):
-            self.console.say(f"step {step}: {warning}")
+            self.note(step, str(warning))
         self.timers.close_step(metrics)
         metrics.add("memory", self.placement.take_ledger())
         is_last = step + 1 == self.config.train.num_steps
@@ -287,9 +292,9 @@ class Run:
         metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
         if num_lost := round(result["engine/restarts"]):
-            self.console.say(
-                f"step {step}: {num_lost} rollout servers were lost and replaced; see the logs"
-                " under sglang/"
+            self.note(
+                step,
+                f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/",
             )
         on_main(lambda: self.logger.log(step, result))
         self.console.step(step, result)
@@ -385,6 +390,7 @@ class Run:
         self.checkpoints.wait()
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
+        self.console.say(f"to read it: python tools/view.py {self.logger.directory}")
 
     def save(self, success: float | None = None) -> None:
         """Write a checkpoint in the background; `success` is that of an evaluation at this step.
