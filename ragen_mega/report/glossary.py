@@ -75,8 +75,8 @@ GLOSSARY = {
     "eval/reward": "Mean total reward at this evaluation.",
     "custom/*": "A metric of your own, or one of --metrics.",
 }
-"""Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry of their own. A key
-with an environment behind it, `rollout/success/sokoban`, `eval/success_sokoban`, means the same.
+"""Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry of their own. A
+key with an environment behind it, as `eval/success_sokoban`, means the same.
 """
 
 
