@@ -334,6 +334,11 @@ class RolloutConfig(Section):
     """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
     max_context_length: Count = 3600
     """Tokens of a trajectory; one that would grow longer is closed as truncated."""
+    context_window: Natural = 0
+    """Turns that the policy sees: the present one and those before it, behind the task. Every turn
+    whose prompt does not go on from the last one is then a sample of its own (0: the whole
+    trajectory). --max-context-length bounds each of them.
+    """
     temperature: Positive = 1.0
     """Sampling temperature; the trainer divides its logits by the same. A greedy policy (0) would
     explore nothing.

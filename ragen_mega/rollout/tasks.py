@@ -56,6 +56,7 @@ def play_settings(
     return PlaySettings(
         max_response_length=rollout.max_response_length,
         max_context_length=rollout.max_context_length,
+        context_window=rollout.context_window,
         temperature=temperature,
         seed=seed,
         environment_timeout=environment.environment_timeout,
