@@ -456,8 +456,9 @@ class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     reward: str = "environment"
-    """What a trajectory earns: a weighted sum of environment, success, format, response_length and
-    rewards of your own, e.g. "environment + 0.1*format + my_module:my_reward".
+    """What a trajectory earns: a weighted sum of environment, success, format, response_length,
+    repetition, action_effectiveness, grounded_thought, turn_discounted, group_relative, judges by
+    their URLs and rewards of your own, e.g. "environment + 0.1*format + my_module:my_reward".
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare

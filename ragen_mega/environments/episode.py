@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, read_response
 from ragen_mega.environments.calls import reset, step
+from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.protocol import (
     Action,
     Budget,
@@ -104,7 +105,7 @@ class TurnResult:
     truncated: bool
     info: dict[str, Any]
     """success, is_format_valid, is_action_valid, is_action_effective, num_actions, actions,
-    thought.
+    thought; claims: how many in the thought hold and how many there are, where that can be checked.
     """
 
 
@@ -202,8 +203,11 @@ class Episode:
             think=self.config.think,
             max_actions=self.budget.max_actions_per_turn,
         )
+        claims = check_claims(self.environment, parsed.thought) if parsed.thought else None
         results = self._execute(parsed.actions)
         info = _turn_info(parsed, results)
+        if claims is not None:
+            info["claims"] = (sum(claims), len(claims))
         self._num_turns += 1
         reward = math.fsum(result.reward for result in results)
         terminated = bool(results) and results[-1].terminated
