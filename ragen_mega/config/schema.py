@@ -257,6 +257,11 @@ class EnvironmentConfig(Section):
     any time).
     """
 
+    environment_processes: Natural = 0
+    """Processes of each rank in which environments live that hold the interpreter while they
+    compute (0: none, they live in threads).
+    """
+
     def rules(self) -> Sequence[tuple[bool, str]]:
         base = _json_object("environment_options", self.environment_options)
         self._check_options("environment_options", base, {})
