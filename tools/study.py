@@ -1,14 +1,14 @@
 """Run a study of several arms and seeds, side by side, and write its table, page and plot.
 
-    python tools/study.py filter                          # examples/studies/filter.toml, three seeds
+    python tools/study.py filter                       # examples/studies/filter.toml, three seeds
     python tools/study.py my/study.toml --seeds 5 --jobs 2
-    python tools/study.py filter --slurm lines.txt        # a command a line, for a job array
-    python tools/study.py filter --report                 # what there is so far
+    python tools/study.py filter --slurm lines.txt     # a command a line, for a job array
+    python tools/study.py filter --report              # what there is so far
     python tools/study.py --list
 
-Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was stopped.
-Every arm has the same seeds, and with them the same warm start and training prompts; evaluation
-prompts are the same for all. Results are refused to be mixed where the code or the study has
+Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
+stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
+evaluation prompts are the same for all. Results are refused to be mixed where the code or the study has
 changed since the first run; --mixed accepts that, and the report says so.
 
 --match steps gives every arm as many optimizer steps as the first one, --match tokens as many
