@@ -95,6 +95,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
             episode_maker(config.environment, name),
             range(200),
             skill=config.warm_start.warm_start_skill,
+            timeout=config.environment.environment_timeout,
         )
     tokenizer = train_tokenizer(texts)
     # So that no layout needs padded vocabulary rows.
