@@ -2,17 +2,16 @@
 The loop comes first.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.diagnostics import diagnose
 from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data.distributed import device
+from ragen_mega.data.distributed import device, is_main
 from ragen_mega.data.packing import pack
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
@@ -24,9 +23,11 @@ from ragen_mega.report.step_metrics import (
 )
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.build import build
+from ragen_mega.run.guards import nothing_to_learn
 from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run
-from ragen_mega.run.stop import fail_if_rank_lost
+from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
+from ragen_mega.storage.run_directory import Finished
 
 
 def starpo(run: Run) -> None:
@@ -58,8 +59,8 @@ def starpo(run: Run) -> None:
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
         kept = run.filter(groups)
         metrics.add("filter", filter_metrics(groups, kept))
-        if not kept:
-            run.finish_step(step, metrics)  # no initial state tells good from bad: nothing to learn
+        if not kept:  # no initial state tells good from bad
+            run.finish_step(step, metrics, empty=nothing_to_learn(groups, config))
             continue
 
         # Advantages: everything the loss needs, under the weights that sampled the trajectories.
@@ -105,8 +106,9 @@ def train(config: StarPOConfig) -> dict[str, Any]:
     """Train as `config` says, in this process or on the ranks of the job that it belongs to.
 
     Returns what is in the run's summary.json. The run lies in `config.run_directory`. Raises
-    ValueError, before any training, if something cannot work; OSError, EngineError or
-    FloatingPointError if training cannot go on (a checkpoint is there to resume from).
+    ValueError, before any training, if something cannot work, and after `max_empty_steps` that
+    trained nothing; OSError, EngineError or FloatingPointError if training cannot go on (a
+    checkpoint is there to resume from).
     """
     run = build(config)
     with run:
@@ -118,16 +120,21 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     """Parse flags, build everything, train. What cannot go on is one line and exit code 2 of every
     rank.
 
-    SIGTERM leaves at once while the run is built, and with a checkpoint from then on.
+    SIGTERM, Ctrl-C and the end of the terminal leave at once while the run is built, and with a
+    checkpoint from then on. So does the end of the launcher.
     """
-    signal.signal(signal.SIGTERM, _leave)
+    leave_when_told()
+    end_with_launcher()
     try:
         run = build(parse(sys.argv[1:] if argv is None else argv, recipe=recipe))
         run.stop.listen()
         with run:
             starpo(run)
     except Interrupted:
-        raise SystemExit(128 + signal.SIGTERM) from None
+        raise SystemExit(run.stop.exit_code) from None
+    except Finished as done:
+        if is_main():
+            print(done)
     except (ValueError, OSError, FloatingPointError, EngineError) as error:
         fail(str(error))
     except RuntimeError as error:
@@ -146,10 +153,6 @@ class _CallableModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
-
-
-def _leave(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

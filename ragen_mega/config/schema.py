@@ -588,6 +588,10 @@ class TrainConfig(Section):
     """Updates of one model in a row that a non-finite loss or gradient may cost; after that many
     the run stops.
     """
+    max_empty_steps: Natural = 10
+    """Steps in a row of which the filter may keep nothing; after that many the run stops and says
+    why (0: it goes on).
+    """
     seed: int = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
 

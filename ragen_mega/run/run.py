@@ -3,9 +3,8 @@ evaluation, checkpoints, the log.
 """
 
 import hashlib
-import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -84,6 +83,10 @@ class Run:
     warm_start: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the policy could do before reinforcement learning, by environment."""
     best_success: float | None = None
+    empty_steps: int = 0
+    """Steps in a row, the last one included, that trained on nothing."""
+    evaluated: dict[str, EvaluationResult] = field(default_factory=dict)
+    """The last evaluation, once the last step has made it."""
     summary: dict[str, Any] = field(default_factory=dict)
     """What the run came to; empty until it has finished."""
 
@@ -252,9 +255,10 @@ class Run:
         if self.stop.agreed():
             raise Interrupted
 
-    def finish_step(self, step: int, metrics: Metrics) -> None:
+    def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
         """Close a step: warnings, schedules, one row of metrics, evaluation and checkpoint when
-        due. May raise Interrupted.
+        due. `empty` says why it trained nothing. May raise Interrupted, and ValueError after too
+        many empty steps.
         """
         self.advance(metrics)
         for warning in observe(self.monitor, metrics):
@@ -263,7 +267,11 @@ class Run:
         metrics.add("memory", self.placement.take_ledger())
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
-        if not is_last and interval and (step + 1) % interval == 0:
+        if step == 0:
+            metrics.add("eval", _scores(self.warm_start, "initial_"))
+        if is_last:
+            self.evaluated = self.evaluate(step + 1, metrics, self.config.evaluation.eval_samples)
+        elif interval and (step + 1) % interval == 0:
             success = _mean_success(self.evaluate(step + 1, metrics))
         metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
@@ -275,9 +283,23 @@ class Run:
         on_main(lambda: self.logger.log(step, result))
         self.console.step(step, result)
         self.step = step + 1
+        self._count_empty(empty)
         if not is_last and self._is_checkpoint_due(success):
             self.save(success)
         self.stop_if_asked()
+
+    def _count_empty(self, why: str | None) -> None:
+        self.empty_steps = self.empty_steps + 1 if why else 0
+        if why is None:
+            return
+        self.console.say(f"step {self.step - 1}: trained on nothing: {why}")
+        if self.empty_steps == self.config.train.max_empty_steps:
+            self.empty_steps = 0  # a resumed run may try as often
+            self.save()
+            raise ValueError(
+                f"{self.config.train.max_empty_steps} steps in a row trained on nothing, the bound"
+                f" of --max-empty-steps: {why}; {self.checkpoints.last('that changed')}"
+            )
 
     def advance(self, metrics: Metrics) -> None:
         """What every step ends with, also one that is only replayed: the schedules, and the number
@@ -320,12 +342,9 @@ class Run:
                         send_again=self.send_weights_again,
                     )
         for name, result in results.items():
-            suffix = "" if len(results) == 1 else f"_{name}"
-            if metrics is not None:
-                metrics.add(
-                    "eval", {f"success{suffix}": result.success, f"reward{suffix}": result.reward}
-                )
             self.console.say(f"step {step} {name}: {result}")
+        if metrics is not None:
+            metrics.add("eval", _scores({name: r.to_dict() for name, r in results.items()}))
         return results
 
     # The end, and what it can go on from
@@ -334,7 +353,9 @@ class Run:
         """Evaluate, write the last checkpoint, export the policy for transformers, write the
         summary.
         """
-        evaluated = self.evaluate(self.step, samples=self.config.evaluation.eval_samples)
+        evaluated = self.evaluated or self.evaluate(
+            self.step, samples=self.config.evaluation.eval_samples
+        )
         self.save(_mean_success(evaluated))
         results = {name: result.to_dict() for name, result in evaluated.items()}
         save_huggingface(
@@ -345,6 +366,7 @@ class Run:
             is_writer=distributed.is_main(),
         )
         self.summary = {
+            "run": str(self.logger.directory),
             "sets": results,
             "steps": self.step,
             "seconds": time.monotonic() - self.started,
@@ -374,6 +396,7 @@ class Run:
             "best_success": self.best_success,
             "weight_version": self.engine.weight_version,
             "nonfinite": self.guard.consecutive,
+            "empty_steps": self.empty_steps,
         }
         with self.timed("checkpoint"):
             self.checkpoints.save(
@@ -393,6 +416,7 @@ class Run:
         self.warm_start, self.best_success = state["warm_start"], state["best_success"]
         self.engine.weight_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
+        self.empty_steps = state.get("empty_steps", 0)
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
@@ -408,12 +432,10 @@ class Run:
             if isinstance(error, Interrupted):
                 self.save()
                 self.checkpoints.wait()
-                name = signal.Signals.SIGTERM.name
-                self.console.say(
-                    f"stopped by {name} after {self.step} steps; --resume goes on from there"
-                )
+                self.console.say(f"stopped after {self.step} steps; --resume goes on from there")
             if isinstance(error, (FloatingPointError, PlugInError)):
-                raise type(error)(f"{error}; {self.checkpoints.last()}") from error
+                last = self.checkpoints.last("a lower --lr or --clip-grad")
+                raise type(error)(f"{error}; {last}") from error
         finally:
             self.close()
 
@@ -435,6 +457,17 @@ class Run:
 
 def _mean_success(results: dict[str, EvaluationResult]) -> float:
     return sum(result.success for result in results.values()) / len(results)
+
+
+def _scores(
+    results: Mapping[str, Mapping[str, float]], prefix: str = ""
+) -> dict[str, float]:
+    """Success and reward of evaluated environments, as they are logged."""
+    return {
+        f"{prefix}{what}" + ("" if len(results) == 1 else f"_{name}"): result[what]
+        for name, result in results.items()
+        for what in ("success", "reward")
+    }
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:

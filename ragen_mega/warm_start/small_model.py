@@ -26,12 +26,13 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import save_huggingface
+from ragen_mega.storage.run_directory import BASE
 from ragen_mega.warm_start.clone import FitStep, fit, scripted_texts, scripted_trajectory
 from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-BASE, WARM_START, WARM_START_CRITIC = "base", "warm_start", "warm_start_critic"
-"""Subdirectories of a run without --load: the random small model, what cloning made of it, and the
+WARM_START, WARM_START_CRITIC = "warm_start", "warm_start_critic"
+"""Subdirectories of a run without --load: what cloning made of the small model in `base`, and the
 critic of that.
 """
 WARM_START_SEEDS = 100_000

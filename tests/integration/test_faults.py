@@ -123,6 +123,7 @@ def test_a_rollout_of_other_weights_or_settings_is_not_used(
         in capfd.readouterr().out
     )
     shutil.rmtree(output / "other_settings" / "checkpoints" / "step_00000004")
+    (output / "other_settings" / "summary.json").unlink()
     finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4", "--temperature", "0.9"))
     assert steps == [3, 2, 3]
 
