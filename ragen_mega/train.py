@@ -3,6 +3,7 @@ The loop comes first.
 """
 
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from ragen_mega.run.guards import nothing_to_learn
 from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run
 from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
+from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.run_directory import Finished
 
 
@@ -125,8 +127,12 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     """
     leave_when_told()
     end_with_launcher()
+    threading.excepthook = _report_thread
+    output = "."
     try:
-        run = build(parse(sys.argv[1:] if argv is None else argv, recipe=recipe))
+        config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
+        output = config.logging.output
+        run = build(config)
         run.stop.listen()
         with run:
             starpo(run)
@@ -135,11 +141,19 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     except Finished as done:
         if is_main():
             print(done)
-    except (ValueError, OSError, FloatingPointError, EngineError) as error:
+    except OSError as error:
+        fail(describe_error(error, output))
+    except (ValueError, FloatingPointError, EngineError) as error:
         fail(str(error))
     except RuntimeError as error:
         fail_if_rank_lost(error)
         raise
+
+
+def _report_thread(failure: threading.ExceptHookArgs) -> None:
+    """A full disk ends TensorBoard's thread, and its owner says so in one line."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
 
 
 class _CallableModule(ModuleType):

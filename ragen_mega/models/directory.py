@@ -18,8 +18,8 @@ def looks_like_path(name: str) -> bool:
 
 
 def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
-    """The shape of the model that `flag` names, None if that is one of the hub. Raises ValueError
-    if it is a place on this disk that cannot hold one.
+    """The shape of the model that `flag` names, None if that is one of the hub or its numbers are
+    none. Raises ValueError if it is a place on this disk that cannot hold a model.
     """
     path = Path(name)
     if not path.is_dir():
@@ -30,7 +30,7 @@ def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
                 " owner/model"
             )
         return None
-    shape = ModelShape.from_config(_read_config(flag, path))
+    shape = _shape(_read_config(flag, path))
     if not any((path / file).exists() for file in _WEIGHTS):
         raise ValueError(
             f"{flag} {name} holds no weights ({' or '.join(_WEIGHTS[:2])}); copy them there, or"
@@ -71,8 +71,21 @@ def _read_config(flag: str, path: Path) -> dict:
             f"{flag} {path} is a run, not a model; give {path / 'huggingface'}, the policy that it"
             " ended with"
         )
-    find_family(model_type)
+    try:
+        find_family(model_type)
+    except ValueError as error:
+        raise ValueError(f"{flag} {path}: {error}") from None
     return values
+
+
+def _shape(values: dict) -> ModelShape | None:
+    """The shape that a config.json says; None if it is damaged, of which the loader says more."""
+    try:
+        shape = ModelShape.from_config(values)
+    except (TypeError, AttributeError, ArithmeticError):
+        return None
+    sizes = (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+    return shape if all(type(size) is int and size > 0 for size in sizes) else None
 
 
 def _has_template(path: Path) -> bool:

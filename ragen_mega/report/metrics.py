@@ -151,7 +151,6 @@ class RunLogger:
         self._is_writer = is_writer
         self._last_step: int | None = None
         self._uses_tensorboard = tensorboard
-        self._file: Any = None
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._open_files = ExitStack()
@@ -201,7 +200,8 @@ class RunLogger:
             )
         self._last_step = step
         values = _finite(metrics, where=f"step {step}")
-        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        with (self.directory / METRICS_FILE).open("a") as file:  # a killed run leaves whole lines
+            file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         finite = {key: value for key, value in values.items() if value is not None}
         if self._tensorboard is not None:
             for key, value in finite.items():
@@ -225,8 +225,6 @@ class RunLogger:
         if path.exists():
             kept = [record for record in read_metrics(path) if record["step"] < first_step]
             write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        # Line by line: a killed run leaves whole lines.
-        self._file = self._open_files.enter_context(path.open("a", buffering=1))
         if self._uses_tensorboard:
             # Slow to import, and only one rank needs it.
             from torch.utils.tensorboard import SummaryWriter

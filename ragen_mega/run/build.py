@@ -76,15 +76,7 @@ def build(config: StarPOConfig) -> Run:
         )
         for name in names
     }
-    logger = RunLogger(
-        config.run_directory,
-        is_writer=distributed.is_main(),
-        wandb_project=config.logging.wandb_project,
-        resume=config.checkpoint.resume,
-        overwrite=config.logging.overwrite,
-    )
-    logger.write_config(config.to_dict())
-    distributed.barrier()
+    logger = open_log(config)
     console = Console(is_writer=distributed.is_main(), num_steps=config.train.num_steps)
 
     base = base_directory(config)
@@ -122,6 +114,25 @@ def build(config: StarPOConfig) -> Run:
     return run
 
 
+def open_log(config: StarPOConfig) -> RunLogger:
+    """The run's directory and its log, which rank 0 writes. Collective."""
+    opened: list[RunLogger] = []
+
+    def begin() -> None:
+        logger = RunLogger(
+            config.run_directory,
+            is_writer=True,
+            wandb_project=config.logging.wandb_project,
+            resume=config.checkpoint.resume,
+            overwrite=config.logging.overwrite,
+        )
+        logger.write_config(config.to_dict())
+        opened.append(logger)
+
+    on_main(begin)
+    return opened[0] if opened else RunLogger(config.run_directory, is_writer=False)
+
+
 def build_models(
     config: StarPOConfig,
     hf: PretrainedConfig,
@@ -156,9 +167,12 @@ def base_directory(config: StarPOConfig) -> Path:
     if config.model.load is not None:
         return local_directory(config.model.load)
     base = config.run_directory / BASE
-    if distributed.is_main() and not is_complete(base):
-        write_small_model(config, base)
-    distributed.barrier()
+
+    def write() -> None:
+        if not is_complete(base):
+            write_small_model(config, base)
+
+    on_main(write)
     return base
 
 

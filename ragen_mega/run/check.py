@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
@@ -39,6 +38,15 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     _check_models(config)
     if config.rollout.rollout_engine == "sglang":
         _check_sglang(config.rollout.sglang_python)
+    asked = (
+        config.parallel.fp8 != "none" or config.parallel.transformer_impl == "transformer_engine"
+    )
+    if asked and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"fp8 {config.parallel.fp8} with transformer_impl {config.parallel.transformer_impl}"
+            " needs Transformer Engine, which is not installed; drop them, or pip install"
+            " --no-build-isolation -e '.[h100]' on a machine with GPUs"
+        )
     if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"wandb_project {config.logging.wandb_project} needs the package wandb, which is not"
@@ -81,7 +89,9 @@ def _check_sglang(python: str | None) -> None:
     try:
         done = subprocess.run([python or sys.executable, "-c", program], capture_output=True)
     except OSError as error:
-        raise ValueError(f"sglang_python {python} cannot be run ({error.strerror}){remedy}") from None
+        raise ValueError(
+            f"sglang_python {python} cannot be run ({error.strerror}){remedy}"
+        ) from None
     if done.returncode:
         raise ValueError(
             f"rollout_engine sglang needs SGLang, and {python or sys.executable} has none{remedy}"

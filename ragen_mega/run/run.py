@@ -46,7 +46,7 @@ from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
-from ragen_mega.storage.model_writers import save_huggingface
+from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
@@ -357,13 +357,13 @@ class Run:
             self.step, samples=self.config.evaluation.eval_samples
         )
         self.save(_mean_success(evaluated))
+        self.checkpoints.wait()  # it must not be lost with an export that the disk has no room for
         results = {name: result.to_dict() for name, result in evaluated.items()}
-        save_huggingface(
+        export(
             self.logger.directory / FINAL_EXPORT,
             self.policy.hf,
             self.renderer.tokenizer,
             self.policy.export_weights(),
-            is_writer=distributed.is_main(),
         )
         self.summary = {
             "run": str(self.logger.directory),
@@ -375,7 +375,6 @@ class Run:
             "warm_start": self.warm_start,
         }
         on_main(lambda: self.logger.write_summary(self.summary))
-        self.checkpoints.wait()
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
 
@@ -459,9 +458,7 @@ def _mean_success(results: dict[str, EvaluationResult]) -> float:
     return sum(result.success for result in results.values()) / len(results)
 
 
-def _scores(
-    results: Mapping[str, Mapping[str, float]], prefix: str = ""
-) -> dict[str, float]:
+def _scores(results: Mapping[str, Mapping[str, float]], prefix: str = "") -> dict[str, float]:
     """Success and reward of evaluated environments, as they are logged."""
     return {
         f"{prefix}{what}" + ("" if len(results) == 1 else f"_{name}"): result[what]

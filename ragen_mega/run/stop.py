@@ -1,5 +1,5 @@
-"""How a run is made to stop: a signal becomes a question that all ranks answer alike at points where
-they meet anyway, and the death of another rank an error in one line.
+"""How a run is made to stop: a signal becomes a question that all ranks answer alike at points
+where they meet anyway, and the death of another rank an error in one line.
 """
 
 import os
