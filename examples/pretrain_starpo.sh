@@ -2,7 +2,7 @@
 """:" # For Bash these lines are a program that becomes torchrun on this file; for Python they are a string.
 . "$(dirname "$0")/../tools/setup_env.sh" && setup_env
 ranks="${NPROC_PER_NODE:-$(default_ranks)}"
-"$PYTHON" -m ragen_mega.run.check "$ranks" "$@" || exit $(($? % 100)) # 100: nothing is left to do
+"$PYTHON" -m ragen_mega.run.check "$ranks" "$@" || { code=$?; exit $((code == 100 ? 0 : code)); } # 100: nothing is left to do
 exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "$ranks" "$0" "$@"
 ":"""
 

@@ -98,19 +98,20 @@ def _check_sglang(python: str | None) -> None:
         )
 
 
-def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> None:
+def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> str | None:
     """Leave the process, with one line, unless a run of these flags can begin. Of several ranks the
-    first looks: when the others came to it, the run might have begun.
+    first looks: when the others came to it, the run might have begun. Returns what to say of a run
+    that has finished.
     """
     if os.environ.get("RANK", "0") != "0":
-        return
+        return None
     try:
         check(parse(flags, recipe=DEFAULT_RECIPE), num_ranks, ranks_per_node)
     except Finished as done:
-        print(done)
-        raise SystemExit(0) from None
+        return str(done)
     except (ValueError, OSError) as error:
         fail(str(error))
+    return None
 
 
 def main() -> None:
@@ -119,7 +120,9 @@ def main() -> None:
     if not num_ranks.isdecimal() or int(num_ranks) == 0:
         fail(f"NPROC_PER_NODE must be a number of ranks, at least 1, not {num_ranks!r}; unset it")
     try:
-        check_flags(flags, int(num_ranks), int(num_ranks))
+        if finished := check_flags(flags, int(num_ranks), int(num_ranks)):
+            print(finished)
+            sys.exit()
     except SystemExit as left:
         raise SystemExit(left.code or NOTHING_LEFT) from None
 
