@@ -3,18 +3,15 @@ launcher asks before it starts ranks, and the loader looks closely.
 """
 
 import json
+import re
 from pathlib import Path
 
 from ragen_mega.models.shape import ModelShape, find_family
 
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "manifest.json")
 _TOKENIZER = ("tokenizer.json", "vocab.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether --load names a place on this disk rather than `model` or `owner/model` of the hub."""
-    return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
 
 
 def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
@@ -23,7 +20,8 @@ def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
     """
     path = Path(name)
     if not path.is_dir():
-        if path.exists() or ("/" in name and looks_like_path(name)):
+        is_below = "/" in name and path.parent.is_dir()
+        if path.exists() or is_below or not _HUB_NAME.fullmatch(name):
             state = "is a file" if path.exists() else "does not exist"
             raise ValueError(
                 f"{flag} {name} {state}; give the directory of a model, or its name on the hub as"
