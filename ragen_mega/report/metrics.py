@@ -16,6 +16,7 @@ from typing import Any, SupportsFloat
 from ragen_mega.storage.integrity import write_whole
 from ragen_mega.storage.run_directory import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, claim
 
+EVENTS_FILE = "events.jsonl"
 WANDB_ID = "wandb_id"
 """File of a run directory: the id under which W&B knows the run."""
 
@@ -208,6 +209,16 @@ class RunLogger:
                 self._tensorboard.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log(finite, step=step)
+
+    def note(self, step: int, text: str) -> None:
+        """Append something that happened in a step, e.g. a warning, to events.jsonl."""
+        if self._is_writer:
+            path = self.directory / EVENTS_FILE
+            events = read_metrics(path) if path.exists() else []
+            new = {"step": step, "text": text}
+            # A run that continues comes to its steps again.
+            kept = [event for event in events if event["step"] <= step and event != new] + [new]
+            write_whole(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write what the run came to; its presence marks the run as finished."""
