@@ -129,7 +129,8 @@ def plot(directories: Sequence[Path], rows: Sequence[dict[str, Any]], path: Path
         records = read_metrics(directory / METRICS_FILE)
         (line,) = axes.plot(*series(records, "rollout/success"), alpha=0.35)
         marks = {"marker": "o", "color": line.get_color(), "label": directory.name}
-        axes.plot(*series(records, "eval/success"), **marks)
+        before, after = (series(records, f"eval/{key}") for key in ("initial_success", "success"))
+        axes.plot(*(one + other for one, other in zip(before, after)), **marks)
         for key, panel in panels.items():
             panel.plot(*series(records, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))

@@ -98,16 +98,32 @@ class ModelConfig(Section):
     """Hugging Face model name or directory that the critic starts from (default: what the policy
     starts from).
     """
-    hidden_size: int = 96
+    hidden_size: Count = 96
     """Width of the small model (only without --load)."""
-    num_layers: int = 2
+    num_layers: Count = 2
     """Depth of the small model (only without --load)."""
-    num_attention_heads: int = 4
+    num_attention_heads: Count = 4
     """Attention heads of the small model (only without --load)."""
-    num_query_groups: int = 2
+    num_query_groups: Count = 2
     """Key-value heads of the small model (only without --load)."""
-    ffn_hidden_size: int = 256
+    ffn_hidden_size: Count = 256
     """Width of the small model's SwiGLU (only without --load)."""
+
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        return (
+            (
+                self.hidden_size % (2 * heads) != 0,
+                f"hidden_size ({self.hidden_size}) must be a multiple of twice num_attention_heads"
+                f" ({heads}); set --hidden-size"
+                f" {2 * heads * max(1, self.hidden_size // (2 * heads))}",
+            ),
+            (
+                heads % groups != 0,
+                f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups});"
+                " set --num-query-groups to a divisor",
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -230,13 +246,13 @@ class EnvironmentConfig(Section):
     that step on. Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30":
     {}}'.
     """
-    max_turns: int = 5
+    max_turns: Count = 5
     """Turns per trajectory (K)."""
-    max_actions_per_turn: int = 5
+    max_actions_per_turn: Count = 5
     """Actions executed per turn; more are dropped."""
-    max_actions: int = 10
+    max_actions: Count = 10
     """Actions per trajectory."""
-    format_penalty: float = -0.1
+    format_penalty: Annotated[float, Bounds("at most 0", -math.inf, 0)] = -0.1
     """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it
     earned.
     """
@@ -413,6 +429,12 @@ class FilterConfig(Section):
             ),
         )
 
+    def num_kept(self, num_groups: int) -> int | None:
+        """Groups that are kept if none is constant, None where it depends on the returns."""
+        if self.filter_strategy == "top_fraction":
+            return max(1, math.floor(self.value * num_groups + 1e-9))
+        return {"top_k": self.value, "none": num_groups}.get(self.filter_strategy)
+
     @property
     def value(self) -> float | None:
         """The value of the filter: as set, else the default that the filter declares."""
@@ -559,7 +581,10 @@ class TrainConfig(Section):
     num_steps: Count = 200
     """StarPO steps: one rollout and its updates."""
     minibatch_size: Count = 32
-    """Trajectories per optimizer step (E)."""
+    """Trajectories per optimizer step (E); it divides those that the filter keeps, or is larger
+    and one step takes them all. Where constant groups leave fewer, the steps are as equal as can
+    be.
+    """
     updates_per_rollout: Count = 1
     """Passes over the kept trajectories of a rollout (Online-k)."""
     max_tokens_per_microbatch: Count = 16384
@@ -588,7 +613,11 @@ class TrainConfig(Section):
     """Updates of one model in a row that a non-finite loss or gradient may cost; after that many
     the run stops.
     """
-    seed: int = 0
+    max_empty_steps: Natural = 10
+    """Steps in a row of which the filter may keep nothing; after that many the run stops and says
+    why (0: it goes on).
+    """
+    seed: Natural = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
 
 
@@ -634,7 +663,7 @@ class EvaluationConfig(Section):
     """Held-out initial states per evaluation."""
     eval_samples: Count = 8
     """Episodes from each of them in the last evaluation; evaluations on the way play one."""
-    eval_temperature: float = 0.5
+    eval_temperature: NonNegative = 0.5
     """Sampling temperature of evaluation."""
     boards: str | None = None
     """Boards file to evaluate on instead of the packaged one."""
@@ -688,7 +717,13 @@ class LoggingConfig(Section):
     def rules(self) -> Sequence[tuple[bool, str]]:
         for name in self.metric_names:
             METRICS.check(name)
-        return ()
+        return (
+            (
+                self.name is not None and self.name in ("", ".", "..") or "/" in (self.name or ""),
+                f"name must be that of one directory, not {self.name!r}; set --output for where it"
+                " lies",
+            ),
+        )
 
     @property
     def metric_names(self) -> list[str]:
@@ -723,7 +758,21 @@ class StarPOConfig(Section):
         kept = find_filter(self.filter.filter_strategy)
         kept.check(self.filter.filter_strategy, self.filter.value, rollout.num_groups)
         shares = sum(self.environment.shares.values())
+        num_kept = self.filter.num_kept(rollout.num_groups)
+        minibatch, trained = self.train.minibatch_size, int(num_kept or 0) * rollout.group_size
         return (
+            (
+                minibatch < trained and trained % minibatch != 0,
+                f"minibatch_size ({minibatch}) must divide the {trained} trajectories that a step"
+                f" trains on ({num_kept} groups of {rollout.num_groups}, group_size"
+                f" {rollout.group_size}); set --minibatch-size {_divisor(trained, minibatch)}",
+            ),
+            (
+                (rollout.max_response_length or 0) >= rollout.max_context_length,
+                f"max_response_length ({rollout.max_response_length}) must be below"
+                f" max_context_length ({rollout.max_context_length}), which holds prompts too;"
+                " lower --max-response-length or raise --max-context-length",
+            ),
             (
                 self.checkpoint.resume and self.logging.overwrite,
                 "resume continues a run and overwrite deletes it; drop --resume or --overwrite",
@@ -803,13 +852,24 @@ class StarPOConfig(Section):
         return cls(**{section: sections[section](**entries) for section, entries in values.items()})
 
 
+def _divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(size for size in range(limit, 0, -1) if number % size == 0)
+
+
 def _json_object(flag: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{flag} must be a JSON object, not {text!r} ({error})") from None
+        raise ValueError(
+            f"{flag} must be a JSON object, not {text!r} ({error}); write it in single quotes, e.g."
+            ' \'{"sokoban": {"observation": "grid"}}\''
+        ) from None
     if not isinstance(value, dict):
-        raise ValueError(f"{flag} must be a JSON object, not {text!r}")
+        raise ValueError(
+            f"{flag} must be a JSON object, not {text!r}; write e.g."
+            ' \'{"sokoban": {"observation": "grid"}}\''
+        )
     return value
 
 

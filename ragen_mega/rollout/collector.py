@@ -305,6 +305,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     async def _start(self, task: Task, seat: _Seat) -> list[Message]:
         def start() -> list[Message]:
             seat.episode = seat.episode or task.make_episode()
+            seat.episode.max_response_length = self._settings.max_response_length
             return seat.episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
 
         try:

@@ -28,11 +28,12 @@ from ragen_mega.models.memory_plan import Setting, check_fits
 from ragen_mega.models.server_cut import check_cpu_cut, head_rows
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
-from ragen_mega.report.metrics import CONFIG_FILE, RunLogger
+from ragen_mega.report.metrics import RunLogger
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, evaluation_boards
+from ragen_mega.run.check import check
 from ragen_mega.run.placement import ACTOR, CRITIC, PLACEMENTS, Placement
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
@@ -44,8 +45,8 @@ from ragen_mega.storage.checkpoints import (
     lock_run,
 )
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, with_name
 from ragen_mega.warm_start.small_model import (
-    BASE,
     Start,
     find_warm_start,
     is_complete,
@@ -60,28 +61,22 @@ def build(config: StarPOConfig) -> Run:
     something cannot work.
     """
     groups = initialize(config.parallel, config.train.seed)
+    world_size = distributed.world_size()
+    on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
     names = config.environment.shares
     boards = {
         name: evaluation_boards(config.environment, name, config.evaluation.boards)
         for name in names
     }
     check_model_and_engine(config)
-    lock, checkpoint = claim(config)
+    config, lock, checkpoint = claim(config)
     references = known_references(config, checkpoint) or {
         name: reference_players(
             config.environment, name, boards[name], config.evaluation.eval_prompts
         )
         for name in names
     }
-    logger = RunLogger(
-        config.run_directory,
-        is_writer=distributed.is_main(),
-        wandb_project=config.logging.wandb_project,
-        resume=config.checkpoint.resume,
-        overwrite=config.logging.overwrite,
-    )
-    logger.write_config(config.to_dict())
-    distributed.barrier()
+    logger = open_log(config)
     console = Console(is_writer=distributed.is_main(), num_steps=config.train.num_steps)
 
     base = base_directory(config)
@@ -119,6 +114,25 @@ def build(config: StarPOConfig) -> Run:
     return run
 
 
+def open_log(config: StarPOConfig) -> RunLogger:
+    """The run's directory and its log, which rank 0 writes. Collective."""
+    opened: list[RunLogger] = []
+
+    def begin() -> None:
+        logger = RunLogger(
+            config.run_directory,
+            is_writer=True,
+            wandb_project=config.logging.wandb_project,
+            resume=config.checkpoint.resume,
+            overwrite=config.logging.overwrite,
+        )
+        logger.write_config(config.to_dict())
+        opened.append(logger)
+
+    on_main(begin)
+    return opened[0] if opened else RunLogger(config.run_directory, is_writer=False)
+
+
 def build_models(
     config: StarPOConfig,
     hf: PretrainedConfig,
@@ -153,9 +167,12 @@ def base_directory(config: StarPOConfig) -> Path:
     if config.model.load is not None:
         return local_directory(config.model.load)
     base = config.run_directory / BASE
-    if distributed.is_main() and not is_complete(base):
-        write_small_model(config, base)
-    distributed.barrier()
+
+    def write() -> None:
+        if not is_complete(base):
+            write_small_model(config, base)
+
+    on_main(write)
     return base
 
 
@@ -217,7 +234,9 @@ def check_model_and_engine(config: StarPOConfig) -> None:
     if config.model.load is None:
         hf = small_model(config.model, vocab_size=512)
     else:
-        hf = load_config(str(local_directory(config.model.load)))
+        directory = str(local_directory(config.model.load))
+        hf = load_config(directory)
+        load_tokenizer(directory)
     check_model(hf, config.parallel)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
@@ -229,7 +248,6 @@ def check_model_and_engine(config: StarPOConfig) -> None:
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError where the engine could not serve this model on this machine."""
     tp = config.rollout.rollout_tensor_parallel_size
-    num_engines(config)
     head_rows(hf, 0, tp)
     capability = precision.Machine.here().capability
     if config.rollout.rollout_engine == "sglang" and capability is None:
@@ -255,22 +273,33 @@ def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
 def num_engines(config: StarPOConfig) -> int:
     """Rollout engines of this job. Raises ValueError unless every one has its ranks on one node."""
     world_size = distributed.world_size()
-    return config.rollout.num_engines(
-        world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    )
+    return config.rollout.num_engines(world_size, ranks_per_node(world_size))
 
 
-def claim(config: StarPOConfig) -> tuple[TextIO | None, Checkpoint | None]:
-    """Lock the run directory (the lock is rank 0's), and with --resume find what to go on from.
-    Collective.
+def ranks_per_node(world_size: int) -> int:
+    """Ranks of this job on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint | None]:
+    """Name the run and lock its directory (the lock is rank 0's), and with --resume find what to go
+    on from. Collective.
 
     Raises ValueError if another process works there or if the checkpoint is of another model.
     """
     locks: list[TextIO] = []
-    on_main(lambda: locks.append(lock_run(config.run_directory)))
 
     def say(line: str) -> None:
         print(line, flush=True)
+
+    def lock() -> StarPOConfig:
+        named, said = with_name(config)
+        locks.append(lock_run(named.run_directory))
+        if said:
+            say(said)
+        return named
+
+    config = on_main(lock)
 
     def find() -> Checkpoint | None:
         if not config.checkpoint.resume:
@@ -287,4 +316,4 @@ def claim(config: StarPOConfig) -> tuple[TextIO | None, Checkpoint | None]:
             say(f"resume: {line}")
         return checkpoint
 
-    return (locks[0] if locks else None), on_main(find)
+    return config, (locks[0] if locks else None), on_main(find)

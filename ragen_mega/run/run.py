@@ -3,9 +3,8 @@ evaluation, checkpoints, the log.
 """
 
 import hashlib
-import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -48,7 +47,7 @@ from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
-from ragen_mega.storage.model_writers import save_huggingface
+from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
@@ -87,6 +86,10 @@ class Run:
     warm_start: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the policy could do before reinforcement learning, by environment."""
     best_success: float | None = None
+    empty_steps: int = 0
+    """Steps in a row, the last one included, that trained on nothing."""
+    evaluated: dict[str, EvaluationResult] = field(default_factory=dict)
+    """The last evaluation, once the last step has made it."""
     summary: dict[str, Any] = field(default_factory=dict)
     """What the run came to; empty until it has finished."""
 
@@ -276,9 +279,10 @@ class Run:
         if self.stop.agreed():
             raise Interrupted
 
-    def finish_step(self, step: int, metrics: Metrics) -> None:
+    def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
         """Close a step: warnings, schedules, one row of metrics, evaluation and checkpoint when
-        due. May raise Interrupted.
+        due. `empty` says why it trained nothing. May raise Interrupted, and ValueError after too
+        many empty steps.
         """
         self.advance(metrics)
         for warning in observe(self.monitor, metrics):
@@ -287,7 +291,11 @@ class Run:
         metrics.add("memory", self.placement.take_ledger())
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
-        if not is_last and interval and (step + 1) % interval == 0:
+        if step == 0:
+            metrics.add("eval", _scores(self.warm_start, "initial_"))
+        if is_last:
+            self.evaluated = self.evaluate(step + 1, metrics, self.config.evaluation.eval_samples)
+        elif interval and (step + 1) % interval == 0:
             success = _mean_success(self.evaluate(step + 1, metrics))
         metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
@@ -299,9 +307,23 @@ class Run:
         on_main(lambda: self.logger.log(step, result))
         self.console.step(step, result)
         self.step = step + 1
+        self._count_empty(empty)
         if not is_last and self._is_checkpoint_due(success):
             self.save(success)
         self.stop_if_asked()
+
+    def _count_empty(self, why: str | None) -> None:
+        self.empty_steps = self.empty_steps + 1 if why else 0
+        if why is None:
+            return
+        self.console.say(f"step {self.step - 1}: trained on nothing: {why}")
+        if self.empty_steps == self.config.train.max_empty_steps:
+            self.empty_steps = 0  # a resumed run may try as often
+            self.save()
+            raise ValueError(
+                f"{self.config.train.max_empty_steps} steps in a row trained on nothing, the bound"
+                f" of --max-empty-steps: {why}; {self.checkpoints.last('that changed')}"
+            )
 
     def advance(self, metrics: Metrics) -> None:
         """What every step ends with, also one that is only replayed: the schedules, and the number
@@ -345,12 +367,9 @@ class Run:
                         watch=partial(self._trace_evaluation, step, name),
                     )
         for name, result in results.items():
-            suffix = "" if len(results) == 1 else f"_{name}"
-            if metrics is not None:
-                metrics.add(
-                    "eval", {f"success{suffix}": result.success, f"reward{suffix}": result.reward}
-                )
             self.console.say(f"step {step} {name}: {result}")
+        if metrics is not None:
+            metrics.add("eval", _scores({name: r.to_dict() for name, r in results.items()}))
         return results
 
     def _trace_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
@@ -368,17 +387,20 @@ class Run:
         """Evaluate, write the last checkpoint, export the policy for transformers, write the
         summary.
         """
-        evaluated = self.evaluate(self.step, samples=self.config.evaluation.eval_samples)
+        evaluated = self.evaluated or self.evaluate(
+            self.step, samples=self.config.evaluation.eval_samples
+        )
         self.save(_mean_success(evaluated))
+        self.checkpoints.wait()  # it must not be lost with an export that the disk has no room for
         results = {name: result.to_dict() for name, result in evaluated.items()}
-        save_huggingface(
+        export(
             self.logger.directory / FINAL_EXPORT,
             self.policy.hf,
             self.renderer.tokenizer,
             self.policy.export_weights(),
-            is_writer=distributed.is_main(),
         )
         self.summary = {
+            "run": str(self.logger.directory),
             "sets": results,
             "steps": self.step,
             "seconds": time.monotonic() - self.started,
@@ -387,7 +409,6 @@ class Run:
             "warm_start": self.warm_start,
         }
         on_main(lambda: self.logger.write_summary(self.summary))
-        self.checkpoints.wait()
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
         self.console.say(f"to read it: python tools/view.py {self.logger.directory}")
@@ -409,6 +430,7 @@ class Run:
             "best_success": self.best_success,
             "weight_version": self.engine.weight_version,
             "nonfinite": self.guard.consecutive,
+            "empty_steps": self.empty_steps,
         }
         with self.timed("checkpoint"):
             self.checkpoints.save(
@@ -428,6 +450,7 @@ class Run:
         self.warm_start, self.best_success = state["warm_start"], state["best_success"]
         self.engine.weight_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
+        self.empty_steps = state.get("empty_steps", 0)
         on_main(lambda: self.traces.drop_from(self.step))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
@@ -444,12 +467,10 @@ class Run:
             if isinstance(error, Interrupted):
                 self.save()
                 self.checkpoints.wait()
-                name = signal.Signals.SIGTERM.name
-                self.console.say(
-                    f"stopped by {name} after {self.step} steps; --resume goes on from there"
-                )
+                self.console.say(f"stopped after {self.step} steps; --resume goes on from there")
             if isinstance(error, (FloatingPointError, PlugInError)):
-                raise type(error)(f"{error}; {self.checkpoints.last()}") from error
+                last = self.checkpoints.last("a lower --lr or --clip-grad")
+                raise type(error)(f"{error}; {last}") from error
         finally:
             self.close()
 
@@ -471,6 +492,15 @@ class Run:
 
 def _mean_success(results: dict[str, EvaluationResult]) -> float:
     return sum(result.success for result in results.values()) / len(results)
+
+
+def _scores(results: Mapping[str, Mapping[str, float]], prefix: str = "") -> dict[str, float]:
+    """Success and reward of evaluated environments, as they are logged."""
+    return {
+        f"{prefix}{what}" + ("" if len(results) == 1 else f"_{name}"): result[what]
+        for name, result in results.items()
+        for what in ("success", "reward")
+    }
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.rollout.collector import Task
 from ragen_mega.run.run import Run
+from ragen_mega.storage.checkpoints import find_latest
+from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.storage.run_directory import Finished
 from ragen_mega.storage.sealed_files import read_sealed
 from ragen_mega.train import starpo
 from tests.support.faulty_runs import WARM_START, open_run, poison, record_moves
@@ -123,6 +127,7 @@ def test_a_rollout_of_other_weights_or_settings_is_not_used(
         in capfd.readouterr().out
     )
     shutil.rmtree(output / "other_settings" / "checkpoints" / "step_00000004")
+    (output / "other_settings" / "summary.json").unlink()
     finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4", "--temperature", "0.9"))
     assert steps == [3, 2, 3]
 
@@ -241,6 +246,87 @@ def test_bad_updates_in_a_row_stop_the_run(output: Path) -> None:
         f"the last good checkpoint is {output}/stopped/checkpoints/step_00000002: --resume goes on"
         " from there" in said
     )
+
+
+def test_the_first_and_the_last_evaluation_are_in_the_log(output: Path) -> None:
+    rows = [
+        json.loads(line)
+        for line in (output / "straight" / "metrics.jsonl").read_text().splitlines()
+    ]
+    summary = json.loads((output / "straight" / "summary.json").read_text())
+    for row, key, result in (
+        (rows[0], "eval/initial_", summary["warm_start"]["bandit"]),
+        (rows[-1], "eval/", summary["sets"]["bandit"]),
+    ):
+        assert (row[f"{key}success"], row[f"{key}reward"]) == (result["success"], result["reward"])
+    assert [len([key for key in row if key.startswith("eval/")]) for row in rows] == [2, 0, 0, 2]
+    events = EventAccumulator(str(output / "straight" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("eval/initial_success")] == [0]
+    assert [event.step for event in events.Scalars("eval/success")] == [3]
+
+
+def test_a_finished_run_is_neither_changed_nor_said_to_train(output: Path) -> None:
+    before = digest(output / "straight")
+    with pytest.raises(ValueError, match="lr would change nothing"):
+        open_run(output, "straight", "--resume", "--lr", "5e-4")
+    with pytest.raises(Finished, match="raise --num-steps to train on"):
+        open_run(output, "straight", "--resume")
+    assert digest(output / "straight") == before
+
+
+def test_a_start_that_is_refused_late_leaves_nothing_to_overwrite(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the model does not fit: found once its directory is there."""
+    with monkeypatch.context() as patched:
+        patched.setattr("ragen_mega.run.build.build_models", _refuse)
+        with pytest.raises(ValueError, match="refused"):
+            open_run(output, "late")
+    run = open_run(output, "late", "--num-steps", "1")
+    run.close()
+
+
+def _refuse(*args: object) -> None:
+    raise ValueError("refused")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--max-response-length", "2"), "all 8 answers were cut at --max-response-length 2"),
+        (("--temperature", "50"), "none of 8 answers has the form"),
+    ],
+)
+def test_steps_that_train_nothing_say_why_and_end_the_run(
+    output: Path, capfd: pytest.CaptureFixture, flags: tuple[str, ...], why: str
+) -> None:
+    name = f"empty{flags[0]}"
+    common = ("--max-turns", "1", "--filter-strategy", "top_fraction", "--max-empty-steps", "2")
+    run = open_run(output, name, *common, *flags, "--save-interval", "0")
+    with pytest.raises(
+        ValueError, match=f"2 steps in a row .*--max-empty-steps.*{why}.*; (?:raise|start)"
+    ):
+        finish(run)
+    said = capfd.readouterr().out
+    assert said.count("trained on nothing: ") == 2 and f"step 1: trained on nothing: {why}" in said
+    assert [row["step"] for row in metrics(output / name)] == [0, 1]
+    assert (output / name / "checkpoints" / "step_00000002").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", ".model.safetensors.tmp"])
+def test_an_export_without_room_loses_nothing_else(output: Path, file: str) -> None:
+    run = open_run(output, f"full-{file}", "--num-steps", "1")
+    export = run.logger.directory / "huggingface"
+    export.mkdir()
+    (export / file).symlink_to("/dev/full")
+    with pytest.raises(OSError) as failed:
+        finish(run)
+    said = describe_error(failed.value, output)
+    assert said.startswith("cannot write ") and str(output) in said
+    assert said.endswith("No space left on device; free space or choose another --output")
+    assert len(metrics(run.logger.directory)) == 1
+    assert find_latest(run.logger.directory / "checkpoints", print).step == 1
 
 
 class Flaky(Bandit):
