@@ -668,6 +668,8 @@ class LoggingConfig(Section):
     """
     output: str = "runs"
     """Directory of all runs."""
+    recipe: str = "none"
+    """The recipe that the flags began with, for the record."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project."""
     overwrite: bool = False
@@ -694,11 +696,7 @@ class LoggingConfig(Section):
 
 @dataclass(frozen=True)
 class StarPOConfig(Section):
-    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core.
-
-    --recipe NAME puts the flags of ragen_mega/config/recipes/NAME.flags before those of the command
-    line, which win; NAME none takes no recipe.
-    """
+    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
