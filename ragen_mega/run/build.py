@@ -82,7 +82,11 @@ def build(config: StarPOConfig) -> Run:
     )
     logger.write_config(config.to_dict())
     distributed.barrier()
-    console = Console(is_writer=distributed.is_main(), num_steps=config.train.num_steps)
+    console = Console(
+        is_writer=distributed.is_main(),
+        num_steps=config.train.num_steps,
+        evaluations=config.planned_evaluations(num_engines(config)),
+    )
 
     base = base_directory(config)
     hf = load_config(str(base))

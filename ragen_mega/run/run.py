@@ -6,7 +6,7 @@ import hashlib
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -80,6 +80,7 @@ class Run:
     placement: Placement
     timers: Timers
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
+    screen: ExitStack = field(default_factory=ExitStack)  # the console's, while training
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     started: float = field(default_factory=time.monotonic)
@@ -159,10 +160,11 @@ class Run:
         """
         config, num_tasks = self.config, sum(len(group) for group in tasks)
         failure = None
-        with self.console.progress("rollout", num_tasks // count_engines(self.engine)) as progress:
+        max_turns, num_here = config.environment.max_turns, num_tasks // count_engines(self.engine)
+        with self.console.progress("rollout", num_here, max_turns=max_turns) as progress:
 
-            def advance() -> None:
-                progress.advance()
+            def advance(num_tokens: int, is_over: bool) -> None:
+                progress.turn(num_tokens, is_over)
                 self.stop.interrupt()
 
             try:
@@ -285,6 +287,7 @@ class Run:
             self.note(step, str(warning))
         self.timers.close_step(metrics)
         metrics.add("memory", self.placement.take_ledger())
+        self.console.step(step, metrics.result())  # evaluation says its own lines below
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if not is_last and interval and (step + 1) % interval == 0:
@@ -297,7 +300,6 @@ class Run:
                 f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/",
             )
         on_main(lambda: self.logger.log(step, result))
-        self.console.step(step, result)
         self.step = step + 1
         if not is_last and self._is_checkpoint_due(success):
             self.save(success)
@@ -329,7 +331,8 @@ class Run:
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()
             for name in self.config.environment.shares:
-                with self.console.progress(f"evaluate {name}", num_episodes) as progress:
+                title, max_turns = f"evaluate {name}", self.config.environment.max_turns
+                with self.console.progress(title, num_episodes, max_turns=max_turns) as progress:
                     results[name] = evaluate(
                         self.engine,
                         self.renderer,
@@ -340,7 +343,7 @@ class Run:
                         num_prompts=config.eval_prompts,
                         samples_per_prompt=samples,
                         reference=self.references[name],
-                        advance=progress.advance,
+                        advance=progress.turn,
                         send_again=self.send_weights_again,
                         watch=partial(self._trace_evaluation, step, name),
                     )
@@ -350,7 +353,7 @@ class Run:
                 metrics.add(
                     "eval", {f"success{suffix}": result.success, f"reward{suffix}": result.reward}
                 )
-            self.console.say(f"step {step} {name}: {result}")
+            self.console.say(f"after {step} steps, {name}: {result}", "bold")
         return results
 
     def _trace_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
@@ -432,6 +435,7 @@ class Run:
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
+        self.screen.enter_context(self.console.open())
         return self
 
     def __exit__(
@@ -455,6 +459,7 @@ class Run:
 
     def close(self) -> None:
         """Stop the engine and flush all files; safe after any failure."""
+        self.screen.close()
         self.engine.shutdown()
         self.logger.close()
         if self.lock:
