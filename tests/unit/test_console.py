@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -113,10 +114,11 @@ def test_a_long_rollout_shows_its_turns_and_the_run(output):
         now[0] += 30.0
         rollout.turn(0, True)
         assert rollout.done == 2
-        console.say("said")  # which draws the bars
-    text = output.getvalue()
-    assert "2/4 episodes, 10 turns, 900 tokens" in text
-    assert "4 of 10 steps, 54 s so far, about 5 min left" in text
+        deadline = time.monotonic() + 30  # bars are drawn by a thread
+        while "2/4 episodes, 10 turns, 900 tokens" not in output.getvalue():
+            assert time.monotonic() < deadline, output.getvalue()
+            time.sleep(0.05)
+    assert "4 of 10 steps, 54 s so far, about 5 min left" in output.getvalue()
 
 
 def test_a_terminal_gets_bars_also_nested_ones_and_they_leave_no_trace():
