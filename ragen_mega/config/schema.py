@@ -795,7 +795,10 @@ class StarPOConfig(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StarPOConfig:
-        """Inverse of `to_dict`; unknown keys raise ValueError."""
+        """Inverse of `to_dict`; what a config.json says of a run's provenance is left out. Unknown
+        keys raise ValueError.
+        """
+        values = {name: entries for name, entries in values.items() if name != "provenance"}
         sections = {item.name: item.default_factory for item in dataclasses.fields(cls)}
         known = {
             name: {item.name for item in dataclasses.fields(part)}

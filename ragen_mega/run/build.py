@@ -29,6 +29,7 @@ from ragen_mega.models.server_cut import check_cpu_cut, head_rows
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import CONFIG_FILE, RunLogger
+from ragen_mega.report.provenance import describe_start
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -80,7 +81,14 @@ def build(config: StarPOConfig) -> Run:
         resume=config.checkpoint.resume,
         overwrite=config.logging.overwrite,
     )
-    logger.write_config(config.to_dict())
+    if distributed.is_main():
+        start = describe_start(
+            config,
+            first_step=checkpoint.step if checkpoint else 0,
+            world_size=distributed.world_size(),
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size())),
+        )
+        logger.write_config(config.to_dict(), start)
     distributed.barrier()
     console = Console(
         is_writer=distributed.is_main(),
@@ -118,6 +126,7 @@ def build(config: StarPOConfig) -> Run:
     )
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
+        on_main(lambda: run.traces.drop_from(run.step))
     else:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
     return run

@@ -431,7 +431,6 @@ class Run:
         self.warm_start, self.best_success = state["warm_start"], state["best_success"]
         self.engine.weight_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
-        on_main(lambda: self.traces.drop_from(self.step))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
