@@ -47,7 +47,6 @@ setup(
         "httpx2>=2,<3",  # requests to rollout servers; huggingface_hub 2 brings it as well
         "psutil>=6",  # megatron-core's checkpoint writer imports it without requiring it
         "gymnasium>=1.0,<2",
-        "tyro>=1.0,<2",
         "rich>=14",
         "tensorboard>=2.18",
         "matplotlib>=3.10",

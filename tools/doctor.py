@@ -29,7 +29,6 @@ REQUIRED = (
     "safetensors",
     "numpy",
     "gymnasium",
-    "tyro",
     "rich",
 )
 """What training needs on every machine."""

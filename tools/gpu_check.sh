@@ -92,7 +92,7 @@ import torch  # before transformer_engine, whose libraries it loads
 
 devices = torch.cuda.device_count()
 print("python", platform.python_version(), "cuda", torch.version.cuda, "devices", devices)
-needed = "torch triton megatron-core transformers numpy tyro rich psutil safetensors pytest".split()
+needed = "torch triton megatron-core transformers numpy rich psutil safetensors pytest".split()
 others = "pytest-timeout transformer-engine pydantic einops onnxscript sglang flash-attn".split()
 missing = []
 for name in (*needed, *others):

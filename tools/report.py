@@ -41,7 +41,8 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
         raise ValueError(
             f"{directory} holds no {SUMMARY_FILE}: it is no run, or has not finished; leave it out"
         )
-    summary, settings = json.loads((directory / SUMMARY_FILE).read_text()), read_settings(directory)
+    summary = json.loads((directory / SUMMARY_FILE).read_text())
+    settings, _ = read_settings(directory)
     seed = settings["train"].pop("seed")
     for section in ("logging", "checkpoint"):  # change nothing that is trained
         del settings[section]

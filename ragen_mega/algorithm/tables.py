@@ -113,6 +113,13 @@ ESTIMATORS = Registry(
             f"{_CREDIT}:reinforce_plus_plus", ("gamma",), min_group_size=2
         ),
     },
+    known_elsewhere={
+        "ppo": "gae",
+        "actor_critic": "gae",
+        "reinforce": "reinforce_plus_plus",
+        "reinforce++": "reinforce_plus_plus",
+        "leave_one_out": "rloo",
+    },
 )
 FILTERS = Registry(
     "group filter",

@@ -697,6 +697,8 @@ class LoggingConfig(Section):
     """
     output: str = "runs"
     """Directory of all runs."""
+    recipe: str = "none"
+    """The recipe that the flags began with, for the record."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project."""
     overwrite: bool = False
@@ -733,11 +735,7 @@ class LoggingConfig(Section):
 
 @dataclass(frozen=True)
 class StarPOConfig(Section):
-    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core.
-
-    --recipe NAME puts the flags of ragen_mega/config/recipes/NAME.flags before those of the command
-    line, which win; NAME none takes no recipe.
-    """
+    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -824,6 +822,15 @@ class StarPOConfig(Section):
         """Whether a frozen reference policy takes part."""
         return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
 
+    def planned_evaluations(self, num_engines: int) -> dict[int, int]:
+        """After so many steps -> episodes that one of `num_engines` engines then plays."""
+        plan, num_steps = self.evaluation, self.train.num_steps
+        episodes = plan.eval_prompts * len(self.environment.shares) // num_engines
+        regular = range(plan.eval_interval, num_steps, plan.eval_interval or num_steps)
+        return {step: episodes for step in regular if step} | {
+            num_steps: episodes * plan.eval_samples
+        }
+
     @property
     def run_directory(self) -> Path:
         environments = self.environment.environments.replace(":", "").replace(",", "+")
@@ -837,7 +844,10 @@ class StarPOConfig(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StarPOConfig:
-        """Inverse of `to_dict`; unknown keys raise ValueError."""
+        """Inverse of `to_dict`; what a config.json says of a run's provenance is left out. Unknown
+        keys raise ValueError.
+        """
+        values = {name: entries for name, entries in values.items() if name != "provenance"}
         sections = {item.name: item.default_factory for item in dataclasses.fields(cls)}
         known = {
             name: {item.name for item in dataclasses.fields(part)}

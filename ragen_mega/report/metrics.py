@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from ragen_mega.report.provenance import STARTS, append_start
 from ragen_mega.storage.integrity import write_whole
 from ragen_mega.storage.run_directory import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, claim
 
+HEADLINES = ("eval/success", "rollout/success")
+"""Metrics that TensorBoard's table of hyperparameters shows beside them."""
 EVENTS_FILE = "events.jsonl"
 WANDB_ID = "wandb_id"
 """File of a run directory: the id under which W&B knows the run."""
@@ -53,6 +56,8 @@ class Max:
 
 
 Reducible = SupportsFloat | Mean | Sum | Max
+Settings = Mapping[str, Mapping[str, Any]]
+"""Section -> name -> value."""
 
 
 class Metrics:
@@ -151,6 +156,7 @@ class RunLogger:
         self.directory = Path(directory)
         self._is_writer = is_writer
         self._last_step: int | None = None
+        self._settings: Settings = {}
         self._uses_tensorboard = tensorboard
         self._tensorboard: Any = None
         self._wandb: Any = None
@@ -179,12 +185,15 @@ class RunLogger:
             )
             self._open_files.callback(self._wandb.finish)
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved configuration."""
+    def write_config(self, settings: Settings, start: Mapping[str, Any]) -> None:
+        """Write the settings, and this start of the run behind those before it."""
         if self._is_writer:
-            write_json(self.directory / CONFIG_FILE, config)
+            path = self.directory / CONFIG_FILE
+            before = json.loads(path.read_text()) if path.exists() else {}
+            write_json(path, append_start(before, settings, start))
+            self._settings = settings
             if self._wandb is not None:
-                self._wandb.config.update(dict(config), allow_val_change=True)
+                self._wandb.config.update({**settings, STARTS: start}, allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step, flushed. Non-finite values become null with a warning. Steps must
@@ -239,12 +248,24 @@ class RunLogger:
         if self._uses_tensorboard:
             # Slow to import, and only one rank needs it.
             from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
 
             self._tensorboard = self._open_files.enter_context(
                 SummaryWriter(
                     str(self.directory / "tensorboard"), purge_step=first_step, flush_secs=10
                 )
             )
+            for summary in hparams(_flat(self._settings), dict.fromkeys(HEADLINES, 0.0)):
+                self._tensorboard.file_writer.add_summary(summary)
+
+
+def _flat(settings: Settings) -> dict[str, Any]:
+    """As TensorBoard takes hyperparameters: section.name -> number, switch or text."""
+    return {
+        f"{section}.{name}": value if isinstance(value, (bool, int, float)) else str(value)
+        for section, values in settings.items()
+        for name, value in values.items()
+    }
 
 
 def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:

@@ -33,6 +33,9 @@ from ragen_mega.rollout.renderer import ChatRenderer
 _SECONDS_TO_CLOSE = 5.0
 T = TypeVar("T")
 
+Advance = Callable[[int, bool], None]
+"""Called after every turn: how many tokens were sampled, whether its trajectory is over."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -100,7 +103,7 @@ def collect(
     renderer: ChatRenderer,
     tasks: Sequence[Task],
     settings: PlaySettings,
-    advance: Callable[[], None] | None = None,
+    advance: Advance | None = None,
 ) -> list[TrajectoryGroup]:
     """One trajectory per task, played to the end by an engine of this process. Raises as
     `Collection.play` does, and WeightsLost if the engine has lost its weights.
@@ -155,14 +158,13 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         tasks: Sequence[Task],
         settings: PlaySettings,
         *,
-        advance: Callable[[], None] | None = None,
+        advance: Advance | None = None,
     ) -> None:
-        """`advance` is called whenever a trajectory ends."""
         self._engine = engine
         self._renderer = renderer
         self._tasks = tasks
         self._settings = settings
-        self._advance = advance
+        self._advance = advance or (lambda num_tokens, is_over: None)
         self._trajectories: dict[int, Trajectory] = {}  # by session, as they end
         self._runner = asyncio.Runner()
         self._players: asyncio.Future[Any] | None = None
@@ -241,8 +243,6 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                         self._trajectories[session] = trajectory
                     finally:
                         self._engine.release(session)
-                    if self._advance is not None:
-                        self._advance()
 
     @contextlib.contextmanager
     def _seat(self, kind: _Kind) -> Iterator[_Seat]:
@@ -294,12 +294,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
-            if result.message is None:
-                return trajectory
-            finished_cleanly = completion.tokens[-1:] == [renderer.end_of_turn]
-            observation = renderer.observe(result.message, finished_cleanly)
-            if len(trajectory) + len(observation) >= max_context:
-                turn.info["context_overflow"] = trajectory.truncated = True
+            is_over = result.message is None
+            if not is_over:
+                finished_cleanly = completion.tokens[-1:] == [renderer.end_of_turn]
+                observation = renderer.observe(result.message, finished_cleanly)
+                if len(trajectory) + len(observation) >= max_context:
+                    turn.info["context_overflow"] = trajectory.truncated = is_over = True
+            self._advance(len(completion.tokens), is_over)
+            if is_over:
                 return trajectory
 
     async def _start(self, task: Task, seat: _Seat) -> list[Message]:

@@ -29,6 +29,7 @@ from ragen_mega.models.server_cut import check_cpu_cut, head_rows
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import RunLogger
+from ragen_mega.report.provenance import describe_start
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -76,8 +77,12 @@ def build(config: StarPOConfig) -> Run:
         )
         for name in names
     }
-    logger = open_log(config)
-    console = Console(is_writer=distributed.is_main(), num_steps=config.train.num_steps)
+    logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
+    console = Console(
+        is_writer=distributed.is_main(),
+        num_steps=config.train.num_steps,
+        evaluations=config.planned_evaluations(num_engines(config)),
+    )
 
     base = base_directory(config)
     hf = load_config(str(base))
@@ -109,14 +114,16 @@ def build(config: StarPOConfig) -> Run:
     )
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
+        on_main(lambda: run.traces.drop_from(run.step))
     else:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
     return run
 
 
-def open_log(config: StarPOConfig) -> RunLogger:
+def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
     """The run's directory and its log, which rank 0 writes. Collective."""
     opened: list[RunLogger] = []
+    world_size = distributed.world_size()
 
     def begin() -> None:
         logger = RunLogger(
@@ -126,7 +133,13 @@ def open_log(config: StarPOConfig) -> RunLogger:
             resume=config.checkpoint.resume,
             overwrite=config.logging.overwrite,
         )
-        logger.write_config(config.to_dict())
+        start = describe_start(
+            config,
+            first_step=first_step,
+            world_size=world_size,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        )
+        logger.write_config(config.to_dict(), start)
         opened.append(logger)
 
     on_main(begin)

@@ -5,7 +5,7 @@ evaluation, checkpoints, the log.
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -79,6 +79,7 @@ class Run:
     placement: Placement
     timers: Timers
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
+    screen: ExitStack = field(default_factory=ExitStack)  # the console's, while training
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     started: float = field(default_factory=time.monotonic)
@@ -162,10 +163,11 @@ class Run:
         """
         config, num_tasks = self.config, sum(len(group) for group in tasks)
         failure = None
-        with self.console.progress("rollout", num_tasks // count_engines(self.engine)) as progress:
+        max_turns, num_here = config.environment.max_turns, num_tasks // count_engines(self.engine)
+        with self.console.progress("rollout", num_here, max_turns=max_turns) as progress:
 
-            def advance() -> None:
-                progress.advance()
+            def advance(num_tokens: int, is_over: bool) -> None:
+                progress.turn(num_tokens, is_over)
                 self.stop.interrupt()
 
             try:
@@ -289,6 +291,7 @@ class Run:
             self.note(step, str(warning))
         self.timers.close_step(metrics)
         metrics.add("memory", self.placement.take_ledger())
+        self.console.step(step, metrics.result())  # evaluation says its own lines below
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if step == 0:
@@ -305,7 +308,6 @@ class Run:
                 f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/",
             )
         on_main(lambda: self.logger.log(step, result))
-        self.console.step(step, result)
         self.step = step + 1
         self._count_empty(empty)
         if not is_last and self._is_checkpoint_due(success):
@@ -351,7 +353,8 @@ class Run:
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()
             for name in self.config.environment.shares:
-                with self.console.progress(f"evaluate {name}", num_episodes) as progress:
+                title, max_turns = f"evaluate {name}", self.config.environment.max_turns
+                with self.console.progress(title, num_episodes, max_turns=max_turns) as progress:
                     results[name] = evaluate(
                         self.engine,
                         self.renderer,
@@ -362,12 +365,12 @@ class Run:
                         num_prompts=config.eval_prompts,
                         samples_per_prompt=samples,
                         reference=self.references[name],
-                        advance=progress.advance,
+                        advance=progress.turn,
                         send_again=self.send_weights_again,
                         watch=partial(self._trace_evaluation, step, name),
                     )
         for name, result in results.items():
-            self.console.say(f"step {step} {name}: {result}")
+            self.console.say(f"after {step} steps, {name}: {result}", "bold")
         if metrics is not None:
             metrics.add("eval", _scores({name: r.to_dict() for name, r in results.items()}))
         return results
@@ -451,10 +454,10 @@ class Run:
         self.engine.weight_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
         self.empty_steps = state.get("empty_steps", 0)
-        on_main(lambda: self.traces.drop_from(self.step))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
+        self.screen.enter_context(self.console.open())
         return self
 
     def __exit__(
@@ -476,6 +479,7 @@ class Run:
 
     def close(self) -> None:
         """Stop the engine and flush all files; safe after any failure."""
+        self.screen.close()
         self.engine.shutdown()
         self.logger.close()
         if self.lock:

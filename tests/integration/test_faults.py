@@ -7,7 +7,10 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +30,8 @@ from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.run_directory import Finished
 from ragen_mega.storage.sealed_files import read_sealed
 from ragen_mega.train import starpo
-from tests.support.faulty_runs import WARM_START, open_run, poison, record_moves
-from tests.support.runs import finish, metrics, state
+from tests.support.faulty_runs import FLAGS, WARM_START, open_run, poison, record_moves, start_of
+from tests.support.runs import finish, launch, metrics, state
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,8 +144,8 @@ def load_replay():
 
 def replay_arguments(run: Path, step: int) -> argparse.Namespace:
     return argparse.Namespace(
-        run=run, step=step, tolerance=1e-4, tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1, use_distributed_optimizer=False, json=None,
+        run=run, step=step, tolerance=1e-4, num_ranks=None, tensor_model_parallel_size=None,
+        pipeline_model_parallel_size=None, use_distributed_optimizer=None, json=None,
     )  # fmt: skip
 
 
@@ -183,6 +186,36 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
         tool.replay(replay_arguments(moved, 9))
     with pytest.raises(ValueError, match="holds no run .*; give a run directory"):
         tool.replay(replay_arguments(tmp_path, 0))
+
+
+@pytest.mark.forks
+def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the README says it, in a process that knows nothing of ranks."""
+    flags = [*FLAGS, "--load", str(start_of(output)), "--num-steps", "2", "--overwrite"]
+    run = launch(tmp_path, "two", 2, *flags)
+    before, out = digest(run), tmp_path / "out.json"
+    command = [sys.executable, ROOT / "tools/replay.py", "--run", run, "--step", "1", "--json", out]
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, capture_output=True, text=True, env=alone, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["world_size"] == 2 and result["largest_difference"] == 0.0
+    assert "on 2 ranks" in done.stdout and digest(run) == before
+
+    monkeypatch.delenv("RANK", raising=False)  # this process has trained
+    config = json.loads((run / "config.json").read_text())
+    (start,) = config["provenance"]
+    assert (start["world_size"], start["recipe"], start["first_step"]) == (2, "none", 0)
+    for changes, reason in (
+        ({"ranks_per_node": 1}, "the run had 2 ranks, 1 on each node, and this tool starts those"),
+        ({"device": "cuda", "ranks_per_node": 2}, "the run had 2 GPUs on .*, and here are"),
+    ):
+        config["provenance"] = [start | changes]
+        (run / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=reason):
+            load_replay().read_config(replay_arguments(run, 1))
 
 
 def test_bad_updates_change_nothing_and_are_kept(

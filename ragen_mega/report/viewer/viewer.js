@@ -187,9 +187,9 @@ function factsOf(run) {
     ["rollout", `${rollout?.num_groups} groups of ${rollout?.group_size}, ${rollout?.rollout_engine}`],
     ["layout", `tensor ${parallel?.tensor_model_parallel_size}, pipeline ${parallel?.pipeline_model_parallel_size}`],
     ["seed", train?.seed],
-    ["hardware and versions", run.summary?.hardware ?? provenance?.hardware],
-    ["command", provenance?.command],
-    ["commit", provenance?.commit],
+    ["hardware and versions", run.summary?.hardware ?? provenance?.at(-1)?.hardware],
+    ["command", provenance?.at(-1)?.command],
+    ["commit", provenance?.at(-1)?.commit],
   ].filter(([, value]) => value !== undefined && value !== null);
 }
 
