@@ -410,6 +410,26 @@ def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
 
 
 @same_on_a_cpu
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--tp 2 --model x --mem-fraction-static 0.8", "must not change model_path, tp_size,"),
+        pytest.param("--nope", "does not take .* unrecognized", marks=pytest.mark.slow),
+        pytest.param("--schedule-policy fcfs", None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_servers_parser_judges_further_arguments(
+    given: str, message: str | None, tmp_path: Path
+) -> None:
+    server = settings(tmp_path, command_line=given.split())
+    if message is None:
+        server.check_command_line()
+    else:
+        with pytest.raises(ValueError, match=message):
+            server.check_command_line()
+
+
+@same_on_a_cpu
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     server = SGLangServer(
         settings(tmp_path, options={"no-such-option": 1}), CONFIG, weights=tmp_path / "none"

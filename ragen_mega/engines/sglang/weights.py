@@ -119,8 +119,8 @@ class WeightTransfer(ABC):
             full = AutoModelForCausalLM.from_config(model_config, dtype=dtype).state_dict()
             cut = cut_stream(full.items(), model_config, *shard)
             self._expected = dict(self._prepare(cut))
-        size = sum(_aligned(tensor.nbytes) for tensor in self._expected.values())
-        self._memory_bytes = _aligned(min(bucket_bytes, size))  # of any bucket
+        self.num_bytes = sum(_aligned(tensor.nbytes) for tensor in self._expected.values())
+        self._memory_bytes = _aligned(min(bucket_bytes, self.num_bytes))  # of any bucket
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
         """Stream of (SGLang's name, shard) -> of each bucket, the messages of all ranks of the
