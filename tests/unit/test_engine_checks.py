@@ -44,7 +44,7 @@ def test_one_line_before_training(flags: str, ffn_size: int, message: str) -> No
     [
         (
             "echo usage >&2; echo 'sglang: error: unrecognized arguments: --nope' >&2; exit 2",
-            r"does not take --sglang-arguments '--nope .a b.': sglang: error: unrecognized",
+            "does not take --sglang-arguments .--nope 'a b'.: sglang: error: unrecognized",
         ),
         (
             'echo \'["tp_size", "port"]\'',
