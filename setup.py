@@ -75,7 +75,7 @@ setup(
             "tokenizers==0.22.2",
             "numpy==2.3.5",
         ],
-        # Built from source for an hour or more; needed where cuDNN has no fused attention for packed
+        # Built from source for an hour or more; needed where cuDNN has no fused attention of packed
         # sequences, on GPUs before Hopper. The newest that Transformer Engine 2.11 takes.
         "flash": ["flash-attn==2.8.3"],
         "wandb": ["wandb>=0.19"],

@@ -63,6 +63,9 @@ class SGLangEngine(RolloutEngine):
     ) -> None:
         self.shard = EngineShard(0, settings.tensor_parallel_size)
         self.counts = EngineCounts()
+        self.num_slots = min(
+            settings.max_running_requests, settings.kv_cache_tokens // settings.max_context
+        )
         self._settings = settings
         self._vocab = model_config.vocab_size
         self._transfer = TRANSFERS[transfer](
@@ -295,6 +298,8 @@ class SGLangFollower(RolloutEngine):
     """Goes along with the `SGLangEngine` of the first rank of `group`, which starts and stops the
     server and frees the memory of all shards.
     """
+
+    num_slots = 0
 
     def __init__(
         self,
