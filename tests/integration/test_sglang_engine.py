@@ -221,7 +221,7 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_pa
         ):
             missing = tmp_path / "no.json"
             body = base64.b64encode(pickle.dumps([(str(missing), torch.empty(0))])).decode()
-            send(engine.server.client, [[Message(missing, body)]], 9)
+            send(engine.server.client, [[Message(missing, body, is_last=True)]], 9)
         load(weights)
         with pytest.raises(RuntimeError, match="is loaded and must be started"):
             generate([1])
