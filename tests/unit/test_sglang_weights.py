@@ -8,6 +8,7 @@ import math
 import pickle
 import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -371,6 +372,26 @@ def buckets(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> list[li
     for (message,) in transfer.again():
         weight_loader.report_of(message.file).write_text('{"error": null}')
     return transfer.again()[:2]
+
+
+def test_a_bucket_is_filled_while_the_server_takes_another(
+    serve: Any, transfer: FileTransfer, weights: dict[str, torch.Tensor]
+) -> None:
+    """This server takes the first bucket when the second one is there, and never else."""
+    list(transfer.receive(weights.items()))
+    generation = Generation(transfer.again(), has_sessions=False)
+    second, answer = transfer.again()[1][0].file, generation.answer
+
+    def hesitate(path: str) -> tuple[int, dict[str, Any]]:
+        deadline = time.monotonic() + 60
+        while path == "/update_weights_from_tensor" and not second.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return answer(path)
+
+    generation.answer = hesitate
+    send(serve(generation), transfer.receive(weights.items()), 1)
+    assert generation.asked.count("/update_weights_from_tensor") == len(transfer.again())
 
 
 @pytest.mark.parametrize("has_sessions", [False, True])
