@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -336,6 +337,14 @@ class RolloutConfig(Section):
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the
     trainer's (default: it is).
     """
+    sglang_arguments: str | None = None
+    """Further arguments of SGLang's servers, as on their command line, after an equals sign:
+    --sglang-arguments='--mem-fraction-static 0.85'; their own parser checks them before training.
+    """
+    sglang_start_timeout: Positive | None = None
+    """Seconds in which a server must be ready (default: 300, with --rollout-fp8 1800, because its
+    kernels are compiled at the first start).
+    """
     kv_cache_tokens: int | None = None
     """Tokens in SGLang's key-value cache (default: every trajectory of the server at full length).
     """
@@ -380,9 +389,22 @@ class RolloutConfig(Section):
         """
         return self.kv_cache_tokens or (sessions + 1) * self.max_context_length
 
+    @property
+    def sglang_command_line(self) -> list[str]:
+        """`sglang_arguments`, one by one. Raises ValueError for a quotation without an end."""
+        try:
+            return shlex.split(self.sglang_arguments or "")
+        except ValueError as error:
+            raise ValueError(
+                f"sglang_arguments must be as on a command line, not {self.sglang_arguments!r}:"
+                f" {error}; quote them"
+            ) from error
+
     def rules(self) -> Sequence[tuple[bool, str]]:
         of_the_server = {
             "sglang_python": None,
+            "sglang_arguments": None,
+            "sglang_start_timeout": None,
             "kv_cache_tokens": None,
             "weight_transfer": "auto",
             "rollout_fp8": False,

@@ -69,6 +69,7 @@ GLOSSARY = {
     "time/sync_gbytes_pipeline": "Gigabytes that moved between pipeline stages in a sync.",
     "memory/*": "GiB of this kind at this moment of the step.",
     "engine/cached_share": "Share of the prompts' tokens that the engine did not compute again.",
+    "engine/imbalance": "Decoding steps of the busiest engine over their mean.",
     "engine/restarts": "Rollout servers that were lost and replaced.",
     "engine/reissued": "Requests that were asked again for that.",
     "eval/success": "Share of held-out prompts that were solved at this evaluation.",

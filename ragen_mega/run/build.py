@@ -206,40 +206,52 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
     Collective.
     """
     rollout = config.rollout
-    num_sessions = rollout.sessions_per_engine(num_engines(config))
     if rollout.rollout_engine == "embedded":
+        num_sessions = rollout.sessions_per_engine(num_engines(config))
         return EmbeddedEngine(hf, max_context=rollout.max_context_length, max_sessions=num_sessions)
-    is_on_gpu = torch.cuda.is_available()
-    dtype = "bfloat16" if config.parallel.bf16 else "float32"
+    settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
     group = distributed.consecutive_group(tp)
     transfer = (
         rollout.weight_transfer
         if rollout.weight_transfer != "auto"
         else "ipc"
-        if is_on_gpu
+        if settings.device == "cuda"
         else "file"
     )
     if group is not None and distributed.rank() % tp:
         part = EngineShard(distributed.rank() % tp, tp)
         return SGLangFollower(
-            hf, part, getattr(torch, dtype), group=group, transfer=transfer, fp8=rollout.rollout_fp8
+            hf,
+            part,
+            getattr(torch, settings.dtype),
+            group=group,
+            transfer=transfer,
+            fp8=rollout.rollout_fp8,
         )
-    settings = ServerSettings(
+    return SGLangEngine(hf, settings, group=group, transfer=transfer)
+
+
+def server_settings(config: StarPOConfig) -> ServerSettings:
+    """Of this rank's SGLang server. Raises ValueError where it could not start."""
+    rollout, is_on_gpu = config.rollout, torch.cuda.is_available()
+    num_sessions = rollout.sessions_per_engine(num_engines(config))
+    return ServerSettings(
         python=Path(rollout.sglang_python or sys.executable),
         directory=config.run_directory / "sglang" / f"rank_{distributed.rank():05d}",
         max_context=rollout.max_context_length,
         max_running_requests=num_sessions,
         kv_cache_tokens=rollout.kv_cache_size(num_sessions),
         device="cuda" if is_on_gpu else "cpu",
-        dtype=dtype,
-        tensor_parallel_size=tp,
+        dtype="bfloat16" if config.parallel.bf16 else "float32",
+        tensor_parallel_size=rollout.rollout_tensor_parallel_size,
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
         random_seed=config.train.seed + distributed.rank(),
+        start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
+        command_line=rollout.sglang_command_line,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
-    return SGLangEngine(hf, settings, group=group, transfer=transfer)
 
 
 def check_model_and_engine(config: StarPOConfig) -> None:
@@ -273,6 +285,8 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
+    if config.rollout.sglang_arguments:
+        on_main(lambda: server_settings(config).check_command_line())
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:

@@ -21,7 +21,7 @@ from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.checksums import checksum
+from ragen_mega.data.checksums import checksum_each
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.packing import minibatches
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
@@ -509,5 +509,5 @@ def _scores(results: Mapping[str, Mapping[str, float]], prefix: str = "") -> dic
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
     """A digest of the parameters of all ranks, for one pass over them. Collective."""
-    local = [checksum(value) for value in parameters]
+    local = checksum_each([*parameters])
     return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()
