@@ -65,8 +65,7 @@ def starpo(run: Run) -> None:
         # Advantages: everything the loss needs, under the weights that sampled the trajectories.
         with run.timed("advantages"):
             trajectories = [trajectory for group in kept for trajectory in group.trajectories]
-            batch = pack(trajectories)
-            batch = batch.with_fields(old_logprobs=policy.logprobs(batch))
+            batch = run.with_old_logprobs(pack(trajectories), step, metrics)
             if critic:
                 batch = batch.with_fields(values=critic.values(batch))
             if config.needs_reference:
@@ -77,8 +76,6 @@ def starpo(run: Run) -> None:
                 config.advantage,
                 group_weights=group_weights(kept, config.filter),
             ).to(batch.tokens.device)
-        metrics.add("mismatch", engine_vs_policy(batch))
-
         # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
         interval = config.logging.diagnose_interval
         if interval and step % interval == 0:
@@ -94,6 +91,9 @@ def starpo(run: Run) -> None:
                 for minibatch in run.minibatches(batch, step):
                     result = learner.update(minibatch)
                     metrics.add(name, run.guard.check(step, name, minibatch, result))
+                    if learner is policy and not metrics.has("mismatch"):
+                        logprobs = policy.pass_logprobs  # under the weights that sampled
+                        metrics.add("mismatch", engine_vs_policy(minibatch, logprobs))
 
         # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)

@@ -537,6 +537,13 @@ class LossConfig(Section):
         "token-mean"
     )
     """Mean over tokens of the minibatch, or over trajectories of their token mean or token sum."""
+    old_logprobs: Literal["auto", "recompute", "engine"] = "auto"
+    """What the ratio divides by: log-probabilities that the policy computes for all trajectories
+    before the update; those that the engine sampled with, which saves that pass, so that the ratio
+    also holds what engine and trainer compute differently (watch mismatch/...); or (auto) those of
+    the update's own forward pass where a step takes one optimizer step and nothing else needs them
+    (the ratio is 1), and else a pass of their own.
+    """
     importance_cap: Positive | None = None
     """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
     value_clip: Positive | None = 0.5
@@ -548,6 +555,11 @@ class LossConfig(Section):
                 (self.kl_kind == "none") != (self.kl_coef == 0.0),
                 f"kl_kind ({self.kl_kind}) and kl_coef ({self.kl_coef}) need each other; set both"
                 " or none",
+            ),
+            (
+                self.old_logprobs == "engine" and self.importance_cap is not None,
+                "importance_cap compares old_logprobs with the engine's, which they are with"
+                " old_logprobs engine; drop --importance-cap or --old-logprobs",
             ),
         )
 
@@ -765,6 +777,11 @@ class StarPOConfig(Section):
                 " mean; drop one of them",
             ),
         )
+
+    @property
+    def advantages_need_logprobs(self) -> bool:
+        """Whether the old log-probabilities must be there before the update."""
+        return self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
 
     @property
     def needs_reference(self) -> bool:

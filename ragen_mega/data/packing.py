@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ragen_mega.data.types import TokenBatch, Trajectory, offsets_of
+from ragen_mega.data.distributed import balanced_split
+from ragen_mega.data.types import Microbatch, TokenBatch, Trajectory, move, offsets_of
 
 
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -60,22 +61,32 @@ def minibatches(
     A remainder smaller than half a minibatch joins the last one, so that no step rests on a handful
     of trajectories.
     """
-    num_minibatches = max(1, round(batch.num_trajectories / minibatch_size))
+    num_minibatches = count_minibatches(batch, minibatch_size)
     for _ in range(num_passes):
         order = torch.randperm(batch.num_trajectories, generator=generator)
         for ids in order.tensor_split(num_minibatches):
             yield batch.select(sorted(ids.tolist()))
 
 
+def count_minibatches(batch: TokenBatch, minibatch_size: int) -> int:
+    """Minibatches of one pass over the batch."""
+    return max(1, round(batch.num_trajectories / minibatch_size))
+
+
 def microbatches(
-    batch: TokenBatch, max_tokens: int, trajectory_ids: Sequence[int]
+    batch: TokenBatch, max_tokens: int, trajectory_ids: Sequence[int], *, num_stages: int = 1
 ) -> list[list[int]]:
     """Divide the given trajectories of a batch into microbatches of at most `max_tokens` positions.
 
-    Trajectories are placed longest first into the first microbatch with room, which keeps the
-    number of microbatches low. One trajectory longer than `max_tokens` stands alone.
+    Without a pipeline they are as few as the budget allows: trajectories are placed longest first
+    into the first microbatch with room. `num_stages` of one idle for (num_stages - 1) of
+    (microbatches + num_stages - 1) of a pass (1F1B, arXiv:2104.04473 sec. 2.2), so there are at
+    least 4 x num_stages microbatches as long as there are trajectories, of near-equal size: all
+    wait for the longest. One trajectory longer than `max_tokens` stands alone.
     """
     lengths = batch.lengths.tolist()
+    if num_stages > 1:
+        return _balanced([(i, lengths[i]) for i in trajectory_ids], max_tokens, 4 * num_stages)
     bins: list[list[int]] = []
     taken: list[int] = []
     for item in sorted(trajectory_ids, key=lambda i: (-lengths[i], i)):
@@ -87,6 +98,32 @@ def microbatches(
             bins[target].append(item)
             taken[target] += lengths[item]
     return [sorted(ids) for ids in bins]
+
+
+def _balanced(items: Sequence[tuple[int, int]], max_tokens: int, fewest: int) -> list[list[int]]:
+    """At least `fewest` parts of (id, length), as long as there are items; each within the budget
+    or alone.
+    """
+    lengths = [length for _, length in items]
+    least = max(fewest, -(-sum(lengths) // max_tokens))
+    for num_parts in range(min(least, len(items)), len(items) + 1):
+        parts = balanced_split(lengths, num_parts)
+        if all(len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens for part in parts):
+            break
+    return [[items[i][0] for i in part] for part in parts] if items else []
+
+
+def microbatch(
+    batch: TokenBatch, trajectory_ids: Sequence[int], *, multiple: int, device: torch.device
+) -> Microbatch:
+    """The given trajectories on `device`, padded to a multiple of positions."""
+    whole = pad(batch.select(trajectory_ids), multiple)
+    active = whole.loss_mask if whole.weights is None else whole.weights != 0
+    return Microbatch(
+        **{name: move(value, device) for name, value in whole.tensors()},
+        host_lengths=tuple(whole.lengths.tolist()),
+        rows=move(active.nonzero().squeeze(1), device),
+    )
 
 
 def pad(batch: TokenBatch, multiple: int) -> TokenBatch:

@@ -333,7 +333,7 @@ def test_padding_for_fp8_changes_neither_loss_nor_gradients(models) -> None:
 
 
 def _microbatches(trainer, batch: TokenBatch) -> list[TokenBatch]:
-    return [trainer._micro(batch, ids) for ids in trainer._share(batch)]
+    return trainer._microbatches(batch, trainer._share(batch))
 
 
 def test_padding_is_one_more_trajectory_without_weight() -> None:
