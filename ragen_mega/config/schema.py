@@ -125,14 +125,17 @@ class ParallelConfig(Section):
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: the core attention only, or whole layers."""
+    """Recompute activations in the backward pass: the feed-forward part of each layer, which holds
+    most of them, or whole layers. (Attention is fused and never keeps its scores.)
+    """
     bf16: bool = False
     """Parameters and activations in bfloat16; their originals, gradient sums and Adam's moments in
     float32.
     """
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers: Transformer Engine's (CUDA and --bf16), or megatron-core's local ones. `auto` takes
-    the former where they can compute.
+    the former where they can compute and have fused attention for packed trajectories: from compute
+    capability 9.0 on, elsewhere with flash-attn.
     """
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     """Matrix products of the layers in FP8 (Transformer Engine): `e4m3` throughout, `hybrid` with
@@ -140,7 +143,8 @@ class ParallelConfig(Section):
     """
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per
-    block of 128 or 32 values.
+    block of 128 or 32 values. Those of earlier passes (delayed) are no part of a checkpoint: such a
+    run resumes, but not exactly.
     """
     placement: Literal["colocated"] = "colocated"
     """Who has the devices: engines and trainer share them, in turns."""

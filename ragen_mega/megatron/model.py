@@ -27,7 +27,7 @@ from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer
 LENGTH_STEP = 128
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "selective": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
 

@@ -67,9 +67,12 @@ class Trainer:
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=parallel.use_distributed_optimizer,
+                overlap_grad_reduce=groups.dp.size() > 1,
             ),
             module,
         )
+        # gradients leave in the backward pass of the last microbatch
+        module.config.no_sync_func = self.model.no_sync
         module.config.finalize_model_grads_func = _sum_gradients
         min_lr = lr if train.lr_decay == "constant" else 0.0
         with cpu.cuda_literals_as_cpu():
