@@ -59,6 +59,7 @@ def starpo(run: Run) -> None:
         kept = run.filter(groups)
         metrics.add("filter", filter_metrics(groups, kept))
         if not kept:
+            run.trace(step, groups)
             run.finish_step(step, metrics)  # no initial state tells good from bad: nothing to learn
             continue
 
@@ -76,6 +77,7 @@ def starpo(run: Run) -> None:
                 config.advantage,
                 group_weights=group_weights(kept, config.filter),
             ).to(batch.tokens.device)
+
         # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
         interval = config.logging.diagnose_interval
         if interval and step % interval == 0:
@@ -94,6 +96,9 @@ def starpo(run: Run) -> None:
                     if learner is policy and not metrics.has("mismatch"):
                         logprobs = policy.pass_logprobs  # under the weights that sampled
                         metrics.add("mismatch", engine_vs_policy(minibatch, logprobs))
+                        if batch.old_logprobs is None:  # the minibatch is the batch
+                            batch = batch.with_fields(old_logprobs=logprobs)
+        run.trace(step, groups, kept, batch)
 
         # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)
