@@ -4,9 +4,11 @@ forward pass.
 The shift from tokens to labels happens here and nowhere else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,31 +28,54 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     """
     if not trajectories:
         raise ValueError("cannot pack zero trajectories; the filter kept no group, skip the update")
-    lengths = torch.tensor([len(trajectory) - 1 for trajectory in trajectories])
+    whole = torch.tensor([len(trajectory) for trajectory in trajectories])
+    lengths = whole - 1
     cu_seqlens = offsets_of(lengths)
-    rewards = torch.zeros(int(cu_seqlens[-1]))
-    turn_ids = torch.full_like(rewards, -1, dtype=torch.int32)
-    for trajectory, offset in zip(trajectories, cu_seqlens.tolist()):
-        for turn_id, turn in enumerate(trajectory.turns):
-            turn_ids[offset + turn.start - 1 : offset + turn.end - 1] = turn_id
-            rewards[offset + turn.end - 2] = turn.reward
+    starts = cu_seqlens[:-1].long()
+    tokens = flatten((t.tokens for t in trajectories), np.int64)  # [T + S]
+    is_label = torch.ones_like(tokens, dtype=torch.bool)
+    is_label[whole.cumsum(0) - whole] = False  # the first token of each trajectory
+    is_input = torch.ones_like(is_label)
+    is_input[whole.cumsum(0) - 1] = False  # and its last
+    turn_ids, rewards = _of_turns(trajectories, starts, int(cu_seqlens[-1]))
+    mask = flatten((t.loss_mask for t in trajectories), np.bool_)
+    logprobs = flatten((t.rollout_logprobs for t in trajectories), np.float32)
     return TokenBatch(
-        tokens=_concatenate([t.tokens[:-1] for t in trajectories], torch.int64),
-        labels=_concatenate([t.tokens[1:] for t in trajectories], torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        tokens=tokens[is_input],
+        labels=tokens[is_label],
+        position_ids=torch.arange(len(turn_ids)) - starts.repeat_interleave(lengths),
         cu_seqlens=cu_seqlens,
-        loss_mask=_concatenate([t.loss_mask[1:] for t in trajectories], torch.bool),
+        loss_mask=mask[is_label],
         turn_ids=turn_ids,
         rewards=rewards,
         group_ids=torch.tensor([t.group_id for t in trajectories]),
-        rollout_logprobs=_concatenate(
-            [t.rollout_logprobs[1:] for t in trajectories], torch.float32
-        ),
+        rollout_logprobs=logprobs[is_label],
     )
 
 
-def _concatenate(rows: Sequence[Sequence], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+def _of_turns(
+    trajectories: Sequence[Trajectory], starts: Tensor, num_positions: int
+) -> tuple[Tensor, Tensor]:
+    """Turn [T] int32 of every label, -1 where it was not sampled, and rewards [T] of the turns on
+    their last labels.
+    """
+    turn_ids = torch.full((num_positions,), -1, dtype=torch.int32)
+    rewards = torch.zeros(num_positions)
+    counts = torch.tensor([len(trajectory.turns) for trajectory in trajectories])
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    spans = torch.tensor([(turn.start, turn.end) for turn in turns]).reshape(-1, 2)
+    spans += starts.repeat_interleave(counts)[:, None] - 1  # token t is the label of position t - 1
+    sizes = spans[:, 1] - spans[:, 0]
+    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    numbers = torch.arange(len(turns)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    turn_ids[spans[:, 0].repeat_interleave(sizes) + within] = numbers.repeat_interleave(sizes).int()
+    rewards[spans[:, 1] - 1] = torch.tensor([turn.reward for turn in turns], dtype=torch.float32)
+    return turn_ids, rewards
+
+
+def flatten(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
+    """The values of all rows in one tensor, several times faster than torch.tensor of a list."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
 
 
 def minibatches(

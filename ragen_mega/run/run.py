@@ -34,12 +34,8 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
-<<<<<<< HEAD
 from ragen_mega.report.step_metrics import engine_vs_policy, observe
-=======
-from ragen_mega.report.step_metrics import observe
 from ragen_mega.report.traces import TRACES, TraceWriter
->>>>>>> main
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
 from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
