@@ -63,7 +63,8 @@ def _of_turns(
     rewards = torch.zeros(num_positions)
     counts = torch.tensor([len(trajectory.turns) for trajectory in trajectories])
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    spans = torch.tensor([(turn.start, turn.end) for turn in turns]).reshape(-1, 2)
+    bounds = [(turn.start, turn.end) for turn in turns]
+    spans = torch.tensor(bounds, dtype=torch.int64).reshape(-1, 2)
     spans += starts.repeat_interleave(counts)[:, None] - 1  # token t is the label of position t - 1
     sizes = spans[:, 1] - spans[:, 0]
     within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)

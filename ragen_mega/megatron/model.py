@@ -24,7 +24,6 @@ from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import PackedLengths, layer_spec
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
 
-LENGTH_STEP = 128
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
@@ -57,6 +56,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
     check_model(hf, parallel)
     shape = ModelShape.of(hf)
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
+    implementation = precision.choose_implementation(parallel, precision.Machine.here())
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -89,9 +89,11 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         gradient_accumulation_fusion=False,  # megatron-core's own LM head would need apex for it
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **precision.layer_fields(
-            parallel, precision.choose_implementation(parallel, precision.Machine.here())
-        ),
+        # unfused, the rotation of packed trajectories asks the device for their lengths four times a
+        # layer, and SwiGLU keeps five widths instead of three
+        apply_rope_fusion=implementation == "transformer_engine",
+        bias_activation_fusion=implementation == "transformer_engine",
+        **precision.layer_fields(parallel, implementation),
         **_RECOMPUTE[parallel.recompute],
     )
 
@@ -192,8 +194,7 @@ class QwenCritic(QwenModel):
 
 def model_inputs(batch: Microbatch) -> dict[str, Any]:
     """Arguments of `QwenModel.forward` for one packed microbatch."""
-    # Rounded up, so that backends are chosen and rotary tables made for few lengths.
-    longest = -(-max(batch.host_lengths) // LENGTH_STEP) * LENGTH_STEP
+    longest = max(batch.host_lengths)
     packed = PackedLengths(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,

@@ -171,10 +171,6 @@ def layer_fields(parallel: ParallelConfig, implementation: Implementation) -> di
     numbers.
     """
     fields: dict[str, Any] = dict(transformer_impl=implementation)
-    # The unfused rotation of packed trajectories asks the device for their lengths, twice a layer;
-    # the unfused SwiGLU keeps five widths instead of three.
-    if implementation == "transformer_engine":
-        fields |= dict(apply_rope_fusion=True, bias_activation_fusion=True)
     if parallel.fp8 == "none":
         return fields
     fields |= dict(
