@@ -89,7 +89,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         gradient_accumulation_fusion=False,  # megatron-core's own LM head would need apex for it
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        # unfused, the rotation of packed trajectories asks the device for their lengths four times a
+        # unfused, the rotation of packed trajectories asks the device for lengths, four times a
         # layer, and SwiGLU keeps five widths instead of three
         apply_rope_fusion=implementation == "transformer_engine",
         bias_activation_fusion=implementation == "transformer_engine",
