@@ -72,11 +72,12 @@ def starpo(run: Run) -> None:
             if config.needs_reference:
                 batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
             batch = estimate_advantages(
-                batch.to(device()),  # whose kernels compute them
+                batch,
                 trajectories,
                 config.advantage,
                 group_weights=group_weights(kept, config.filter),
-            ).to(batch.tokens.device)
+                device=device(),
+            )
 
         # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
         interval = config.logging.diagnose_interval
