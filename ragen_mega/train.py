@@ -69,20 +69,18 @@ def starpo(run: Run) -> None:
         # Advantages: everything the loss needs, under the weights that sampled the trajectories.
         with run.timed("advantages"):
             trajectories = [trajectory for group in kept for trajectory in group.trajectories]
-            batch = pack(trajectories)
-            batch = batch.with_fields(old_logprobs=policy.logprobs(batch))
+            batch = run.with_old_logprobs(pack(trajectories), step, metrics)
             if critic:
                 batch = batch.with_fields(values=critic.values(batch))
             if config.needs_reference:
                 batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
             batch = estimate_advantages(
-                batch.to(device()),  # whose kernels compute them
+                batch,
                 trajectories,
                 config.advantage,
                 group_weights=group_weights(kept, config.filter),
-            ).to(batch.tokens.device)
-        metrics.add("mismatch", engine_vs_policy(batch))
-        run.trace(step, groups, kept, batch)
+                device=device(),
+            )
 
         # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
         interval = config.logging.diagnose_interval
@@ -99,6 +97,12 @@ def starpo(run: Run) -> None:
                 for minibatch in run.minibatches(batch, step):
                     result = learner.update(minibatch)
                     metrics.add(name, run.guard.check(step, name, minibatch, result))
+                    if learner is policy and not metrics.has("mismatch"):
+                        logprobs = policy.pass_logprobs  # under the weights that sampled
+                        metrics.add("mismatch", engine_vs_policy(minibatch, logprobs))
+                        if batch.old_logprobs is None:  # the minibatch is the batch
+                            batch = batch.with_fields(old_logprobs=logprobs)
+        run.trace(step, groups, kept, batch)
 
         # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)

@@ -1,5 +1,5 @@
-"""torchrun for the launch scripts: threads shared among the ranks, signals passed on to them, and
-silent about failures that a rank has explained.
+"""torchrun for the launch scripts: threads shared among the ranks, each rank bound to the CPUs near
+its GPU, signals passed on to them, and silent about failures that a rank has explained.
 
     python tools/launch.py [torchrun flags] script [flags of the script]
 
@@ -30,10 +30,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the ranks; returns the exit code of the first that failed, 128 + signal if one was
     killed or the launcher was told to stop.
     """
+    import torch
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     args = run.parse_args(list(argv))
+    if torch.cuda.is_available() and args.numa_binding is None:
+        args.numa_binding = "node"  # host memory and copies beside the GPU of each rank
     num_ranks = run.determine_local_world_size(args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     logging.disable(logging.ERROR)  # of this process; the ranks log for themselves

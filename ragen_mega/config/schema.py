@@ -142,14 +142,17 @@ class ParallelConfig(Section):
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: the core attention only, or whole layers."""
+    """Recompute activations in the backward pass: the feed-forward part of each layer, which holds
+    most of them, or whole layers. (Attention is fused and never keeps its scores.)
+    """
     bf16: bool = False
     """Parameters and activations in bfloat16; their originals, gradient sums and Adam's moments in
     float32.
     """
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers: Transformer Engine's (CUDA and --bf16), or megatron-core's local ones. `auto` takes
-    the former where they can compute.
+    the former where they can compute and have fused attention for packed trajectories: from compute
+    capability 9.0 on, elsewhere with flash-attn.
     """
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     """Matrix products of the layers in FP8 (Transformer Engine): `e4m3` throughout, `hybrid` with
@@ -157,7 +160,8 @@ class ParallelConfig(Section):
     """
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per
-    block of 128 or 32 values.
+    block of 128 or 32 values. Those of earlier passes (delayed) are no part of a checkpoint: such a
+    run resumes, but not exactly.
     """
     placement: Literal["colocated"] = "colocated"
     """Who has the devices: engines and trainer share them, in turns."""
@@ -581,6 +585,13 @@ class LossConfig(Section):
         "token-mean"
     )
     """Mean over tokens of the minibatch, or over trajectories of their token mean or token sum."""
+    old_logprobs: Literal["auto", "recompute", "engine"] = "auto"
+    """What the ratio divides by: log-probabilities that the policy computes for all trajectories
+    before the update; those that the engine sampled with, which saves that pass, so that the ratio
+    also holds what engine and trainer compute differently (watch mismatch/...); or (auto) those of
+    the update's own forward pass where a step takes one optimizer step and nothing else needs them
+    (the ratio is 1), and else a pass of their own.
+    """
     importance_cap: Positive | None = None
     """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
     value_clip: Positive | None = 0.5
@@ -592,6 +603,11 @@ class LossConfig(Section):
                 (self.kl_kind == "none") != (self.kl_coef == 0.0),
                 f"kl_kind ({self.kl_kind}) and kl_coef ({self.kl_coef}) need each other; set both"
                 " or none",
+            ),
+            (
+                self.old_logprobs == "engine" and self.importance_cap is not None,
+                "importance_cap compares old_logprobs with the engine's, which they are with"
+                " old_logprobs engine; drop --importance-cap or --old-logprobs",
             ),
         )
 
@@ -838,6 +854,11 @@ class StarPOConfig(Section):
                 " mean; drop one of them",
             ),
         )
+
+    @property
+    def advantages_need_logprobs(self) -> bool:
+        """Whether the old log-probabilities must be there before the update."""
+        return self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
 
     @property
     def needs_reference(self) -> bool:

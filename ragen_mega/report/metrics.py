@@ -84,6 +84,10 @@ class Metrics:
                 )
             terms.append(reducible)
 
+    def has(self, stage: str) -> bool:
+        """Whether anything was added under `stage/`."""
+        return any(key.startswith(f"{stage}/") for key in self._values)
+
     def result(self) -> dict[str, float]:
         """Key -> reduced value, in the order of first appearance; a mean over no weight is NaN."""
         return {key: _reduce(terms) for key, terms in self._values.items()}

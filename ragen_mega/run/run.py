@@ -23,7 +23,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import checksum_each
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.packing import minibatches
+from ragen_mega.data.packing import count_minibatches, minibatches
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.reference_players import Baselines
@@ -33,7 +33,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
-from ragen_mega.report.step_metrics import observe
+from ragen_mega.report.step_metrics import engine_vs_policy, observe
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
 from ragen_mega.rollout.collector import Task
@@ -252,6 +252,23 @@ class Run:
             keep_zero=config.filter_keep_zero,
         )
 
+    def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
+        """`batch` with what `--old-logprobs` says; without any where the forward pass of the step's
+        one optimizer step is under the same weights and serves. What the policy computes here is
+        compared with the engine's.
+        """
+        config = self.config
+        if config.loss.old_logprobs == "engine":
+            return batch.with_fields(old_logprobs=batch.rollout_logprobs)
+        updates = count_minibatches(batch, config.train.minibatch_size)
+        updates *= config.train.updates_per_rollout
+        serves = updates == 1 and "actor" in self.learners(step)
+        if config.loss.old_logprobs == "auto" and serves and not config.advantages_need_logprobs:
+            return batch
+        logprobs = self.policy.logprobs(batch)
+        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
+        return batch.with_fields(old_logprobs=logprobs)
+
     def learners(self, step: int) -> dict[str, MegatronPolicy | MegatronCritic]:
         """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
         critic = {"critic": self.critic} if self.critic else {}
@@ -262,7 +279,7 @@ class Run:
         """The minibatches of a step, the same on every rank and at every call."""
         train = self.config.train
         generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
-        total = max(1, round(batch.num_trajectories / train.minibatch_size))
+        total = count_minibatches(batch, train.minibatch_size)
         self.timers.trained_tokens = batch.num_positions * train.updates_per_rollout
         with self.console.progress("update", total * train.updates_per_rollout) as progress:
             for minibatch in minibatches(

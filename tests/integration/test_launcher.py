@@ -17,6 +17,7 @@ import pytest
 
 from ragen_mega.config import parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags
+from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/pretrain_starpo.sh"
@@ -473,3 +474,19 @@ def test_a_fresh_copy_installs_itself(tmp_path):
         assert process.stderr.count("setup: installing") == expected, (
             f"command {attempt + 1}: {process.stderr}"
         )
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "flags", "bound"),
+    [(True, (), "node"), (True, ("--numa-binding", "socket"), "socket"), (False, (), None)],
+)
+def test_ranks_are_bound_to_the_cpus_beside_their_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, flags: tuple[str, ...], bound: str | None
+) -> None:
+    started = []
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(launch.run, "run", started.append)
+    monkeypatch.setattr(launch.logging, "disable", lambda level: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert launch.main(["--nproc-per-node", "2", *flags, "train.py"]) == 0
+    assert [one.numa_binding for one in started] == [bound]
