@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -38,30 +39,26 @@ class Flag:
         return self.kinds == (bool,)
 
     @property
-    def choices(self) -> list[str]:
-        """What can be written for it, where that can be listed."""
-        named = [("True", "False") if kind is bool else (str(kind),) for kind in self.kinds]
-        return [word for words in named for word in words if not word.startswith("<class")]
+    def choices(self) -> dict[str, Any]:
+        """What can be written for it, where that can be listed -> its value."""
+        named = {bool: (True, False)} | dict.fromkeys(_WORDS, ())
+        values = [value for kind in self.kinds for value in named.get(kind, (kind,))]
+        return {str(value): value for value in values}
 
     @property
     def metavar(self) -> str:
         """Stands for its value."""
-        free = [_WORDS[kind][0] for kind in self.kinds if kind in _WORDS]
-        return "|".join(free or self.choices)
+        return "|".join([_WORDS[kind][0] for kind in self.kinds if kind in _WORDS] or self.choices)
 
     def read(self, text: str) -> Any:
         """The value that `text` stands for. Raises ArgumentTypeError in plain words."""
-        for kind in self.kinds:
-            if kind is bool and text in ("True", "False"):
-                return text == "True"
-            if kind in (int, float, str):
-                try:
-                    return kind(text)
-                except ValueError:
-                    continue
-            if kind is not bool and text == str(kind):
-                return kind
-        *first, last = [_WORDS[kind][1] for kind in self.kinds if kind in _WORDS] + self.choices
+        if text in self.choices:
+            return self.choices[text]
+        free = [kind for kind in self.kinds if kind in _WORDS]
+        for kind in free:
+            with contextlib.suppress(ValueError):
+                return kind(text)
+        *first, last = [*(_WORDS[kind][1] for kind in free), *self.choices]
         rule = f"{', '.join(first)} or {last}" if first else last
         about = f" ({self.about.rstrip('.')})" if self.about else ""
         close = did_you_mean(text, self.choices)
@@ -82,14 +79,13 @@ def all_flags() -> tuple[Flag, ...]:
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """What a value may be; None comes first, so that `None` is not taken for a text."""
-    members = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
-    kinds = [
-        kind
-        for member in members or [annotation]
-        for kind in (get_args(member) if get_origin(member) is Literal else [member])
-    ]
-    return tuple(sorted((None if kind is NoneType else kind for kind in kinds), key=bool))
+    """What a value may be: the members of a union, the values of a Literal, None for its type."""
+    if annotation is NoneType:
+        return (None,)
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    members = get_args(annotation)
+    return tuple(kind for member in members for kind in _kinds(member)) or (annotation,)
 
 
 def _abouts() -> dict[tuple[str, str], str]:
@@ -159,9 +155,7 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
         "usage: bash examples/pretrain_starpo.sh [--recipe NAME] [flags]",
         "",
         *textwrap.wrap(
-            f"{inspect.cleandoc(StarPOConfig.__doc__).split(chr(10))[0]} A later flag wins, and any"
-            " flag wins over the recipe's.",
-            width,
+            f"{StarPOConfig.__doc__} A later flag wins, and any flag over the recipe's.", width
         ),
         "",
         "  --recipe NAME",

@@ -58,7 +58,7 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ),
         ("--num-steps 1e3", "--num-steps must be a whole number, not '1e3'"),
         ("--kl-kind k4", r"--kl-kind must be none, k1, k2 or k3, not 'k4'"),
-        ("--whiten-advantages yes", "must be None, True or False, not 'yes'"),
+        ("--whiten-advantages yes", "must be True, False or None, not 'yes'"),
         ("--bf16=yes", "--bf16 takes no value, not 'yes'"),
         ("--lr", "--lr needs a value"),
         ("--lr --bf16", "--lr needs a value"),
