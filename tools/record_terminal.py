@@ -24,8 +24,12 @@ from itertools import groupby
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-import pyte
 from command_line import command, flag
+
+try:
+    import pyte
+except ModuleNotFoundError:
+    raise SystemExit("error: a recording needs pyte; pip install -e '.[test]'") from None
 
 SAMPLE = 0.05
 """Seconds between two looks at the screen while output arrives."""
@@ -72,9 +76,7 @@ def record(words: Sequence[str], *, columns: int, rows: int) -> list[Frame]:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
     start = time.monotonic()
-    child = subprocess.Popen(
-        words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
-    )
+    child = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     frames = [Frame(0.0, _rows(screen))]
     while output := _read(ours, SAMPLE):
@@ -148,8 +150,8 @@ def draw(frames: Sequence[Frame], *, title: str, columns: int, seconds: float) -
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}"'
         ' xml:space="preserve">',
-        "<style>text{font:%dpx ui-monospace,Menlo,Consolas,monospace;fill:%s;white-space:pre}</style>"
-        % (SIZE, INK),
+        f"<style>text{{font:{SIZE}px ui-monospace,Menlo,Consolas,monospace;fill:{INK};"
+        "white-space:pre}</style>",
         f'<rect width="{wide}" height="{high}" rx="8" fill="{PAPER}" stroke="{PALETTE["black"]}"/>',
         f'<text x="{wide / 2:g}" y="{MARGIN + 8}" text-anchor="middle"'
         f' opacity=".6">{escape(title)}</text>',

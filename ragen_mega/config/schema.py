@@ -453,7 +453,7 @@ class AdvantageConfig(Section):
     kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy subtracted from the reward of each token."""
     kl_reward_coef: float = 0.0
-    """Its coefficient."""
+    """Coefficient of the KL in the rewards."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         parse_reward(self.reward)
@@ -530,7 +530,7 @@ class LossConfig(Section):
     kl_kind: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy as a loss term."""
     kl_coef: NonNegative = 0.0
-    """Its coefficient."""
+    """Coefficient of the KL in the loss."""
     entropy_coef: float = 0.001
     """Coefficient of the entropy bonus."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = (
@@ -573,8 +573,11 @@ class TrainConfig(Section):
     lr_warmup: Natural = 0
     """Steps of linear warm-up of both learning rates."""
     weight_decay: NonNegative = 0.01
+    """Decoupled weight decay, as in AdamW."""
     adam_beta1: Share = 0.9
+    """Decay of Adam's mean of gradients."""
     adam_beta2: Share = 0.999
+    """Decay of Adam's mean of squared gradients."""
     adam_eps: Positive = 1e-8
     """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
     gradient descent with momentum, which leaves weights with little gradient where they are: noisy
