@@ -55,8 +55,10 @@ def shown(row: ElementTree.Element) -> tuple[float, float]:
 
 
 def test_without_animation_the_last_screen_stands_there(rows: list[ElementTree.Element]) -> None:
-    last = {float(row.get("y")): letters(row) for row in rows if row.get("visibility") != "hidden"}
-    lines = [last[height] for height in sorted(last)]
+    still = [row for row in rows if row.get("visibility") != "hidden"]
+    heights = [float(row.get("y")) for row in still]
+    assert heights == sorted(set(heights))
+    lines = [letters(row) for row in still]
     assert lines[-len(LAST) :] == LAST
     assert lines[0].startswith("$ ")
 
