@@ -35,6 +35,7 @@ setup(
     package_data={
         "ragen_mega.environments.worlds": ["*/boards/*.jsonl"],
         "ragen_mega.config": ["recipes/*.flags"],
+        "ragen_mega.report.viewer": ["viewer.*"],
     },
     install_requires=[
         "torch>=2.7,<3",
@@ -50,6 +51,7 @@ setup(
         "rich>=14",
         "tensorboard>=2.18",
         "matplotlib>=3.10",
+        "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
     extras_require={
         "test": [
@@ -59,6 +61,7 @@ setup(
             "hypothesis>=6.100",
             "markdown-it-py>=3",  # to follow the links of the documentation
             "pyte>=0.8.2",  # the terminal of tools/record_terminal.py
+            "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.
             "triton>=3.6,<3.8; platform_system == 'Linux'",
