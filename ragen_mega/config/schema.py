@@ -52,7 +52,7 @@ Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
 
 
 class Section:
-    """A part of the configuration; what is built of it keeps its bounds and rules."""
+    """A section of the configuration, checked against its bounds and rules when it is built."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that is not finite or out of bounds, or a broken rule."""
@@ -69,7 +69,9 @@ class Section:
                 raise ValueError(message)
 
     def rules(self) -> Sequence[tuple[bool, str]]:
-        """What must not be, each with what the error says. May raise ValueError itself."""
+        """Conditions that must not hold, each with the text of its error. May raise ValueError
+        itself.
+        """
         return ()
 
 
@@ -112,8 +114,8 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    """How model and optimizer are laid out over the ranks, what computes the layers and in which
-    numbers.
+    """How model and optimizer are laid out over the ranks, and which layers compute in which
+    precision.
     """
 
     tensor_model_parallel_size: Count = 1
@@ -145,8 +147,8 @@ class ParallelConfig(Section):
     placement: Literal["colocated"] = "colocated"
     """Who has the devices: engines and trainer share them, in turns."""
     offload: OffloadMode = "none"
-    """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer
-    state; or furthermore actor and critic in turns, each while the other one computes.
+    """What is moved to host memory: nothing; parameters, gradients and optimizer state during
+    rollouts; or, besides, actor and critic in turns, each while the other one computes.
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
@@ -235,7 +237,7 @@ class EnvironmentConfig(Section):
     max_actions_per_turn: int = 5
     """Actions executed per turn; more are dropped."""
     max_actions: int = 10
-    """Actions per trajectory."""
+    """Actions per trajectory, at most."""
     format_penalty: float = -0.1
     """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it
     earned.
@@ -247,7 +249,7 @@ class EnvironmentConfig(Section):
     """
     environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
-    any time).
+    no limit).
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
@@ -298,7 +300,7 @@ class EnvironmentConfig(Section):
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    """How many trajectories are sampled in a step, and how."""
+    """How many trajectories a step samples, and how."""
 
     num_groups: Count = 8
     """Initial states per step (P)."""
@@ -307,7 +309,7 @@ class RolloutConfig(Section):
     max_response_length: Count = 400
     """Tokens that may be sampled in one turn."""
     max_context_length: Count = 3600
-    """Tokens of a trajectory; one that would grow longer is closed as truncated."""
+    """Tokens of a trajectory at most; one that would grow longer is closed as truncated."""
     temperature: Positive = 1.0
     """Sampling temperature; the trainer divides its logits by the same. A greedy policy (0) would
     explore nothing.
@@ -344,7 +346,7 @@ class RolloutConfig(Section):
     """
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
-        """Engines of a job. Raises ValueError unless every one has its ranks on one node."""
+        """Number of engines of a job. Raises ValueError unless each has its ranks on one node."""
         size = self.rollout_tensor_parallel_size
         if ranks_per_node % size or world_size % size:
             raise ValueError(
@@ -540,7 +542,7 @@ class LossConfig(Section):
     importance_cap: Positive | None = None
     """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
     value_clip: Positive | None = 0.5
-    """Clip range of the critic's change of value."""
+    """Clip range of the critic's values around the old ones."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         return (
@@ -563,7 +565,7 @@ class TrainConfig(Section):
     updates_per_rollout: Count = 1
     """Passes over the kept trajectories of a rollout (Online-k)."""
     max_tokens_per_microbatch: Count = 16384
-    """Positions in one forward pass."""
+    """Token positions in one forward pass, at most."""
     lr: Positive = 1e-6
     """Learning rate of the policy."""
     critic_lr: Positive = 1e-5
@@ -588,8 +590,8 @@ class TrainConfig(Section):
     critic_warmup: Natural = 0
     """First steps in which only the critic is updated."""
     max_nonfinite_updates: Count = 3
-    """Updates of one model in a row that a non-finite loss or gradient may cost; after that many
-    the run stops.
+    """Updates of one model in a row that may be skipped for a non-finite loss or gradient; after
+    that many the run stops.
     """
     seed: int = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
@@ -617,7 +619,7 @@ class WarmStartConfig(Section):
     with a critic).
     """
     warm_start_critic_lr: Positive = 1e-3
-    """Peak learning rate of that."""
+    """Peak learning rate of that regression."""
     warm_start_temperature: Positive = 1.0
     """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what
     is certain there, and as open where the play is random: reinforcement learning then shifts
@@ -664,7 +666,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True)
 class LoggingConfig(Section):
-    """Where a run writes, and what besides the usual numbers."""
+    """Where a run writes, and what it logs besides the usual numbers."""
 
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).

@@ -24,7 +24,7 @@ FP32 = 4
 MOMENTS = 2 * FP32
 """Adam's two moments of an element."""
 CUDA_CONTEXT = int(1.5 * GIB)
-"""Assumed, of trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
+"""Assumed, for trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
 COMMUNICATOR = 1 * GIB
 """Assumed: NCCL's buffers for a kind of group (TP, PP, DP) with more than one rank."""
 ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
