@@ -219,7 +219,7 @@ def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     explained = {
         entry.split()[0].rstrip(",")
         for entry in entries
-        if len(re.sub(r"\(default:.*", "", entry.partition("\n")[2], flags=re.DOTALL).split()) > 2
+        if len(re.sub(r"[(\[]default.*", "", entry.partition("\n")[2], flags=re.DOTALL).split()) > 2
     }
     missing = {f for f in TRAINING_FLAGS if not f.startswith("--no-")} - explained
     assert missing <= {"--recipe", "--help"}, f"--help does not explain {missing}"
