@@ -23,8 +23,9 @@ print("replaced\n\x1b[1A\x1b[2Kin its place")
 LAST = ["first line", "at 2 of 2", "red <&> end", "in its place"]
 
 
-def record(output: Path, *words: str) -> subprocess.CompletedProcess:
-    flags = ("--output", str(output), "--columns", "60", "--rows", "9", "--seconds", "8")
+def record(output: Path, *words: str, frames: int = 60) -> subprocess.CompletedProcess:
+    flags = ["--output", str(output), "--columns", "60", "--rows", "9", "--seconds", "8"]
+    flags += ["--frames", str(frames)]
     return subprocess.run(
         [sys.executable, str(TOOL), *flags, *words], capture_output=True, text=True
     )
@@ -38,6 +39,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[ElementTree.Element]:
     picture = folder / "pictures" / "run.svg"
     done = record(picture, sys.executable, str(folder / "program.py"))
     assert done.returncode == 0, done.stderr
+    return texts(picture)
+
+
+def texts(picture: Path) -> list[ElementTree.Element]:
     found = ElementTree.parse(picture).getroot().iter(f"{SVG}text")
     return [row for row in found if row.find(f"{SVG}animate") is not None]
 
@@ -71,6 +76,15 @@ def test_a_row_that_changes_is_shown_one_after_the_other(rows: list[ElementTree.
     for (start, end), (following, _) in zip(moments, moments[1:], strict=False):
         assert 0 < start < end == following
     assert moments[-1][1] == 1.0
+
+
+def test_a_row_that_changes_often_is_drawn_so_many_times_at_most(tmp_path: Path) -> None:
+    code = (
+        "import time\nfor i in range(40): print(f'\\rat {i}', end='', flush=True); time.sleep(0.06)"
+    )
+    assert record(tmp_path / "run.svg", sys.executable, "-c", code, frames=4).returncode == 0
+    seen = [letters(row) for row in texts(tmp_path / "run.svg") if letters(row).startswith("at ")]
+    assert 2 <= len(seen) <= 4 and seen[-1] == "at 39"
 
 
 def test_colours_are_those_of_the_terminal(rows: list[ElementTree.Element]) -> None:
