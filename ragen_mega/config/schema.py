@@ -237,7 +237,7 @@ class EnvironmentConfig(Section):
     max_actions_per_turn: int = 5
     """Actions executed per turn; more are dropped."""
     max_actions: int = 10
-    """Actions per trajectory, at most."""
+    """Actions per trajectory."""
     format_penalty: float = -0.1
     """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it
     earned.
@@ -309,7 +309,7 @@ class RolloutConfig(Section):
     max_response_length: Count = 400
     """Tokens that may be sampled in one turn."""
     max_context_length: Count = 3600
-    """Tokens of a trajectory at most; one that would grow longer is closed as truncated."""
+    """Tokens of a trajectory; one that would grow longer is closed as truncated."""
     temperature: Positive = 1.0
     """Sampling temperature; the trainer divides its logits by the same. A greedy policy (0) would
     explore nothing.
