@@ -30,7 +30,7 @@ COMMUNICATOR = 1 * GIB
 ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
 """Assumed: SGLang's CUDA graphs, which it keeps asleep, and its activations."""
 FRAGMENTATION = 0.05
-"""Assumed share of activations that the allocator loses."""
+"""Assumed share of activations that is lost to fragmentation."""
 # of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
 LOGITS_CHUNK = 600 * 2**20
 # weights on their way to the engine: ragen_mega.engines.sglang.weights.BUCKET_BYTES
