@@ -19,13 +19,12 @@ from transformers.utils import logging as transformers_logging
 transformers_logging.disable_progress_bar()
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
-"""Qwen's published FP8 layout, the size of a block aside; an entry that is absent counts as this.
-"""
+"""Qwen's published FP8 layout, besides the size of a block; what is absent has this value."""
 
 
 def load_config(directory: str) -> PretrainedConfig:
-    """The model configuration of a Hugging Face directory or hub name, without a quantisation,
-    which reading the weights undoes. Raises ValueError if it cannot be read.
+    """The model configuration of a Hugging Face directory or hub name, as the weights are read: a
+    quantisation, which reading undoes, is not in it. Raises ValueError if it cannot be read.
     """
     try:
         hf = AutoConfig.from_pretrained(directory)
@@ -58,9 +57,7 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub name. Raises ValueError if there is none or it has no
-    chat template.
-    """
+    """Its tokenizer. Raises ValueError if there is none or it has no chat template."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:
@@ -104,5 +101,5 @@ def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
 
 
 def _brief(error: BaseException) -> str:
-    """The first two lines of an error, as one line."""
+    """What an error says on its first two lines, as one."""
     return " ".join(" ".join(str(error).strip().splitlines()[:2]).split()) or type(error).__name__

@@ -1,5 +1,5 @@
-"""Updates lost to a non-finite loss or gradient: reported, counted, their batches kept; too many in
-a row end the run.
+"""Updates that a non-finite loss or gradient cost: said, counted, their batches kept, and after
+some in a row the end.
 """
 
 import math
@@ -35,7 +35,7 @@ class UpdateGuard:
     def check(
         self, step: int, model: str, minibatch: TokenBatch, result: Mapping[str, float]
     ) -> dict[str, float]:
-        """The finite numbers of an update's result; a bad update is reported and its batch kept.
+        """The finite numbers of an update's result; a bad update is said and its batch kept.
         Collective.
 
         Raises OSError on all ranks if the batch cannot be written and FloatingPointError after too
