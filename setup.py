@@ -59,6 +59,8 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "markdown-it-py>=3",  # to follow the links of the documentation
+            "pyte>=0.8.2",  # the terminal of tools/record_terminal.py
             "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.

@@ -3,7 +3,7 @@ metrics.
 
 A name, an import path (`my_module:my_thing`, also of a file in the working directory), an entry
 point of the table's group or `register` fills a table. Nothing here imports torch, so that the
-configuration checks names at once. `docs/algorithm.md` has the signatures and formulas.
+configuration checks names at once. `docs/extending.md` has the signatures.
 """
 
 import inspect

@@ -53,7 +53,7 @@ Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
 
 
 class Section:
-    """A part of the configuration; what is built of it keeps its bounds and rules."""
+    """A section of the configuration, checked against its bounds and rules when it is built."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that is not finite or out of bounds, or a broken rule."""
@@ -70,7 +70,9 @@ class Section:
                 raise ValueError(message)
 
     def rules(self) -> Sequence[tuple[bool, str]]:
-        """What must not be, each with what the error says. May raise ValueError itself."""
+        """Conditions that must not hold, each with the text of its error. May raise ValueError
+        itself.
+        """
         return ()
 
 
@@ -129,8 +131,8 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    """How model and optimizer are laid out over the ranks, what computes the layers and in which
-    numbers.
+    """How model and optimizer are laid out over the ranks, and which layers compute in which
+    precision.
     """
 
     tensor_model_parallel_size: Count = 1
@@ -166,8 +168,8 @@ class ParallelConfig(Section):
     placement: Literal["colocated"] = "colocated"
     """Who has the devices: engines and trainer share them, in turns."""
     offload: OffloadMode = "none"
-    """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer
-    state; or furthermore actor and critic in turns, each while the other one computes.
+    """What is moved to host memory: nothing; parameters, gradients and optimizer state during
+    rollouts; or, besides, actor and critic in turns, each while the other one computes.
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
@@ -268,7 +270,7 @@ class EnvironmentConfig(Section):
     """
     environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
-    any time).
+    no limit).
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
@@ -319,7 +321,7 @@ class EnvironmentConfig(Section):
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    """How many trajectories are sampled in a step, and how."""
+    """How many trajectories a step samples, and how."""
 
     num_groups: Count = 8
     """Initial states per step (P)."""
@@ -373,7 +375,7 @@ class RolloutConfig(Section):
     """
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
-        """Engines of a job. Raises ValueError unless every one has its ranks on one node."""
+        """Number of engines of a job. Raises ValueError unless each has its ranks on one node."""
         size = self.rollout_tensor_parallel_size
         if ranks_per_node % size or world_size % size:
             raise ValueError(
@@ -501,7 +503,7 @@ class AdvantageConfig(Section):
     kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy subtracted from the reward of each token."""
     kl_reward_coef: float = 0.0
-    """Its coefficient."""
+    """Coefficient of the KL in the rewards."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         parse_reward(self.reward)
@@ -578,7 +580,7 @@ class LossConfig(Section):
     kl_kind: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy as a loss term."""
     kl_coef: NonNegative = 0.0
-    """Its coefficient."""
+    """Coefficient of the KL in the loss."""
     entropy_coef: float = 0.001
     """Coefficient of the entropy bonus."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = (
@@ -595,7 +597,7 @@ class LossConfig(Section):
     importance_cap: Positive | None = None
     """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
     value_clip: Positive | None = 0.5
-    """Clip range of the critic's change of value."""
+    """Clip range of the critic's values around the old ones."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         return (
@@ -626,7 +628,7 @@ class TrainConfig(Section):
     updates_per_rollout: Count = 1
     """Passes over the kept trajectories of a rollout (Online-k)."""
     max_tokens_per_microbatch: Count = 16384
-    """Positions in one forward pass."""
+    """Token positions in one forward pass, at most."""
     lr: Positive = 1e-6
     """Learning rate of the policy."""
     critic_lr: Positive = 1e-5
@@ -636,8 +638,11 @@ class TrainConfig(Section):
     lr_warmup: Natural = 0
     """Steps of linear warm-up of both learning rates."""
     weight_decay: NonNegative = 0.01
+    """Decoupled weight decay, as in AdamW."""
     adam_beta1: Share = 0.9
+    """Decay of Adam's mean of gradients."""
     adam_beta2: Share = 0.999
+    """Decay of Adam's mean of squared gradients."""
     adam_eps: Positive = 1e-8
     """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
     gradient descent with momentum, which leaves weights with little gradient where they are: noisy
@@ -648,8 +653,8 @@ class TrainConfig(Section):
     critic_warmup: Natural = 0
     """First steps in which only the critic is updated."""
     max_nonfinite_updates: Count = 3
-    """Updates of one model in a row that a non-finite loss or gradient may cost; after that many
-    the run stops.
+    """Updates of one model in a row that may be skipped for a non-finite loss or gradient; after
+    that many the run stops.
     """
     max_empty_steps: Natural = 10
     """Steps in a row of which the filter may keep nothing; after that many the run stops and says
@@ -681,7 +686,7 @@ class WarmStartConfig(Section):
     with a critic).
     """
     warm_start_critic_lr: Positive = 1e-3
-    """Peak learning rate of that."""
+    """Peak learning rate of that regression."""
     warm_start_temperature: Positive = 1.0
     """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what
     is certain there, and as open where the play is random: reinforcement learning then shifts
@@ -728,7 +733,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True)
 class LoggingConfig(Section):
-    """Where a run writes, and what besides the usual numbers."""
+    """Where a run writes, and what it logs besides the usual numbers."""
 
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).

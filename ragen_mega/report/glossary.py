@@ -82,6 +82,6 @@ key with an environment behind it, as `eval/success_sokoban`, means the same.
 
 
 def explain(key: str) -> str | None:
-    """What a metric key means, None if nobody has said."""
+    """What a metric key means, None for one without an entry."""
     known = [name for name in GLOSSARY if key == name or key.startswith((f"{name}/", f"{name}_"))]
     return GLOSSARY.get(max(known, key=len, default=f"{key.split('/')[0]}/*"))

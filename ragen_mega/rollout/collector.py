@@ -95,7 +95,7 @@ class PlaySettings:
     seed: int
     top_p: float = 1.0
     environment_timeout: float = EnvironmentConfig.environment_timeout
-    """Seconds for one call of an environment that is not instant; 0: any time."""
+    """Seconds for one call of an environment that is not instant; 0: no limit."""
 
 
 def collect(

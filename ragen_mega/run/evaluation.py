@@ -22,7 +22,7 @@ from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
 
 MAX_SESSIONS = 256
-"""Trajectories that are decoded at once."""
+"""Trajectories that are decoded at a time."""
 
 
 def evaluate(

@@ -222,7 +222,7 @@ class Run:
                 on_main(lambda: self.traces.write_step(step, shown, kept, batch))
 
     def note(self, step: int, text: str) -> None:
-        """Say something that happened in a step, and keep it in events.jsonl."""
+        """Report something that happened in a step, and keep it in events.jsonl."""
         self.console.say(f"step {step}: {text}")
         self.logger.note(step, text)
 

@@ -270,7 +270,7 @@ class EmbeddedEngine(RolloutEngine):
                 return
 
     async def _end_absences(self) -> bool:
-        """Let those go on whose step has come, in order; whether there were any."""
+        """Let those whose step has come go on, in order; returns whether there were any."""
         due = [absence for absence in self._absences if absence.due <= self._step]
         awaited = [absence.answer for absence in due if not absence.is_overdue]
         if awaited:
