@@ -8,8 +8,8 @@
 
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
-evaluation prompts are the same for all. Results are refused to be mixed where the code or the study has
-changed since the first run; --mixed accepts that, and the report says so.
+evaluation prompts are the same for all. Results are refused to be mixed where the code or the study
+has changed since the first run; --mixed accepts that, and the report says so.
 
 --match steps gives every arm as many optimizer steps as the first one, --match tokens as many
 sampled trajectories; none takes the number of steps as the arms state it.
