@@ -81,7 +81,7 @@ class Replay(Run):
 
         return on_main(read)
 
-    def finish_step(self, step: int, metrics: Metrics) -> None:
+    def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
         self.advance(metrics)
         self.replayed = metrics.result()
 

@@ -74,6 +74,8 @@ GLOSSARY = {
     "engine/reissued": "Requests that were asked again for that.",
     "eval/success": "Share of held-out prompts that were solved at this evaluation.",
     "eval/reward": "Mean total reward at this evaluation.",
+    "eval/initial_success": "Share of held-out prompts that were solved before the first step.",
+    "eval/initial_reward": "Mean total reward before the first step.",
     "custom/*": "A metric of your own, or one of --metrics.",
 }
 """Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry of their own. A
