@@ -51,6 +51,7 @@ setup(
         "rich>=14",
         "tensorboard>=2.18",
         "matplotlib>=3.10",
+        "scipy>=1.14",  # intervals and fits of studies
         "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
     extras_require={
