@@ -97,6 +97,9 @@ def _in_plain_torch(dispatch: ModuleType) -> None:
 
 
 def _activate() -> None:
+    if reason := build.obstacle():
+        print(f"error: RAGEN_FAKE_CUDA is set, and {reason}", file=sys.stderr)
+        os._exit(2)  # Python takes an exception here for a fault of its own
     libraries = build.libraries()
     ctypes.CDLL(str(libraries / build.ACCELERATOR), mode=ctypes.RTLD_GLOBAL)
     sys.path.append(str(libraries))  # of the extension module

@@ -43,9 +43,9 @@ def transformer_engine() -> Path | None:
 
 
 def obstacle() -> str | None:
-    """Why there is no fake device in this environment, None if there is one."""
+    """Why there is no fake device for this torch, None if there is one."""
     if not (libraries() / DEVICE).exists():
-        return f"the fake CUDA device is not built: python {HERE.name}/build.py says why"
+        return "the fake CUDA device is not built: python tests/fake_cuda/build.py says why"
     return None
 
 
