@@ -35,6 +35,7 @@ setup(
     package_data={
         "ragen_mega.environments.worlds": ["*/boards/*.jsonl"],
         "ragen_mega.config": ["recipes/*.flags"],
+        "ragen_mega.report.viewer": ["viewer.*"],
     },
     install_requires=[
         "torch>=2.7,<3",
@@ -50,6 +51,8 @@ setup(
         "rich>=14",
         "tensorboard>=2.18",
         "matplotlib>=3.10",
+        "scipy>=1.14",  # intervals and fits of studies
+        "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
     extras_require={
         "test": [
@@ -57,6 +60,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.
             "triton>=3.6,<3.8; platform_system == 'Linux'",

@@ -680,6 +680,10 @@ class LoggingConfig(Section):
     """Steps between estimates of how much reasoning depends on its input (collapse/...; 0: never).
     One costs the log-probabilities of up to 256 first turns.
     """
+    trace_groups: Natural = 4
+    """Groups of every step that are kept for tools/view.py, token by token, beside eight prompts of
+    every evaluation (0: nothing is).
+    """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         for name in self.metric_names:
