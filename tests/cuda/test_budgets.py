@@ -144,7 +144,6 @@ def test_budgets(implementation: Implementation) -> None:
             measured[*key, name] = getattr(getattr(few, work), way) / tokens
     expected = {key: value for key, value in budgets().items() if key[0] == implementation}
     sites = "\n".join(f"{count} {site}" for site, count in few.update.sites.most_common())
-    print({k: v for k, v in measured.items()}, sites)
     assert measured.keys() == expected.keys(), measured
     over = {key: (value, expected[key]) for key, value in measured.items() if value > expected[key]}
     assert not over, f"measured, budget: {over}\nan update waits at\n{sites}"

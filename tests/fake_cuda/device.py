@@ -9,7 +9,9 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+from weakref import WeakValueDictionary
 
 import fake_cuda_device as native
 import torch
@@ -17,6 +19,7 @@ import torch.cuda
 import torch.cuda.nccl
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.multiprocessing.reductions import reduce_tensor
 
 from tests.fake_cuda.counts import one_operation
 
@@ -219,6 +222,24 @@ def _install_storages() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize_
+    ForkingPickler.register(torch.Tensor, _reduce)
+
+
+_shared: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+
+def _reduce(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    """A CUDA tensor is pickled as a handle of its memory, as with CUDA IPC."""
+    if not tensor.is_cuda:
+        return reduce_tensor(tensor)
+    _shared[tensor.data_ptr()] = tensor
+    return _open_handle, (os.getpid(), tensor.data_ptr())
+
+
+def _open_handle(process: int, address: int) -> torch.Tensor:
+    if process != os.getpid():
+        raise RuntimeError("memory of the fake CUDA device is not shared between processes")
+    return _shared[address]
 
 
 # --------------------------------------------------------------------------------------------------
