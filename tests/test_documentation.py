@@ -33,7 +33,10 @@ FOREIGN_FLAGS = {
     "--help": "of every command",
     "--no-build-isolation": "of pip",
     "--nproc-per-node": "of torchrun",
+    "--numa-binding": "of torchrun",
     "--sleep-on-idle": "of SGLang",
+    "--mem-fraction-static": "of SGLang",
+    "--cuda-graph-max-bs-decode": "of SGLang",
     "--dist": "of pytest-xdist",
 }
 TRAINING = "examples/pretrain_starpo.sh"
