@@ -93,7 +93,9 @@ def split_goals(goals: Sequence[Goal]) -> Splits:
             f" and this one has {len(goals)}; use more products"
         )
     return Splits(
-        tuple(goals[:_NUM_TEST]), tuple(goals[_NUM_TEST:_NUM_HELD_OUT]), tuple(goals[_NUM_HELD_OUT:])
+        tuple(goals[:_NUM_TEST]),
+        tuple(goals[_NUM_TEST:_NUM_HELD_OUT]),
+        tuple(goals[_NUM_HELD_OUT:]),
     )
 
 

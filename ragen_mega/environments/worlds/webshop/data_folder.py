@@ -74,7 +74,9 @@ def _find(folder: Path, goals: GoalKind) -> _Files:
     )
     for path in files if goals == "human" else files[:2]:
         if not path.is_file():
-            raise ValueError(f"WebShop's data has a file {path.name}, and {path} is none; {_DOWNLOAD}")
+            raise ValueError(
+                f"WebShop's data has a file {path.name}, and {path} is none; {_DOWNLOAD}"
+            )
     return files
 
 

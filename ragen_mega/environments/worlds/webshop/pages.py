@@ -15,6 +15,7 @@ SEPARATOR = " [SEP] "
 RESULTS_PER_PAGE = 10
 BACK, PREVIOUS, NEXT, BUY = "Back to Search", "< Prev", "Next >", "Buy Now"
 SUB_PAGES = ("Description", "Features", "Reviews")
+BUTTONS = (BACK, PREVIOUS, NEXT, *SUB_PAGES, BUY)
 
 Kind = Literal["start", "results", "item", "sub", "done"]
 

@@ -4,13 +4,12 @@ The rule (arXiv:2207.01206, section 5.1): search the instruction, open the first
 """
 
 import copy
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from ragen_mega.environments.protocol import Budget, References, Solver, stable_seed
+from ragen_mega.environments.protocol import Budget, References, Solver
 from ragen_mega.environments.worlds.webshop.pages import BACK, BUY, NEXT, PREVIOUS
 
 _NO_KEYWORDS = frozenset(
@@ -22,7 +21,12 @@ _RANDOM_EPISODES = 8
 def keywords(goal: Any) -> list[str]:
     """Words of a request that say what is wanted: without its price, small words and colons."""
     request = goal.instruction.rpartition(", and price lower than")[0] or goal.instruction
-    words = re.findall(r"[\w'-]+", request.lower())
+    return keywords_of(request)
+
+
+def keywords_of(text: str) -> list[str]:
+    """Distinct words that carry meaning, in lower case and in their order."""
+    words = re.findall(r"[\w'-]+", text.lower())
     return list(dict.fromkeys(word for word in words if word not in _NO_KEYWORDS))
 
 
@@ -47,8 +51,10 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
         if goal.asin in page.clickable:
             return [f"click[{goal.asin}]"]
         asins = [one.asin for one in facts["hits"]]
-        ahead = goal.asin in asins and page.products and asins.index(goal.asin) > asins.index(
-            page.products[-1].asin
+        ahead = (
+            goal.asin in asins
+            and page.products
+            and asins.index(goal.asin) > asins.index(page.products[-1].asin)
         )
         return [f"click[{NEXT if ahead else BACK}]"]
     if product.asin != goal.asin or page.kind == "sub":
@@ -90,7 +96,7 @@ def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
 
 def references(shopper: Any, budget: Budget) -> References:
     """The oracle's success, and that of eight random shoppers."""
-    generator = np.random.default_rng(stable_seed(0, shopper.goal.instruction))
+    generator = random.Random(shopper.goal.instruction)
     num_actions = budget.action_budget
     bought = [
         play(shopper, lambda one: one.random_answer(generator), num_actions)

@@ -28,8 +28,7 @@ _COLOURS = (
 _NO_NOUNS = frozenset(
     "a an and are as at be by for from in into is it its no not of off on or our per plus so than"
     " that the their these this to under up with without you your all any each extra"
-    " free high large long low mini more most new small soft super very wide"
-    .split()
+    " free high large long low mini more most new small soft super very wide".split()
 )
 _ADJECTIVE_ENDINGS = ("able", "ible", "ful", "less", "ous")
 _PARTICIPLE = re.compile(r"[a-z]{3,}[^e]ed")

@@ -2,10 +2,12 @@
 shared by every environment, since nothing in it changes.
 """
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from ragen_mega.environments.worlds.webshop import pages
 from ragen_mega.environments.worlds.webshop.catalogue import (
     Product,
     Request,
@@ -15,7 +17,11 @@ from ragen_mega.environments.worlds.webshop.catalogue import (
 )
 from ragen_mega.environments.worlds.webshop.data_folder import GoalKind, read_folder
 from ragen_mega.environments.worlds.webshop.generated import generate_catalogue
+from ragen_mega.environments.worlds.webshop.narrator import WORDS
 from ragen_mega.environments.worlds.webshop.search import SearchEngine
+
+_WORD = re.compile(r"[\w'.-]*\w")
+_MARKS = (pages.SEPARATOR, "Instruction:", "Price: ", "Rating: N.A.", "; ", ": ", " click[", " search[")
 
 
 class Shop:
@@ -29,6 +35,7 @@ class Shop:
         self.products = {product.asin: product for product, _ in entries}
         self.engine = SearchEngine([product for product, _ in entries])
         self.goals: Splits = split_goals(make_goals(entries, seed=seed))
+        self.vocabulary = _vocabulary(self)
 
 
 @lru_cache(maxsize=4)
@@ -45,3 +52,19 @@ def folder_shop(folder: str, goals: GoalKind, seed: int) -> Shop:
     """A shop with WebShop's own catalogue."""
     entries = list(read_folder(Path(folder), goals=goals, seed=seed))
     return Shop(entries, label=f"WebShop-compatible, {len(entries)} products", seed=seed)
+
+
+def _vocabulary(shop: Shop) -> list[str]:
+    """Identifiers, words (with and without a space before them), prices, buttons and marks."""
+    products = shop.products.values()
+    texts = {text for one in products for text in (one.title, *one.options, *_values(one))}
+    texts |= {goal.instruction for split in shop.goals for goal in split}
+    words = {word for text in texts for word in _WORD.findall(text)}
+    prices = {product.price_text for product in products}
+    narrated = [*WORDS, *(f" {word}" for word in WORDS)]
+    spaced = [f" {word}" for word in words]
+    return sorted({*_MARKS, *pages.BUTTONS, *narrated, *shop.products, *words, *spaced, *prices})
+
+
+def _values(product: Product) -> list[str]:
+    return [value for values in product.options.values() for value in values]

@@ -5,11 +5,10 @@ Source: WebShop (arXiv:2207.01206) in its text mode, as RAGEN plays it: one acti
 from the start page alone, an action that the page does not offer changes nothing.
 """
 
+import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
-
-import numpy as np
 
 from ragen_mega.environments.protocol import StepResult, check_seed
 from ragen_mega.environments.worlds.webshop import pages
@@ -75,7 +74,11 @@ class WebShop:
 
     def reset(self, seed: int, *, split: Split = "train") -> str:
         goals = getattr(self.shop.goals, split)
-        self._goal = goals[check_seed(seed) % len(goals)]
+        return self.enter(goals[check_seed(seed) % len(goals)])
+
+    def enter(self, goal: Goal) -> str:
+        """Start an episode with this goal."""
+        self._goal = goal
         return self._open_start().text
 
     def step(self, action: str) -> StepResult:
@@ -96,10 +99,14 @@ class WebShop:
         paid = score if self._pays_score else float(info["success"])
         return StepResult(self.page.text, paid, is_done, False, info)
 
-    def random_answer(self, generator: np.random.Generator) -> str:
+    def random_answer(self, generator: random.Random) -> str:
         """One of the actions that the page offers, each as likely."""
-        actions = possible_actions(self)
-        return actions[int(generator.integers(len(actions)))]
+        return generator.choice(possible_actions(self))
+
+    @property
+    def vocabulary(self) -> list[str]:
+        """What is one token each for the small model: all that the pages are put together from."""
+        return self.shop.vocabulary
 
     def facts(self) -> dict[str, Any]:
         """`goal`, `page`, `product` (None: no page of one), `chosen` options and `hits`."""
