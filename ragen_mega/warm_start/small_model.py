@@ -17,6 +17,7 @@ from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
+from ragen_mega.environments import calls
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
@@ -82,14 +83,15 @@ def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
 
 def write_small_model(config: StarPOConfig, directory: Path) -> None:
     """Train the tokenizer on scripted play and write a randomly initialised model beside it."""
-    texts = []
+    texts: list[str] = []
+    vocabulary: list[str] = []
     for name in config.environment.shares:
-        texts += scripted_texts(
-            episode_maker(config.environment, name),
-            range(200),
-            skill=config.warm_start.warm_start_skill,
-        )
-    tokenizer = train_tokenizer(texts)
+        make_episode = episode_maker(config.environment, name)
+        texts += scripted_texts(make_episode, range(200), skill=config.warm_start.warm_start_skill)
+        environment = make_episode().environment
+        vocabulary += getattr(environment, "vocabulary", ())
+        calls.close(environment)
+    tokenizer = train_tokenizer(texts, vocabulary=vocabulary)
     # So that no layout needs padded vocabulary rows.
     rows = config.parallel.tensor_model_parallel_size * 8
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
