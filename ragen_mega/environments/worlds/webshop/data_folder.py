@@ -63,7 +63,7 @@ def read_folder(
 
 
 def _find(folder: Path, goals: GoalKind) -> _Files:
-    """The files of the small set, or of the full one. ValueError names the first that is missing."""
+    """Those of the small set, or of the full one. ValueError names the first that is missing."""
     size = "_1000" if (folder / "items_shuffle_1000.json").is_file() else ""
     if not size and not (folder / "items_shuffle.json").is_file():
         size = "_1000"

@@ -15,7 +15,7 @@ from ragen_mega.environments.worlds.webshop.catalogue import Product, Request
 from ragen_mega.environments.worlds.webshop.reward import CATEGORY_SEPARATOR
 
 _ASIN_LENGTH = 10
-_PRICES = [dollars + 0.99 for dollars in range(4, 60)]
+_PRICES = [dollars + 0.99 for dollars in range(4, 60, 5)]
 _ATTRIBUTES_PER_PRODUCT, _ATTRIBUTES_ASKED_FOR = 3, 2
 _BRANDS = "alder bravo cedar delta ember fjord gusto heron indra juno koral lumen".split()
 

@@ -25,7 +25,7 @@ _ARGUMENT = re.compile(r"\[(.+)\]")
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """A line such as `B7KVUT98FN: two/within; B6IOAHWSBF: three/over; go three/over`."""
+    """A line such as `B7KVUT98FN two/within; B6IOAHWSBF three/over; go three/over`."""
     facts = environment.facts()
     page, goal = facts["page"], facts["goal"]
     told = _told(page, goal, facts["chosen"])
@@ -34,7 +34,7 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
         going = ["all" if " " in query else "one" for query in chosen]
     else:
         going = [told.get(name, "buy" if name == BUY else "page") for name in chosen]
-    parts = [f"{name}: {word}" for name, word in told.items() if word != "other"]
+    parts = [f"{name} {word}" for name, word in told.items() if word != "other"]
     return "; ".join([*parts, *(f"go {word}" for word in going)])
 
 
@@ -44,9 +44,7 @@ def _told(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
     told = {product.asin: _fit(product, wanted, goal) for product in page.products}
     for value, name in (page.option_names or {}).items():
         is_wanted = set(keywords_of(value)) <= set(wanted)
-        told[value] = (
-            "chosen" if chosen.get(name) == value else "asked" if is_wanted else "other"
-        )
+        told[value] = "chosen" if chosen.get(name) == value else "asked" if is_wanted else "other"
     return told
 
 

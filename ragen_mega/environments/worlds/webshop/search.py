@@ -1,8 +1,8 @@
 """Full-text search over the products, by BM25 with the original's parameters.
 
 WebShop searches with Lucene (k1 0.9, b 0.4, Porter stems, English stop words); bm25s computes
-Lucene's formula (arXiv:2407.03618). Ties and the splitting of words may rank differently, so results
-are called WebShop-compatible.
+Lucene's formula (arXiv:2407.03618). Ties and the splitting of words may rank differently, so
+results are called WebShop-compatible.
 """
 
 from collections.abc import Sequence

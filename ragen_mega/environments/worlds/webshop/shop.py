@@ -21,7 +21,8 @@ from ragen_mega.environments.worlds.webshop.narrator import WORDS
 from ragen_mega.environments.worlds.webshop.search import SearchEngine
 
 _WORD = re.compile(r"[\w'.-]*\w")
-_MARKS = (pages.SEPARATOR, "Instruction:", "Price: ", "Rating: N.A.", "; ", ": ", " click[", " search[")
+_MARKS = (pages.SEPARATOR, "Instruction:", "Price: ", "Rating: N.A.")
+_MARKS += ("; ", ": ", " click[", " search[")
 
 
 class Shop:
