@@ -24,7 +24,7 @@ from ragen_mega.algorithm.tables import (
     parse_reward,
 )
 from ragen_mega.environments import calls
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.registry import held_out_options, make
 
 OffloadMode = Literal["none", "rollout", "turns"]
 
@@ -230,15 +230,17 @@ class EnvironmentConfig(Section):
     that step on. Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30":
     {}}'.
     """
-    max_turns: int = 5
-    """Turns per trajectory (K)."""
-    max_actions_per_turn: int = 5
-    """Actions executed per turn; more are dropped."""
-    max_actions: int = 10
-    """Actions per trajectory."""
-    format_penalty: float = -0.1
+    max_turns: int | None = None
+    """Turns per trajectory, K (default: the environment's, else 5)."""
+    max_actions_per_turn: int | None = None
+    """Actions executed per turn; more are dropped (default: the environment's, else 5)."""
+    max_actions: int | None = None
+    """Actions per trajectory (default: the environment's, else 10; without limit where it sets its
+    own turns or takes text).
+    """
+    format_penalty: float | None = None
     """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it
-    earned.
+    earned (default: the environment's, else -0.1).
     """
     think: bool = True
     """Force a `<think>` at the start of every turn."""
@@ -287,6 +289,12 @@ class EnvironmentConfig(Section):
         """Options of one environment's constructor."""
         return json.loads(self.environment_options).get(name, {})
 
+    def evaluation_options(self, name: str) -> dict[str, Any]:
+        """The options under which it is evaluated: on tasks that are not trained on, where it tells
+        them apart and `options` do not say otherwise.
+        """
+        return held_out_options(name) | self.options(name)
+
     def training_options(self, name: str, step: int) -> dict[str, Any]:
         """The options under which a training step plays: those of `options` and of the curriculum's
         latest entry.
@@ -304,8 +312,8 @@ class RolloutConfig(Section):
     """Initial states per step (P)."""
     group_size: Count = 16
     """Trajectories per initial state (N)."""
-    max_response_length: Count = 400
-    """Tokens that may be sampled in one turn."""
+    max_response_length: Count | None = None
+    """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
     max_context_length: Count = 3600
     """Tokens of a trajectory; one that would grow longer is closed as truncated."""
     temperature: Positive = 1.0

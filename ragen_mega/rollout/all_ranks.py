@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ragen_mega.data import distributed
 from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.rollout.collector import Collection, PlaySettings, Task, in_groups
+from ragen_mega.rollout.collector import Advance, Collection, PlaySettings, Task, in_groups
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
@@ -50,7 +50,7 @@ def collect_on_all_ranks(
     groups: Sequence[Sequence[Task]],
     settings: PlaySettings,
     *,
-    advance: Callable[[], None] | None = None,
+    advance: Advance | None = None,
     send_again: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:
     """Play all tasks, each engine a part, on the rank that runs it, and give every rank all groups,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
 from ragen_mega.environments import calls
-from ragen_mega.environments.episode import Episode, Message, TurnResult, failed_turn
+from ragen_mega.environments.episode import ERROR, Episode, TurnResult, failed_turn
 from ragen_mega.environments.pool import (
     MAX_THREADS,
     EnvironmentFailed,
@@ -26,12 +26,15 @@ from ragen_mega.environments.pool import (
     guarded,
     is_instant,
 )
-from ragen_mega.environments.protocol import text_seed
+from ragen_mega.environments.protocol import Message, text_seed
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 
 _SECONDS_TO_CLOSE = 5.0
 T = TypeVar("T")
+
+Advance = Callable[[int, bool], None]
+"""Called after every turn: how many tokens were sampled, whether its trajectory is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,8 @@ def tasks_for_group(
 class PlaySettings:
     """How trajectories are sampled; names and meaning are those of the flags."""
 
-    max_response_length: int
-    """Tokens of one turn."""
+    max_response_length: int | None
+    """Tokens of one turn; None: as the environment says."""
     max_context_length: int
     """Tokens of a trajectory."""
     temperature: float
@@ -100,7 +103,7 @@ def collect(
     renderer: ChatRenderer,
     tasks: Sequence[Task],
     settings: PlaySettings,
-    advance: Callable[[], None] | None = None,
+    advance: Advance | None = None,
 ) -> list[TrajectoryGroup]:
     """One trajectory per task, played to the end by an engine of this process. Raises as
     `Collection.play` does, and WeightsLost if the engine has lost its weights.
@@ -144,8 +147,9 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
     What a task samples depends on the weights, the seed and the task alone, whatever order
     environments answer in: the tasks of a group may be collected in parts. An environment that
-    raises or takes too long for a turn ends its trajectory as truncated, with the error in the info
-    of the last turn. Leaving the context closes environments, ends threads and releases sessions.
+    raises or takes too long for a turn ends its trajectory as truncated, with the error in the
+    info of the last turn; one that cannot begin has a turn without tokens to say so. Leaving
+    the context closes environments, ends threads and releases sessions.
     """
 
     def __init__(
@@ -155,14 +159,13 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         tasks: Sequence[Task],
         settings: PlaySettings,
         *,
-        advance: Callable[[], None] | None = None,
+        advance: Advance | None = None,
     ) -> None:
-        """`advance` is called whenever a trajectory ends."""
         self._engine = engine
         self._renderer = renderer
         self._tasks = tasks
         self._settings = settings
-        self._advance = advance
+        self._advance = advance or (lambda num_tokens, is_over: None)
         self._trajectories: dict[int, Trajectory] = {}  # by session, as they end
         self._runner = asyncio.Runner()
         self._players: asyncio.Future[Any] | None = None
@@ -185,7 +188,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         """Play until every trajectory is over: True. False if the engine has lost its weights: give
         it weights and call this once more, trajectories go on where they were.
 
-        Raises ValueError if an episode cannot start or its first prompt leaves no room to answer,
+        Raises ValueError if no episode can start or has room to answer its first prompt,
         EngineError if the engine fails, FloatingPointError if its weights have diverged, and what
         `advance` raises.
         """
@@ -203,7 +206,15 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         await asyncio.wait([self._players, self._lost], return_when=asyncio.FIRST_COMPLETED)
         if self._players.done():
             self._players.result()
+            self._check_starts()
         return self._players.done()
+
+    def _check_starts(self) -> None:
+        """Raise ValueError if nothing could be played: that is no accident."""
+        played = self._trajectories.values()
+        if played and not any(trajectory.num_sampled_tokens for trajectory in played):
+            first = min(self._trajectories)
+            raise ValueError(self._trajectories[first].turns[0].info.get(ERROR, "no token sampled"))
 
     def _seat_all(self) -> list[asyncio.Task[None]]:
         """A player for every task, or fewer that take one task after the other where environments
@@ -241,8 +252,6 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                         self._trajectories[session] = trajectory
                     finally:
                         self._engine.release(session)
-                    if self._advance is not None:
-                        self._advance()
 
     @contextlib.contextmanager
     def _seat(self, kind: _Kind) -> Iterator[_Seat]:
@@ -270,18 +279,22 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             outcome_seed=task.outcome_seed,
             weight_version=self._engine.weight_version,
         )
-        observation = renderer.start(await self._start(task, seat))
-        if len(observation) >= max_context:
-            raise ValueError(
-                f"the first prompt of {task.environment} has {len(observation)} tokens and"
-                f" max_context_length is {max_context}; raise --max-context-length or shorten the"
-                " prompt"
-            )
+        try:
+            observation = renderer.start(await self._start(task, seat), seat.episode.tools)
+            if len(observation) >= max_context:
+                raise EnvironmentFailed(
+                    f"the first prompt of {task.environment} has {len(observation)} tokens and"
+                    f" max_context_length is {max_context}; raise --max-context-length or shorten"
+                    " the prompt"
+                )
+        except EnvironmentFailed as error:
+            return self._unplayed(trajectory, error)
+        max_tokens = settings.max_response_length or seat.episode.budget.max_response_length
         stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, repetition)
         while True:
             trajectory.append_observation(observation)
             sampling = SamplingParams(
-                max_tokens=min(settings.max_response_length, max_context - len(trajectory)),
+                max_tokens=min(max_tokens, max_context - len(trajectory)),
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 stop_token_ids=renderer.stop_token_ids,
@@ -294,13 +307,24 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
-            if result.message is None:
+            is_over = not result.messages
+            if not is_over:
+                finished_cleanly = completion.tokens[-1:] == [renderer.end_of_turn]
+                observation = renderer.observe(result.messages, finished_cleanly)
+                if len(trajectory) + len(observation) >= max_context:
+                    turn.info["context_overflow"] = trajectory.truncated = is_over = True
+            self._advance(len(completion.tokens), is_over)
+            if is_over:
                 return trajectory
-            finished_cleanly = completion.tokens[-1:] == [renderer.end_of_turn]
-            observation = renderer.observe(result.message, finished_cleanly)
-            if len(trajectory) + len(observation) >= max_context:
-                turn.info["context_overflow"] = trajectory.truncated = True
-                return trajectory
+
+    def _unplayed(self, trajectory: Trajectory, error: EnvironmentFailed) -> Trajectory:
+        """The trajectory of an environment that could not begin: nothing was sampled."""
+        trajectory.append_observation(self._renderer.start([Message("user", "")]))
+        turn = trajectory.append_action(Completion([], [], "abort"))
+        turn.info.update(failed_turn(error).info)
+        trajectory.truncated = True
+        self._advance(0, True)
+        return trajectory
 
     async def _start(self, task: Task, seat: _Seat) -> list[Message]:
         def start() -> list[Message]:
@@ -310,7 +334,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         try:
             return await self._ask(seat, start)
         except EnvironmentFailed as error:
-            raise ValueError(
+            seat.is_broken = True
+            raise EnvironmentFailed(
                 f"environment {task.environment} cannot start from seed {task.seed}: {error}"
             ) from error
 

@@ -71,7 +71,7 @@ def evaluate(
             boards=states,
             num_prompts=num_prompts,
             samples_per_prompt=samples_per_prompt,
-            advance=progress.advance,
+            advance=lambda num_tokens, is_over: progress.advance(is_over),
         )
 
 

@@ -155,8 +155,8 @@ class Run:
         failure = None
         with self.console.progress("rollout", num_tasks // count_engines(self.engine)) as progress:
 
-            def advance() -> None:
-                progress.advance()
+            def advance(num_tokens: int, is_over: bool) -> None:
+                progress.advance(is_over)
                 self.stop.interrupt()
 
             try:
@@ -316,7 +316,7 @@ class Run:
                         num_prompts=config.eval_prompts,
                         samples_per_prompt=samples,
                         reference=self.references[name],
-                        advance=progress.advance,
+                        advance=lambda num_tokens, is_over: progress.advance(is_over),
                         send_again=self.send_weights_again,
                     )
         for name, result in results.items():

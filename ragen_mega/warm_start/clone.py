@@ -15,8 +15,9 @@ import torch
 from ragen_mega.data.packing import minibatches
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments import calls
-from ragen_mega.environments.episode import Episode, Message, TurnResult, failed_turn
+from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed, guarded
+from ragen_mega.environments.protocol import Message
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.scripted import scripted_response
 
@@ -37,8 +38,7 @@ def scripted_texts(
         texts.extend(message.content for message in _start(episode, seed))
         for response, result in _scripted_turns(episode, seed, skill):
             texts.append(response)
-            if result.message is not None:
-                texts.append(result.message.content)
+            texts.extend(message.content for message in result.messages)
     calls.close(episode.environment)
     return texts
 
@@ -56,7 +56,7 @@ def scripted_trajectory(
     player says. The episode's environment is closed.
     """
     trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
-    trajectory.append_observation(renderer.start(_start(episode, seed)))
+    trajectory.append_observation(renderer.start(_start(episode, seed), episode.tools))
     for response, result in _scripted_turns(episode, seed, skill):
         tokens = [
             *renderer.tokenizer.encode(response, add_special_tokens=False),
@@ -64,9 +64,9 @@ def scripted_trajectory(
         ]
         turn = trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
         turn.reward, turn.info = result.reward, result.info
-        if result.message is None or len(trajectory.turns) == max_turns:
+        if not result.messages or len(trajectory.turns) == max_turns:
             break
-        trajectory.append_observation(renderer.observe(result.message, finished_cleanly=True))
+        trajectory.append_observation(renderer.observe(result.messages, finished_cleanly=True))
     calls.close(episode.environment)
     return trajectory
 

@@ -15,12 +15,16 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML, as Qwen's templates without their default system message."""
+"""ChatML, as Qwen's templates without their default system message; tools are JSON, one a line."""
 
 _MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")

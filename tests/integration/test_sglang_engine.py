@@ -327,9 +327,10 @@ def test_a_rollout_survives_sigkill_of_the_server(
         engine.load_weights(shards(model), again=True)
         engine.start()
 
-    def kill_once() -> None:
-        ended.append(engine.server.pid)
-        if len(ended) == 1:
+    def kill_once(num_tokens: int, is_over: bool) -> None:
+        if is_over:
+            ended.append(engine.server.pid)
+        if is_over and len(ended) == 1:
             scheduler = next(
                 pid
                 for pid in supervisor.descendants(engine.server.pid)

@@ -179,7 +179,7 @@ def test_between_turns_stands_what_the_environment_said(
         assert (turn.info["finish_reason"] == "stop") == ended
         between = tokenizer.decode(trajectory.tokens[turn.end : following.start])
         opening = "" if ended else "<|im_end|>"
-        said = f"\n<|im_start|>user\n{result.message.content}<|im_end|>\n"
+        said = f"\n<|im_start|>user\n{result.messages[0].content}<|im_end|>\n"
         said += "<|im_start|>assistant\n<think>"
         assert between == opening + said
     assert trajectory.truncated and not trajectory.terminated
@@ -213,15 +213,18 @@ def test_solved_episodes_are_terminated_with_their_reward(
     }
     engine = ScriptedEngine(tokenizer, lambda session, turn: answers[turn])
     tasks = tasks_for_group(9, "frozen_lake", 0, frozen_lake(), group_size=2, board=BOARD)
-    seen: list[int] = []
+    seen: list[tuple[int, bool]] = []
     groups = collect(
         engine,
         renderer,
         tasks,
         PlaySettings(60, 512, 1.0, 0),
-        advance=lambda: seen.append(1),
+        advance=lambda num_tokens, is_over: seen.append((num_tokens, is_over)),
     )
-    assert len(seen) == 2
+    assert [is_over for _, is_over in seen].count(True) == 2 and len(seen) == 4
+    assert sum(count for count, _ in seen) == sum(
+        trajectory.num_sampled_tokens for trajectory in groups[0].trajectories
+    )
     for trajectory in groups[0].trajectories:
         assert trajectory.success and trajectory.terminated and not trajectory.truncated
         assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
