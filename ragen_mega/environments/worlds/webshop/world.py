@@ -8,7 +8,7 @@ from the start page alone, an action that the page does not offer changes nothin
 import random
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ragen_mega.environments.protocol import StepResult, check_seed
 from ragen_mega.environments.worlds.webshop import pages
@@ -20,7 +20,7 @@ from ragen_mega.environments.worlds.webshop.players import SOLVER, possible_acti
 from ragen_mega.environments.worlds.webshop.reward import reward
 from ragen_mega.environments.worlds.webshop.shop import Shop, folder_shop, generated_shop
 
-Split = Literal["test", "validation", "train"]
+Split = Literal["train", "validation", "test"]
 
 _ACTION = re.compile(r"(.+)\[(.+)\]")
 
@@ -31,11 +31,11 @@ class WebShop:
     is_instant = True
     narrator = NARRATOR
     solver = SOLVER
-    splits = ("train", "validation", "test")
+    splits = get_args(Split)
     max_turns = 9
     max_actions_per_turn = 1
     max_actions = 9
-    answer_format = "search[words] or click[what the page offers]"
+    answer_format = "<answer> [search[words] or click[what the page shows]] </answer>"
     instruction = (
         "You are shopping in a web shop. Find a product that fits the instruction, choose the"
         " options that it asks for, and buy it.\nYour available actions are:\nsearch[words], on the"
@@ -52,6 +52,7 @@ class WebShop:
         departments: int = 6,
         catalogue_seed: int = 0,
         reward: Literal["score", "success"] = "score",
+        split: Split = "train",
     ) -> None:
         """`data`: folder of WebShop's files; without it the catalogue is generated, with
         `num_products` of the first `departments` departments. `reward`: the score of a purchase, or
@@ -63,6 +64,7 @@ class WebShop:
             raise ValueError("goals human are in WebShop's own files; name their folder in data")
         else:
             self.shop = generated_shop(num_products, departments, catalogue_seed)
+        self._goals: tuple[Goal, ...] = getattr(self.shop.goals, split)
         self._pays_score = reward == "score"
         self._goal: Goal | None = None
         self._words = ""
@@ -72,9 +74,8 @@ class WebShop:
         self._chosen: dict[str, str] = {}
         self._page: Page | None = None
 
-    def reset(self, seed: int, *, split: Split = "train") -> str:
-        goals = getattr(self.shop.goals, split)
-        return self.enter(goals[check_seed(seed) % len(goals)])
+    def reset(self, seed: int) -> str:
+        return self.enter(self._goals[check_seed(seed) % self.num_tasks])
 
     def enter(self, goal: Goal) -> str:
         """Start an episode with this goal."""
@@ -102,6 +103,11 @@ class WebShop:
     def random_answer(self, generator: random.Random) -> str:
         """One of the actions that the page offers, each as likely."""
         return generator.choice(possible_actions(self))
+
+    @property
+    def num_tasks(self) -> int:
+        """Goals of the split."""
+        return len(self._goals)
 
     @property
     def vocabulary(self) -> list[str]:
