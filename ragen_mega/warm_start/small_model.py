@@ -128,7 +128,11 @@ def warm_start(
         if note := narration_note(name, episode_maker(config.environment, name)()):
             console.say(note)
     first_turns = scripted_play(
-        config, renderer, console, 4 * warm.warm_start_trajectories, max_turns=1
+        config,
+        renderer,
+        console,
+        4 * warm.warm_start_trajectories,
+        max_turns=warm.warm_start_first_turns,
     )
     episodes = scripted_play(config, renderer, console, warm.warm_start_trajectories)
     stages = [

@@ -422,6 +422,16 @@ def test_the_thought_is_true_and_says_what_is_taken(shopper: WebShop) -> None:
     assert describe(shopper, ["click[< Prev]"]).endswith("; go page")
 
 
+def test_the_thought_says_of_a_range_only_what_the_page_shows(shopper: WebShop) -> None:
+    """What the product really costs is drawn, and not shown."""
+    dear = replace(MUG, price=1.0, price_text="$1.0 to $999.0")
+    shopper.shop.engine = SearchEngine([dear])
+    shopper.step("search[mug]")
+    assert shopper.narrator.describe(shopper, ["click[B07XYZ1234]"]) == (
+        "B07XYZ1234 one/over; go one/over"
+    )
+
+
 # The user's files.
 
 ITEM = {

@@ -50,7 +50,8 @@ def _told(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
 
 def _fit(product: Product, wanted: Sequence[str], goal: Goal) -> str:
     count = len(set(wanted) & set(keywords_of(product.title)))
-    price = _PRICES[product.price > goal.price_limit]
+    highest = float(product.price_text.rpartition("$")[2])  # of a range, as the page shows it
+    price = _PRICES[highest > goal.price_limit]
     return f"{_COUNTS[min(count, len(_COUNTS) - 1)]}/{price}"
 
 
