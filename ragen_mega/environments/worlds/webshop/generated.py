@@ -102,7 +102,7 @@ def generate_catalogue(
         price = generator.choice(_PRICES)
         product = Product(
             asin=_fresh_asin(asins, generator),
-            title=" ".join((brand, *shown, noun)),
+            title=" ".join((brand, *shown, noun)).title(),
             description=f"{brand} makes this {noun} for every day.",
             bullets=(f"{', '.join(hidden)} {noun}", f"from the {group} collection"),
             query=noun,
