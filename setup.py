@@ -35,6 +35,7 @@ setup(
     package_data={
         "ragen_mega.environments.worlds": ["*/boards/*.jsonl"],
         "ragen_mega.config": ["recipes/*.flags"],
+        "ragen_mega.report.viewer": ["viewer.*"],
     },
     install_requires=[
         "torch>=2.7,<3",
@@ -55,6 +56,7 @@ setup(
         "PyStemmer>=3,<4",
         "rapidfuzz>=3.10,<4",
         "ijson>=3.3,<4",
+        "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
     extras_require={
         "test": [
@@ -62,6 +64,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.
             "triton>=3.6,<3.8; platform_system == 'Linux'",

@@ -59,6 +59,7 @@ def starpo(run: Run) -> None:
         kept = run.filter(groups)
         metrics.add("filter", filter_metrics(groups, kept))
         if not kept:
+            run.trace(step, groups)
             run.finish_step(step, metrics)  # no initial state tells good from bad: nothing to learn
             continue
 
@@ -78,6 +79,7 @@ def starpo(run: Run) -> None:
                 group_weights=group_weights(kept, config.filter),
             ).to(batch.tokens.device)
         metrics.add("mismatch", engine_vs_policy(batch))
+        run.trace(step, groups, kept, batch)
 
         # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
         interval = config.logging.diagnose_interval

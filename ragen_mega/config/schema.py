@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -24,6 +24,7 @@ from ragen_mega.algorithm.tables import (
     parse_reward,
 )
 from ragen_mega.environments import calls
+from ragen_mega.environments.pool import Worker
 from ragen_mega.environments.registry import held_out_options, make
 
 OffloadMode = Literal["none", "rollout", "turns"]
@@ -223,6 +224,10 @@ class EnvironmentConfig(Section):
     """Environments and their shares of the groups of a step, e.g. `frozen_lake`,
     `sokoban:4,frozen_lake:4` or, of a file my_module.py, `my_module:MyEnvironment`.
     """
+    eval_environments: str = ""
+    """Further environments, separated by commas, that are evaluated beside those that are trained,
+    e.g. `sokoban_large,frozen_lake`.
+    """
     environment_options: str = "{}"
     """JSON object of options per environment, e.g. '{"sokoban": {"observation": "grid_coord"}}'."""
     curriculum: str = "{}"
@@ -272,18 +277,31 @@ class EnvironmentConfig(Section):
                 f"{flag} must map environment names to objects, not {options!r}; "
                 'write e.g. \'{"sokoban": {"observation": "grid"}}\''
             )
-        if unknown := set(options) - set(self.shares):
+        if unknown := set(options) - set(self.evaluated):
             raise ValueError(
                 f"{flag} names {', '.join(sorted(unknown))}, which is not trained"
                 f" ({', '.join(self.shares)}); drop it or add it to --environments"
             )
-        for name in self.shares:
-            calls.close(make(name, **base.get(name, {}) | options.get(name, {})))
+        for name in self.evaluated:
+            build = partial(make, name, **base.get(name, {}) | options.get(name, {}))
+            worker = Worker(self.environment_timeout)  # for it may not return
+            worker.end(partial(calls.close, worker.build(name, build)))
 
     @property
     def shares(self) -> dict[str, int]:
         """Environment name -> share of the groups."""
         return parse_shares(self.environments)
+
+    @property
+    def evaluated(self) -> list[str]:
+        """Names of the environments that are trained, then of those that are only evaluated."""
+        others = [name for part in self.eval_environments.split(",") if (name := part.strip())]
+        if len({*self.shares, *others}) < len(self.shares) + len(others):
+            raise ValueError(
+                f"eval_environments must be distinct and not among {', '.join(self.shares)}, which"
+                f" are evaluated anyway; they are {self.eval_environments!r}"
+            )
+        return [*self.shares, *others]
 
     def options(self, name: str) -> dict[str, Any]:
         """Options of one environment's constructor."""
@@ -691,6 +709,10 @@ class LoggingConfig(Section):
     diagnose_interval: Natural = 10
     """Steps between estimates of how much reasoning depends on its input (collapse/...; 0: never).
     One costs the log-probabilities of up to 256 first turns.
+    """
+    trace_groups: Natural = 4
+    """Groups of every step that are kept for tools/view.py, token by token, beside eight prompts of
+    every evaluation (0: nothing is).
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:

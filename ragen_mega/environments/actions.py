@@ -1,9 +1,10 @@
-"""Turn a model's text into steps of an environment: `<think> .. </think> <answer> a || b </answer>`,
-free text in the answer tags, tool calls, or whatever the environment's own parser reads.
+"""Turn a model's text into steps of an environment: actions in answer tags, free text there, tool
+calls, or whatever the environment's own parser reads.
 
-The accepted language of the first is RAGEN's (arXiv:2504.20073, appendix B); the search is linear
-in the text instead of a backtracking expression, whose cost on repeated tags grows with the cube of
-the length. Tool calls are written as Qwen's chat templates ask for them (the Hermes format).
+`<think> ... </think> <answer> a || b </answer>` is RAGEN's language (arXiv:2504.20073, appendix B);
+the search is linear in the text instead of a backtracking expression, whose cost on repeated tags
+grows with the cube of the length. Tool calls are written as Qwen's chat templates ask for them (the
+Hermes format).
 """
 
 import json

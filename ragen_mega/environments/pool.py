@@ -28,7 +28,7 @@ def guarded(function: Callable[[], T]) -> T:
     """What `function` returns. Raises EnvironmentFailed, whatever it raises."""
     try:
         return function()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
 
 
@@ -68,6 +68,18 @@ class Worker:
             return self._submit(function).result(self._seconds or None)
         except TimeoutError:
             raise EnvironmentFailed(f"took longer than {self._seconds:g} s") from None
+
+    def build(self, name: str, function: Callable[[], T]) -> T:
+        """As `wait`, of what builds environment `name`. What it starts in this thread cannot hold
+        up the end of the process either. Raises ValueError, in one line, and ends if it fails.
+        """
+        try:
+            return self.wait(function)
+        except EnvironmentFailed as error:
+            self.end(lambda: None)
+            if isinstance(error.__cause__, ValueError):
+                raise error.__cause__ from None
+            raise ValueError(f"environment {name} cannot be built: {error}") from error
 
     def end(self, last: Callable[[], Any]) -> None:
         """Call `last` when everything before has returned, and let the thread end."""

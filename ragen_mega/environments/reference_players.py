@@ -74,17 +74,21 @@ def baselines(
     prompts = [_prompt(prompt) for prompt in boards_or_seeds]
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
-    environment = make(name, **(options or {}))
-    budget = protocol.budget(environment)
+    # In a thread, for it may not return, and is called where it was built.
+    worker = Worker(MAX_SECONDS + 1.0)
+    episode = worker.build(name, lambda: Episode(make(name, **(options or {})), protocol))
+    environment = episode.environment
     solver: Solver | None = getattr(environment, "solver", None)
-    if solver is None:
-        solved = [References(_measure_random(name, environment, protocol, prompts), None, None)]
-    else:
-        solved = []
-        for seed, rows in prompts:
-            calls.reset(environment, seed, board=rows)
-            solved.append(solver.references(environment, budget))
-        calls.close(environment)
+    try:
+        if solver is None:
+            solved = [References(_measure_random(name, worker, episode, prompts), None, None)]
+        else:
+            solved = []
+            for seed, rows in prompts:
+                calls.reset(environment, seed, board=rows)
+                solved.append(solver.references(environment, episode.budget))
+    finally:
+        worker.end(partial(calls.close, environment))
     random = _mean_if_known([one.random for one in solved])
     interval = (
         (None, None) if random is None else wilson_interval(random * len(prompts), len(prompts))
@@ -104,13 +108,18 @@ def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list
     """What an optimal player does next, given the true state and a budget of `actions_left`
     actions; empty if the episode is over. Raises ValueError for an environment without a solver.
     """
+    return find_solver(environment).optimal_actions(environment, actions_left)
+
+
+def find_solver(environment: Environment) -> Solver:
+    """The environment's solver. Raises ValueError if it has none."""
     solver: Solver | None = getattr(environment, "solver", None)
     if solver is None:
         raise ValueError(
             f"no solver for {type(environment).__name__}; give the class an attribute `solver`, or"
             " set --warm-start-skill 0"
         )
-    return solver.optimal_actions(environment, actions_left)
+    return solver
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
@@ -140,7 +149,7 @@ def _prompt(prompt: int | Board | Prompt | Sequence[str]) -> Prompt:
 
 
 def _measure_random(
-    name: str, environment: Environment, protocol: EpisodeConfig, prompts: Sequence[Prompt]
+    name: str, worker: Worker, episode: Episode, prompts: Sequence[Prompt]
 ) -> float | None:
     """Success rate of uniformly random actions over sampled episodes; None if that takes too long
     or if nobody knows what there is to choose from.
@@ -148,9 +157,7 @@ def _measure_random(
     An episode that the environment fails in counts as lost. Raises ValueError if all do.
     """
     deadline = time.monotonic() + MAX_SECONDS
-    episode = Episode(environment, protocol)
     if not is_drawn(episode):
-        calls.close(environment)
         return None
     failures: list[EnvironmentFailed] = []
 
@@ -167,12 +174,10 @@ def _measure_random(
                     failures.append(error)
         return successes / (_EPISODES_PER_PROMPT * len(prompts))
 
-    worker = Worker(MAX_SECONDS + 1.0)
     try:
         rate = worker.wait(measure)
     except EnvironmentFailed:  # a call does not return
         rate = None
-    worker.end(partial(calls.close, environment))
     if len(failures) == _EPISODES_PER_PROMPT * len(prompts):
         raise ValueError(f"environment {name} fails whatever is done: {failures[0]}")
     return rate

@@ -18,6 +18,7 @@ from ragen_mega.storage.integrity import write_whole
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+EVENTS_FILE = "events.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,16 @@ class RunLogger:
                 self._tensorboard.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log(finite, step=step)
+
+    def note(self, step: int, text: str) -> None:
+        """Append something that happened in a step, e.g. a warning, to events.jsonl."""
+        if self._is_writer:
+            path = self.directory / EVENTS_FILE
+            events = read_metrics(path) if path.exists() else []
+            new = {"step": step, "text": text}
+            # A run that continues comes to its steps again.
+            kept = [event for event in events if event["step"] <= step and event != new] + [new]
+            write_whole(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write what the run came to; its presence marks the run as finished."""

@@ -124,22 +124,22 @@ def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
 
 
 @dataclass(slots=True)
-class _Kind:
-    """The tasks that share their environments."""
-
-    spare: Episode | None
-    is_instant: bool
-    waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
-    """Session, how many tasks before it sample the same, task."""
-
-
-@dataclass(slots=True)
 class _Seat:
     """One open environment, which plays one trajectory after the other, and where it is called."""
 
     episode: Episode | None
     worker: Worker | None
     is_broken: bool = False
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The tasks that share their environments."""
+
+    spare: _Seat | None
+    is_instant: bool
+    waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
+    """Session, how many tasks before it sample the same, task."""
 
 
 class Collection(contextlib.AbstractContextManager["Collection"]):
@@ -225,13 +225,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         players = []
         for session, task in enumerate(self._tasks):
             if task.make_episode not in kinds:
-                try:
-                    first = guarded(task.make_episode)
-                except EnvironmentFailed as error:
-                    raise ValueError(
-                        f"environment {task.environment} cannot be built: {error}"
-                    ) from error
-                kinds[task.make_episode] = _Kind(first, is_instant(first.environment))
+                kinds[task.make_episode] = self._first(task)
             kind = kinds[task.make_episode]
             # Members may share their outcomes, never their samples.
             key = (task.group_id, task.outcome_seed)
@@ -240,6 +234,15 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             if kind.is_instant or len(kind.waiting) <= MAX_THREADS:
                 players.append(asyncio.create_task(self._play_in_turn(kind)))
         return players
+
+    def _first(self, task: Task) -> _Kind:
+        """A kind of environments, with one that is built where it will be called."""
+        worker = Worker(self._settings.environment_timeout)
+        episode = worker.build(task.environment, task.make_episode)
+        if is_instant(episode.environment):
+            worker.end(lambda: None)
+            return _Kind(_Seat(episode, None), is_instant=True)
+        return _Kind(_Seat(episode, worker), is_instant=False)
 
     async def _play_in_turn(self, kind: _Kind) -> None:
         """Play tasks of one kind until none waits, with one environment as long as it works."""
@@ -256,17 +259,19 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     @contextlib.contextmanager
     def _seat(self, kind: _Kind) -> Iterator[_Seat]:
         """An environment of this kind, which is closed in the end."""
-        worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
-        seat, kind.spare = _Seat(kind.spare, worker), None
+        seat, kind.spare = kind.spare, None
+        if seat is None:
+            worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
+            seat = _Seat(None, worker)
         try:
             yield seat
         finally:
-            if worker is None:
+            if seat.worker is None:
                 with contextlib.suppress(EnvironmentFailed):
                     guarded(partial(_close, seat))
             else:
-                worker.end(partial(_close, seat))
-                self._workers.append(worker)
+                seat.worker.end(partial(_close, seat))
+                self._workers.append(seat.worker)
 
     async def _sample(self, session: int, repetition: int, task: Task, seat: _Seat) -> Trajectory:
         """Render, generate, append, respond; until the episode or the context is over."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.reference_players import Baselines, baselines, wilson_interval
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks
@@ -64,11 +65,13 @@ def evaluate(
     reference: Baselines | None = None,
     advance: Advance | None = None,
     send_again: Callable[[], None] | None = None,
+    watch: Callable[[Sequence[TrajectoryGroup]], None] | None = None,
 ) -> EvaluationResult:
     """Play `samples_per_prompt` episodes from each of `num_prompts` initial states of environment
     `name`.
 
-    `reference` saves computing the random and the optimal player again. Raises what
+    `reference` saves computing the random and the optimal player again; `watch` gets the groups
+    that were played. Raises what
     `collect_on_all_ranks` does.
     """
     groups = evaluation_tasks(
@@ -78,6 +81,8 @@ def evaluate(
     played = collect_on_all_ranks(
         engine, renderer, groups, settings, advance=advance, send_again=send_again
     )
+    if watch is not None:
+        watch(played)
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     successes = [[t.success for t in group.trajectories] for group in played]

@@ -60,9 +60,11 @@ def build(config: StarPOConfig) -> Run:
     something cannot work.
     """
     groups = initialize(config.parallel, config.train.seed)
-    names = config.environment.shares
+    names, trained = config.environment.evaluated, config.environment.shares
     boards = {
-        name: evaluation_boards(config.environment, name, config.evaluation.boards)
+        name: evaluation_boards(
+            config.environment, name, config.evaluation.boards if name in trained else None
+        )
         for name in names
     }
     check_model_and_engine(config)

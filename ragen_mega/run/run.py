@@ -7,9 +7,10 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -35,6 +36,7 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import observe
+from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
 from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
@@ -51,6 +53,10 @@ from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
+EVALUATED = ("success", "reward", "random", "optimum")
+"""Of an evaluated set, logged as eval/..."""
+_PROBES = 8
+"""Prompts of every evaluation that are kept for readers."""
 Tasks = Sequence[Sequence[Task]]
 Origin = dict[str, Any]
 """Everything that a rollout depends on, as JSON takes it."""
@@ -96,6 +102,9 @@ class Run:
             keep_best=config.checkpoint.keep_best,
         )
         self.rollouts = RolloutStore(directory / ROLLOUTS)
+        self.traces = TraceWriter(
+            directory / TRACES, self.renderer.tokenizer.decode, config.environment
+        )
         self.guard = UpdateGuard(
             directory / FAULTS,
             max_consecutive=config.train.max_nonfinite_updates,
@@ -197,6 +206,24 @@ class Run:
         with self.timed("rollout_files"):
             on_main(write)
 
+    def trace(
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        kept: Sequence[TrajectoryGroup] = (),
+        batch: TokenBatch | None = None,
+    ) -> None:
+        """Keep the first groups of a step for readers. Raises OSError on all ranks."""
+        shown = groups[: self.config.logging.trace_groups]
+        if shown:
+            with self.timed("rollout_files"):
+                on_main(lambda: self.traces.write_step(step, shown, kept, batch))
+
+    def note(self, step: int, text: str) -> None:
+        """Say something that happened in a step, and keep it in events.jsonl."""
+        self.console.say(f"step {step}: {text}")
+        self.logger.note(step, text)
+
     def send_weights_again(self) -> None:
         """In the middle of a rollout: an engine has lost its weights, and all ranks hold a part."""
         self.engine.pause()
@@ -210,7 +237,7 @@ class Run:
     def summarize(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
         if errors := describe_errors(groups):
-            self.console.say(f"step {self.step}: {errors}")
+            self.note(self.step, errors)
         return summarize(groups) | mean_references(self.references, self.config.environment.shares)
 
     def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -258,19 +285,19 @@ class Run:
         """
         self.advance(metrics)
         for warning in observe(self.monitor, metrics):
-            self.console.say(f"step {step}: {warning}")
+            self.note(step, str(warning))
         self.timers.close_step(metrics)
         metrics.add("memory", self.placement.take_ledger())
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if not is_last and interval and (step + 1) % interval == 0:
-            success = _mean_success(self.evaluate(step + 1, metrics))
+            success = self._mean_success(self.evaluate(step + 1, metrics))
         metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
         if num_lost := round(result["engine/restarts"]):
-            self.console.say(
-                f"step {step}: {num_lost} rollout servers were lost and replaced; see the logs"
-                " under sglang/"
+            self.note(
+                step,
+                f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/",
             )
         on_main(lambda: self.logger.log(step, result))
         self.console.step(step, result)
@@ -290,7 +317,9 @@ class Run:
     def evaluate(
         self, step: int, metrics: Metrics | None = None, samples: int = 1
     ) -> dict[str, EvaluationResult]:
-        """Evaluate every trained environment on its held-out boards under the current weights."""
+        """Evaluate every trained environment, and those of --eval-environments, on their held-out
+        initial states under the current weights.
+        """
         config = self.config.evaluation
         num_episodes = config.eval_prompts * samples // count_engines(self.engine)
         settings = play_settings(
@@ -304,7 +333,7 @@ class Run:
             self.engine.load_weights(self.policy.export_weights(self.engine.shard))
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()
-            for name in self.config.environment.shares:
+            for name in self.config.environment.evaluated:
                 with self.console.progress(f"evaluate {name}", num_episodes) as progress:
                     results[name] = evaluate(
                         self.engine,
@@ -318,15 +347,29 @@ class Run:
                         reference=self.references[name],
                         advance=lambda num_tokens, is_over: progress.advance(is_over),
                         send_again=self.send_weights_again,
+                        watch=partial(self._trace_evaluation, step, name),
                     )
         for name, result in results.items():
-            suffix = "" if len(results) == 1 else f"_{name}"
+            shares = self.config.environment.shares
+            suffix = "" if len(shares) == 1 and name in shares else f"_{name}"
             if metrics is not None:
-                metrics.add(
-                    "eval", {f"success{suffix}": result.success, f"reward{suffix}": result.reward}
-                )
+                values = {key: getattr(result, key) for key in EVALUATED}
+                metrics.add("eval", {f"{k}{suffix}": v for k, v in values.items() if v is not None})
             self.console.say(f"step {step} {name}: {result}")
         return results
+
+    def _mean_success(self, results: dict[str, EvaluationResult]) -> float:
+        """Of the environments that are trained."""
+        return fmean(results[name].success for name in self.config.environment.shares)
+
+    def _trace_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
+        """Keep one trajectory of each of the first prompts, which are the same at every time."""
+        if not self.config.logging.trace_groups:
+            return
+        shown = [replace(g, trajectories=g.trajectories[:1]) for g in groups[:_PROBES]]
+        boards = [board.rows for board in (self.boards[name] or [])[: len(shown)]]
+        boards = boards or [None] * len(shown)
+        on_main(lambda: self.traces.write_evaluation(step, name, shown, boards))
 
     # The end, and what it can go on from
 
@@ -335,7 +378,7 @@ class Run:
         summary.
         """
         evaluated = self.evaluate(self.step, samples=self.config.evaluation.eval_samples)
-        self.save(_mean_success(evaluated))
+        self.save(self._mean_success(evaluated))
         results = {name: result.to_dict() for name, result in evaluated.items()}
         save_huggingface(
             self.logger.directory / FINAL_EXPORT,
@@ -356,6 +399,7 @@ class Run:
         self.checkpoints.wait()
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
+        self.console.say(f"to read it: python tools/view.py {self.logger.directory}")
 
     def save(self, success: float | None = None) -> None:
         """Write a checkpoint in the background; `success` is that of an evaluation at this step.
@@ -393,6 +437,7 @@ class Run:
         self.warm_start, self.best_success = state["warm_start"], state["best_success"]
         self.engine.weight_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
+        on_main(lambda: self.traces.drop_from(self.step))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
@@ -431,10 +476,6 @@ class Run:
 
     def _is_best(self, success: float | None) -> bool:
         return success is not None and (self.best_success is None or success > self.best_success)
-
-
-def _mean_success(results: dict[str, EvaluationResult]) -> float:
-    return sum(result.success for result in results.values()) / len(results)
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:

@@ -11,9 +11,9 @@ import textwrap
 import numpy as np
 
 from ragen_mega.environments.episode import Episode
-from ragen_mega.environments.protocol import Narrator, text_of
+from ragen_mega.environments.protocol import Environment, Narrator, text_of
 from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
-from ragen_mega.environments.reference_players import optimal_actions
+from ragen_mega.environments.reference_players import find_solver, optimal_actions
 
 MAX_REPEATED = 120
 """Characters of an observation that a thought repeats."""
@@ -26,8 +26,7 @@ def scripted_response(
     """What the scripted player says in this turn, after a forced `<think>` where the episode asks
     for thoughts.
 
-    Each action is the optimal one with probability `skill`, else uniformly random. Raises
-    ValueError if `skill` needs a solver that the environment does not have.
+    Each action is the optimal one with probability `skill`, else uniformly random.
     """
     environment, config = episode.environment, episode.config
     narrator: Narrator | None = getattr(environment, "narrator", None)
@@ -49,6 +48,12 @@ def scripted_response(
         return f"{narrator.describe(environment, actions)}</think>{answer}"
     seen = text_of(episode.observation).translate(_BRACKETS)
     return f" {textwrap.shorten(seen, MAX_REPEATED, placeholder=' ...')}</think>{answer}"
+
+
+def check_skill(environment: Environment, skill: float) -> None:
+    """Raise ValueError if a player of that skill needs a solver that the environment lacks."""
+    if skill > 0:
+        find_solver(environment)
 
 
 def narration_note(name: str, episode: Episode) -> str | None:

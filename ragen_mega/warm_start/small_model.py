@@ -27,7 +27,13 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import save_huggingface
-from ragen_mega.warm_start.clone import FitStep, fit, scripted_texts, scripted_trajectory
+from ragen_mega.warm_start.clone import (
+    FitStep,
+    as_trajectory,
+    fit,
+    scripted_episodes,
+    scripted_texts,
+)
 from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -125,7 +131,9 @@ def warm_start(
     )
     student.load_weights(open_model(config.run_directory / BASE))
     for name in config.environment.shares:
-        if note := narration_note(name, episode_maker(config.environment, name)()):
+        episode = episode_maker(config.environment, name)()
+        calls.close(episode.environment)
+        if note := narration_note(name, episode):
             console.say(note)
     first_turns = scripted_play(
         config,
@@ -211,23 +219,24 @@ def scripted_play(
     """
     names, world_size = list(config.environment.shares), distributed.world_size()
     mine = range(distributed.rank(), count, world_size)
-    written: list[Trajectory] = []
+    written: dict[int, Trajectory | None] = {}
     with console.progress("scripted play", len(mine)) as progress:
-        for index in mine:
-            name = names[index % len(names)]
-            written.append(
-                scripted_trajectory(
-                    episode_maker(config.environment, name)(),
-                    renderer,
-                    name,
-                    WARM_START_SEEDS + index,
-                    skill=config.warm_start.warm_start_skill,
-                    max_turns=max_turns,
-                )
+        for place, name in enumerate(names):
+            indices = [index for index in mine if index % len(names) == place]
+            episodes = scripted_episodes(
+                episode_maker(config.environment, name),
+                [WARM_START_SEEDS + index for index in indices],
+                skill=config.warm_start.warm_start_skill,
+                timeout=config.environment.environment_timeout,
+                max_turns=max_turns,
             )
-            progress.advance()
+            for index, played in zip(indices, episodes, strict=True):
+                # An environment that failed before the first answer leaves nothing to imitate.
+                written[index] = as_trajectory(played, renderer, name) if played.turns else None
+                progress.advance()
     parts = distributed.gather_objects(written)
-    return [parts[index % world_size][index // world_size] for index in range(count)]
+    ordered = (parts[index % world_size][index] for index in range(count))
+    return [trajectory for trajectory in ordered if trajectory is not None]
 
 
 def _export(

@@ -66,6 +66,7 @@ def train(folder: Path, environments: str, *flags: str) -> subprocess.CompletedP
 def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     mine = "my_world:Digit"
     options = ["--environment-options", json.dumps({mine: {"largest": 4}})]
+    options += ["--eval-environments", "bandit"]
     first = train(folder, f"{mine}:2", *options, "--num-steps", "2")
     assert first.returncode == 0, first.stderr
     assert f"warm start: {mine} has no narrator" in first.stdout
@@ -77,15 +78,20 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["rollout/environment_errors"] == 0 for row in rows)
     assert not any("rollout/optimum" in row for row in rows)
-    summary = json.loads((folder / "out/mine/summary.json").read_text())["sets"][mine]
+    assert {"eval/success", "eval/random", "eval/success_bandit"} <= rows[0].keys()
+    assert rows[0]["eval/optimum_bandit"] == 1.0 and "eval/optimum" not in rows[0]
+    summary = json.loads((folder / "out/mine/summary.json").read_text())["sets"]
+    assert summary["bandit"]["random"] == 0.5
+    summary = summary[mine]
     assert summary["optimum"] is None and 0 < summary["random"] < 0.5
     evaluated = execute(
         folder, sys.executable, str(ROOT / "tools/evaluate.py"), "--load", "out/mine",
-        "--environment", mine, "--num-prompts", "4", "--samples-per-prompt", "2",
+        "--environment", f"{mine},bandit", "--num-prompts", "4", "--samples-per-prompt", "2",
         "--json", "evaluated.json",
     )  # fmt: skip
     assert evaluated.returncode == 0, evaluated.stderr
-    assert json.loads((folder / "evaluated.json").read_text())["optimum"] is None
+    sets = json.loads((folder / "evaluated.json").read_text())["sets"]
+    assert sets[mine]["optimum"] is None and sets["bandit"]["optimum"] == 1.0
 
 
 def test_a_mistake_is_one_line_at_the_start(folder: Path) -> None:

@@ -3,6 +3,8 @@ messages: what they get, what the policy sees, and what a player who knows nothi
 """
 
 import json
+from copy import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from ragen_mega.environments.random_player import is_drawn, random_steps, write_
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make, register
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.warm_start.clone import scripted_trajectory
+from ragen_mega.warm_start.clone import as_trajectory, scripted_episodes
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 
@@ -295,6 +297,7 @@ def test_scripted_play_of_every_kind_is_well_formed() -> None:
         for think in (True, False):
             renderer = ChatRenderer(tokenizer, think=think)
             episode = Episode(kind(), EpisodeConfig(think=think))
-            trajectory = scripted_trajectory(episode, renderer, "mine", 3, skill=0.0)
+            (played,) = scripted_episodes(partial(copy, episode), [3], skill=0.0)
+            trajectory = as_trajectory(played, renderer, "mine")
             assert all(turn.info["is_format_valid"] for turn in trajectory.turns)
             assert trajectory.turns

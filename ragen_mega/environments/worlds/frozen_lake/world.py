@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ragen_mega.environments.drawing import draw_grid
 from ragen_mega.environments.protocol import (
     StepResult,
     canonical_action,
@@ -126,6 +127,15 @@ class FrozenLake:
         if self._lake is None:
             raise RuntimeError("no lake yet; call reset first")
         return self._lake
+
+    def render(self) -> str:
+        """The lake as SVG."""
+        lake = self.lake
+        things = [((r, c), "ice") for r in range(lake.size) for c in range(lake.size)]
+        things += [(hole, "hole") for hole in lake.holes]
+        return draw_grid(
+            lake.size, lake.size, [*things, (lake.goal, "goal"), (self._player, "player")]
+        )
 
     def facts(self) -> dict[str, Any]:
         """`size` (cells a side), `player`, `start`, `goal`, set of `holes`, `success_rate`."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ragen_mega.environments.drawing import draw_grid
 from ragen_mega.environments.protocol import (
     StepResult,
     canonical_action,
@@ -120,6 +121,17 @@ class Sokoban:
         if self._room is None:
             raise RuntimeError("no room yet; call reset first")
         return self._room
+
+    def render(self) -> str:
+        """The room as SVG."""
+        room, (rows, columns) = self.room, self.room.size
+        cells = ((r, c) for r in range(rows) for c in range(columns))
+        things = [(cell, "wall" if cell in room.walls else "floor") for cell in cells]
+        things += [(cell, "target") for cell in room.targets]
+        things += [
+            (cell, "box on target" if cell in room.targets else "box") for cell in room.boxes
+        ]
+        return draw_grid(rows, columns, [*things, (room.player, "player")])
 
     def facts(self) -> dict[str, Any]:
         """`size` (rows, columns), `player`, sorted `boxes` and `targets`, sets `walls` and `free`

@@ -1,0 +1,86 @@
+"""What every number of the log means, in a sentence or two, and in which unit."""
+
+GLOSSARY = {
+    "rollout/success": "Share of the step's trajectories that solved their task.",
+    "rollout/random": "Success of a uniformly random player on the evaluation prompts.",
+    "rollout/optimum": "Success of the best possible player under the same budget.",
+    "rollout/reward": "Mean total reward of a trajectory, as the environment gave it.",
+    "rollout/in_group_std": "Standard deviation of total rewards within a group, mean over groups"
+    " (StarPO Eq. 7). A cliff is the first sign of the Echo Trap.",
+    "rollout/response_length": "Sampled tokens a turn.",
+    "rollout/thought_length": "Words of the thought a turn; 0 for a turn without one.",
+    "rollout/valid_format_rate": "Share of turns that could be parsed.",
+    "rollout/valid_action_rate": "Share of turns whose actions were all legal.",
+    "rollout/num_turns": "Turns a trajectory.",
+    "rollout/truncated_rate": "Share of trajectories cut by a budget, the context, or an error.",
+    "rollout/num_trajectories": "Trajectories of the step.",
+    "rollout/sampled_tokens": "Tokens that the policy sampled in the step.",
+    "rollout/environment_errors": "Trajectories that an error or the time limit of their"
+    " environment ended.",
+    "rollout/tokens_per_second": "Sampled tokens a second of rollout and weight sync.",
+    "reward/*": "Mean over trajectories of what this reward term contributed, its weight included.",
+    "reward/total": "Mean total of the shaped rewards, which advantages are made of.",
+    "filter/kept_groups": "Groups that the filter kept for training.",
+    "filter/kept_fraction": "Kept groups over all groups.",
+    "filter/constant_groups": "Share of groups whose trajectories all earned the same: nothing can"
+    " be learned from them.",
+    "filter/kept_std": "Standard deviation of total rewards within a kept group.",
+    "mismatch/logprob_mean_abs_diff": "Mean distance of the engine's and the trainer's"
+    " log-probabilities of the sampled tokens, in nats, under the same weights.",
+    "mismatch/logprob_max_abs_diff": "The largest such distance.",
+    "mismatch/kl_rollout_old": "KL divergence from the engine to the trainer (k3), nats a token.",
+    "collapse/mutual_information": "How many nats the prompt tells about the thought (RAGEN-2)."
+    " Near 0, thoughts no longer depend on their input.",
+    "collapse/max_mutual_information": "The most that could be told: the entropy of the prompts.",
+    "collapse/conditional_entropy": "Nats a thought varies by for one prompt.",
+    "collapse/entropy": "Nats a thought varies by over all prompts.",
+    "collapse/retrieval_accuracy": "How often the thought's own prompt explains it best.",
+    "collapse/retrieval_chance": "What guessing the prompt would reach.",
+    "critic/loss": "Value loss, after clipping if there is any.",
+    "critic/clip_fraction": "Share of tokens whose value left the clip range.",
+    "critic/explained_variance": "1 - Var(return - value) / Var(return): 1 is perfect, 0 is as good"
+    " as a constant.",
+    "critic/grad_norm": "Norm of the critic's gradient before clipping.",
+    "critic/skipped": "Share of updates that were skipped as not finite.",
+    "critic/lr": "Learning rate of the critic.",
+    "actor/loss": "Clipped surrogate with its entropy and KL terms.",
+    "actor/entropy": "Entropy of the policy, nats a token. A collapse or a jump is a sign of the"
+    " Echo Trap.",
+    "actor/approx_kl": "KL divergence from the sampling policy to the updated one (k3), nats a"
+    " token.",
+    "actor/ref_kl": "KL divergence to the reference policy, nats a token.",
+    "actor/clip_fraction_low": "Share of tokens whose ratio fell below 1 - clip_ratio_low where"
+    " that binds.",
+    "actor/clip_fraction_high": "Share of tokens whose ratio rose above 1 + clip_ratio_high where"
+    " that binds.",
+    "actor/dual_clip_fraction": "Share of tokens that the dual clip bounds.",
+    "actor/importance": "Mean weight that corrects the engine's policy to the trainer's.",
+    "actor/grad_norm": "Norm of the actor's gradient before clipping. A spike after entropy has"
+    " moved is a sign that the run is lost.",
+    "actor/skipped": "Share of updates that were skipped as not finite.",
+    "actor/lr": "Learning rate of the actor.",
+    "update/nonfinite": "Updates whose loss or gradient was not finite; they changed nothing.",
+    "update/tokens_per_second": "Tokens a second that advantages and updates went through.",
+    "time/*": "Seconds of this part of the step, without parts inside it.",
+    "time/step": "Seconds of the whole step.",
+    "time/sync_seconds": "Seconds in which weights moved to the engine.",
+    "time/sync_gbytes_shard": "Gigabytes that each rank handed to its own engine.",
+    "time/sync_gbytes_tensor": "Gigabytes that moved between tensor-parallel ranks in a sync.",
+    "time/sync_gbytes_pipeline": "Gigabytes that moved between pipeline stages in a sync.",
+    "memory/*": "GiB of this kind at this moment of the step.",
+    "engine/cached_share": "Share of the prompts' tokens that the engine did not compute again.",
+    "engine/restarts": "Rollout servers that were lost and replaced.",
+    "engine/reissued": "Requests that were asked again for that.",
+    "eval/success": "Share of held-out prompts that were solved at this evaluation.",
+    "eval/reward": "Mean total reward at this evaluation.",
+    "custom/*": "A metric of your own, or one of --metrics.",
+}
+"""Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry of their own. A
+key with an environment behind it, as `eval/success_sokoban`, means the same.
+"""
+
+
+def explain(key: str) -> str | None:
+    """What a metric key means, None if nobody has said."""
+    known = [name for name in GLOSSARY if key == name or key.startswith((f"{name}/", f"{name}_"))]
+    return GLOSSARY.get(max(known, key=len, default=f"{key.split('/')[0]}/*"))

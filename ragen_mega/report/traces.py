@@ -1,0 +1,209 @@
+"""What is kept of a step for people to read: a few groups, token by token, in one compressed JSON
+file that a browser opens as it stands.
+
+    <run>/traces/step_00000012.json.gz              what was trained on, or not
+    <run>/traces/eval_00000030_frozen_lake.json.gz  the same initial states at every evaluation
+
+A trace is `{step, environment, strings, groups: [{id, environment, seed, kept, members}]}`. A
+member has `tokens` (indices into `strings`), `turns`, `channels` (a number for every sampled
+token, in order) and, where the environment draws itself, `pictures` before and after every turn.
+"""
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ragen_mega.config import EnvironmentConfig
+from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
+from ragen_mega.environments import calls
+from ragen_mega.environments.pool import EnvironmentFailed, guarded, is_instant
+from ragen_mega.environments.registry import make
+from ragen_mega.storage.integrity import write_whole
+
+TRACES = "traces"
+_NAME = re.compile(r"(step|eval)_(\d{8})(?:_(.+))?\.json\.gz")
+_CHANNELS = {
+    "old_logprobs": "trainer log-probability",
+    "advantages": "advantage",
+    "values": "value",
+    "returns": "return",
+}
+"""Fields of a batch that a trace tells for every sampled token, and what readers call them."""
+_MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8; each may be a token of its own
+Board = Sequence[str] | None
+Rows = Mapping[tuple[int, int], int]
+
+
+class TraceWriter:
+    """Writes the traces of a run. Not collective: one rank writes."""
+
+    def __init__(
+        self,
+        directory: Path,
+        decode: Callable[[list[int]], str],
+        config: EnvironmentConfig,
+    ) -> None:
+        """`decode`: token ids -> text, special tokens included."""
+        self.directory = directory
+        self._decode = decode
+        self._config = config
+
+    def write_step(
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        kept: Sequence[TrajectoryGroup] = (),
+        batch: TokenBatch | None = None,
+    ) -> None:
+        """What a step played: `groups`, of which it was trained on those of `kept`, packed in this
+        order in `batch`. Raises OSError.
+        """
+        rows: dict[tuple[int, int], int] = {}
+        for group in kept:
+            for place in range(len(group.trajectories)):
+                rows[group.group_id, place] = len(rows)
+        boards = [None] * len(groups)
+        options = partial(self._config.training_options, step=step)
+        self._write(f"step_{step:08d}", step, groups, boards, options, rows, batch)
+
+    def write_evaluation(
+        self, step: int, name: str, groups: Sequence[TrajectoryGroup], boards: Sequence[Board]
+    ) -> None:
+        """What environment `name` was played like after `step` steps, each group from its board
+        (None: from its seed). Raises OSError.
+        """
+        file = f"eval_{step:08d}_{name.replace('/', '.')}"
+        self._write(file, step, groups, boards, self._config.options)
+
+    def drop_from(self, step: int) -> None:
+        """Delete what an earlier process wrote of step `step` and later ones, which come again."""
+        for path, kind, of_step, _ in traces(self.directory):
+            if of_step > step or (kind, of_step) == ("step", step):
+                path.unlink()
+
+    def _write(
+        self,
+        name: str,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        boards: Sequence[Board],
+        options: Callable[[str], Mapping[str, Any]],
+        rows: Rows = MappingProxyType({}),
+        batch: TokenBatch | None = None,
+    ) -> None:
+        strings: dict[str, int] = {}
+        entries = []
+        for group, board in zip(groups, boards, strict=True):
+            first = group.trajectories[0]
+            members = [
+                self._member(one, strings)
+                | {"channels": _channels(one, batch, rows.get((group.group_id, place)))}
+                | {"pictures": pictures(one, board, options(one.environment))}
+                for place, one in enumerate(group.trajectories)
+            ]
+            entries.append(
+                {
+                    "id": group.group_id,
+                    "environment": first.environment,
+                    "seed": first.seed,
+                    "kept": (group.group_id, 0) in rows,
+                    "members": members,
+                }
+            )
+        trace = {"step": step, "strings": list(strings), "groups": entries}
+        text = json.dumps(trace, separators=(",", ":"), default=str)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.directory / f"{name}.json.gz"
+        write_whole(path, gzip.compress(text.encode(), mtime=0), mode=0o600)
+
+    def _member(self, trajectory: Trajectory, strings: dict[str, int]) -> dict[str, Any]:
+        return {
+            "tokens": [
+                strings.setdefault(text, len(strings)) for text in self._texts(trajectory.tokens)
+            ],
+            "turns": [
+                {"start": turn.start, "end": turn.end, "reward": _short(turn.reward)}
+                | {"info": turn.info}
+                for turn in trajectory.turns
+            ],
+            "reward": _short(trajectory.total_reward),
+            "success": trajectory.success,
+            "terminated": trajectory.terminated,
+            "truncated": trajectory.truncated,
+            "outcome_seed": str(trajectory.outcome_seed),  # more digits than JavaScript keeps
+            "weight_version": trajectory.weight_version,
+        }
+
+    def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
+        """The text of each token; that of a character in several tokens is its last one's."""
+        pending: list[int] = []
+        for index, token in enumerate(tokens):
+            pending.append(token)
+            text = self._decode(pending)
+            is_whole = "\ufffd" not in text or len(pending) == _MOST_BYTES_OF_A_CHARACTER
+            if is_whole or index + 1 == len(tokens):
+                pending = []
+                yield text
+            else:
+                yield ""
+
+
+def traces(directory: Path) -> list[tuple[Path, str, int, str | None]]:
+    """(file, "step" or "eval", step, environment of an evaluation), in order of the steps."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    found = [(path, _NAME.fullmatch(path.name)) for path in paths]
+    named = [(path, name[1], int(name[2]), name[3]) for path, name in found if name]
+    return sorted(named, key=lambda item: (item[2], item[1], item[0]))
+
+
+def pictures(trajectory: Trajectory, board: Board, options: Mapping[str, Any]) -> list[str]:
+    """What `render()` of the environment gives at the start and after each turn: text, or SVG. The
+    trajectory is played once more for it, so only by instant environments; others have none.
+    """
+
+    def play() -> list[str]:
+        world = make(trajectory.environment, **options)
+        try:
+            if not is_instant(world) or not callable(getattr(world, "render", None)):
+                return []
+            calls.reset(world, trajectory.seed, outcome_seed=trajectory.outcome_seed, board=board)
+            drawn = [str(world.render())]
+            for turn in trajectory.turns:
+                for action in turn.info.get("actions", ()):
+                    calls.step(world, action)
+                drawn.append(str(world.render()))
+            return drawn
+        finally:
+            calls.close(world)
+
+    try:
+        return guarded(play)
+    except EnvironmentFailed:
+        return []  # a picture is worth no run
+
+
+def _channels(
+    trajectory: Trajectory, batch: TokenBatch | None, row: int | None
+) -> dict[str, list[float | None]]:
+    """Readers' name -> number of every sampled token; those of the batch if it has the trajectory
+    as its `row`.
+    """
+    sampled = [at for turn in trajectory.turns for at in range(turn.start, turn.end)]
+    channels = {"engine log-probability": [trajectory.rollout_logprobs[at] for at in sampled]}
+    if batch is not None and row is not None:
+        start = int(batch.cu_seqlens[row]) - 1  # position t is about token t + 1
+        for field, name in _CHANNELS.items():
+            if (values := getattr(batch, field)) is not None:
+                channels[name] = values[[start + at for at in sampled]].tolist()
+    return {name: [_short(value) for value in values] for name, values in channels.items()}
+
+
+def _short(value: float) -> float | None:
+    """Four significant digits, which is more than eyes take in."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -1,0 +1,80 @@
+"""What the viewer's page shows of a run, as JSON takes it; traces stay compressed files."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ragen_mega.report.metrics import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    read_metrics,
+)
+from ragen_mega.report.traces import TRACES, traces
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """Everything but the traces: `name`, `config`, `summary` (None while it trains), `alike` (equal
+    for runs that differ by their seed only), `metrics` {`steps`, `values`: key -> one a step, None
+    where it was not measured}, `events` and the index of `traces`.
+
+    Raises ValueError if the directory holds no run or a damaged one.
+    """
+    if not (directory / CONFIG_FILE).exists():
+        raise ValueError(f"{directory} holds no run (no {CONFIG_FILE}); give a run directory")
+    records = read_metrics(directory / METRICS_FILE) if _has(directory, METRICS_FILE) else []
+    config = _read(directory / CONFIG_FILE)
+    return {
+        "name": directory.name,
+        "config": config,
+        "summary": _read(directory / SUMMARY_FILE) if _has(directory, SUMMARY_FILE) else None,
+        "alike": _settings_digest(config),
+        "metrics": _columns(records),
+        "events": read_metrics(directory / EVENTS_FILE) if _has(directory, EVENTS_FILE) else [],
+        "traces": [
+            {"id": path.name.removesuffix(".json.gz"), "kind": kind, "step": step, "set": name}
+            for path, kind, step, name in traces(directory / TRACES)
+        ],
+    }
+
+
+def trace_bytes(directory: Path, trace: str) -> bytes:
+    """The compressed JSON of one trace. Raises ValueError if the run has none of this name."""
+    for path, *_ in traces(directory / TRACES):
+        if path.name == f"{trace}.json.gz":
+            return path.read_bytes()
+    raise ValueError(f"{directory} has no trace {trace!r}")
+
+
+def _columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    keys = {key: None for record in records for key in record if key != "step"}
+    return {
+        "steps": [record["step"] for record in records],
+        "values": {key: [record.get(key) for record in records] for key in keys},
+    }
+
+
+def _settings_digest(config: dict[str, Any]) -> str:
+    """Of all that is trained, the seed aside."""
+    settings = {name: part for name, part in config.items() if name not in _WHERE_AND_WHEN}
+    train = {key: value for key, value in config.get("train", {}).items() if key != "seed"}
+    text = json.dumps(settings | {"train": train}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+_WHERE_AND_WHEN = ("logging", "checkpoint", "provenance")
+"""Sections of config.json that change nothing that is trained."""
+
+
+def _has(directory: Path, name: str) -> bool:
+    return (directory / name).exists()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); restore or delete it") from None

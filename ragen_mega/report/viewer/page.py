@@ -1,0 +1,122 @@
+"""The viewer as one HTML file that opens from the disk, and as a live page on loopback."""
+
+import base64
+import json
+from collections.abc import Sequence
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from plotly.offline import get_plotlyjs
+
+from ragen_mega.report.glossary import GLOSSARY
+from ragen_mega.report.viewer.data import read_run, trace_bytes
+
+MOST_MEGABYTES = 15
+_HERE = files(__package__)
+
+
+def write_page(
+    runs: Sequence[Path], target: Path, *, most_megabytes: float = MOST_MEGABYTES
+) -> int:
+    """Write the page of finished or unfinished runs to `target`; how many traces had to be left
+    out, evenly over the steps, to keep it below `most_megabytes`.
+
+    Raises ValueError for a directory that holds no run, OSError if the file cannot be written.
+    """
+    data = [read_run(run) for run in runs]
+    room = most_megabytes * 1e6 - len(_page(data, []))
+    sizes = [
+        (index, trace["id"], 4 / 3 * len(trace_bytes(run, trace["id"])))
+        for index, run in enumerate(runs)
+        for trace in data[index]["traces"]
+    ]
+    stride = 1
+    while sum(size for _, _, size in _thinned(sizes, stride)) > max(room, 0) and stride < 2**20:
+        stride *= 2
+    chosen = {(index, trace) for index, trace, _ in _thinned(sizes, stride)}
+    for index, run in enumerate(data):
+        run["traces"] = [trace for trace in run["traces"] if (index, trace["id"]) in chosen]
+    bodies = [(index, trace, trace_bytes(runs[index], trace)) for index, trace in sorted(chosen)]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(_page(data, bodies), encoding="utf-8")
+    return len(sizes) - len(chosen)
+
+
+def _thinned(sizes: Sequence[tuple[int, str, float]], stride: int) -> list[tuple[int, str, float]]:
+    """Every `stride`-th, the last one always."""
+    return list(sizes[::-1][::stride])[::-1]
+
+
+def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str, bytes]]) -> str:
+    """The whole page; without `runs` it asks its server for them."""
+    parts = {
+        "STYLE": _HERE.joinpath("viewer.css").read_text(),
+        "PLOTLY": get_plotlyjs(),
+        "GLOSSARY": _json(GLOSSARY),
+        "RUNS": _json(runs),
+        "TRACES": "\n".join(
+            f'<script type="text/plain" id="trace-{index}-{trace}">'
+            f"{base64.b64encode(body).decode()}</script>"
+            for index, trace, body in bodies
+        ),
+        "SCRIPT": _HERE.joinpath("viewer.js").read_text(),
+    }
+    before, *pieces = _HERE.joinpath("viewer.html").read_text().split("{{")
+    return before + "".join(
+        parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces)
+    )
+
+
+def _json(value: Any) -> str:
+    """JSON that may stand inside a <script>."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """A server of the page on 127.0.0.1, which reads the runs anew at every request. Raises
+    ValueError for a directory that holds no run, OSError for a port that is taken.
+    """
+    for run in runs:
+        read_run(run)
+    return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, list(runs)))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """`/` is the page, `/runs` its data, `/trace/INDEX/NAME` one trace."""
+
+    def __init__(self, runs: list[Path], *arguments: Any) -> None:
+        self._runs = runs
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:
+        """Answer one request; what is not there is 404 with the reason."""
+        try:
+            match unquote(urlsplit(self.path).path).strip("/").split("/"):
+                case [""]:
+                    self._send(_page(None, []).encode(), "text/html; charset=utf-8")
+                case ["runs"]:
+                    data = [read_run(run) for run in self._runs]
+                    self._send(json.dumps(data).encode(), "application/json")
+                case ["trace", index, trace] if index.isdecimal() and int(index) < len(self._runs):
+                    body = trace_bytes(self._runs[int(index)], trace)
+                    self._send(body, "application/octet-stream")
+                case _:
+                    raise ValueError(f"no page {self.path}")
+        except (ValueError, OSError) as error:
+            self.send_error(HTTPStatus.NOT_FOUND, str(error).replace("\n", " ")[:200])
+
+    def _send(self, body: bytes, kind: str) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Requests are not worth a line each."""

@@ -1,0 +1,322 @@
+"""What a run keeps for readers, and the page that shows it, opened in a real browser."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from ragen_mega import parse, train
+from ragen_mega.environments.registry import make
+from ragen_mega.report.glossary import explain
+from ragen_mega.report.metrics import CONFIG_FILE, METRICS_FILE, RunLogger, read_metrics
+from ragen_mega.report.viewer.page import make_server, write_page
+from ragen_mega.storage.rollouts import RolloutStore
+from tests.support.training import FLAGS
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+MORE = """
+    --filter-strategy top_fraction --filter-value 0.5 --lam 1 --reward-placement turn
+    --keep-rollouts 0
+    --environment-options {"frozen_lake":{"observation":"cells","success_rate":1.0}}
+""".split()
+NEVER_SEEN = "</script><b>never</b>"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two environments; half of the groups are filtered out; gamma and lambda are 1."""
+    output = tmp_path_factory.mktemp("viewer")
+    train(parse([*FLAGS, *MORE, "--output", str(output), "--name", "run"]))
+    return output / "run"
+
+
+def read_trace(run: Path, name: str) -> dict:
+    return json.loads(gzip.decompress((run / "traces" / f"{name}.json.gz").read_bytes()))
+
+
+def members(trace: dict) -> list[dict]:
+    return [one for group in trace["groups"] for one in group["members"]]
+
+
+def text_of(trace: dict, member: dict) -> str:
+    return "".join(trace["strings"][at] for at in member["tokens"]).replace("\ufffd", "")
+
+
+def test_traces_tell_what_was_sampled(run: Path) -> None:
+    stored = RolloutStore(run / "rollouts").read(1).groups
+    trace = read_trace(run, "step_00000001")
+    tokenizer = AutoTokenizer.from_pretrained(run / "huggingface")
+    played = [one for group in stored for one in group.trajectories]
+    assert len(members(trace)) == len(played) == 16
+    for told, one in zip(members(trace), played, strict=True):
+        assert len(told["tokens"]) == len(one)
+        assert [turn["reward"] for turn in told["turns"]] == pytest.approx(
+            [turn.reward for turn in one.turns], rel=1e-3
+        )
+        sampled = [value for value, own in zip(one.rollout_logprobs, one.loss_mask) if own]
+        assert told["channels"]["engine log-probability"] == pytest.approx(sampled, rel=1e-3)
+        # What is no UTF-8 has no one way to be shown.
+        assert text_of(trace, told) == tokenizer.decode(one.tokens).replace("\ufffd", "")
+
+
+def test_returns_are_those_of_the_rewards_to_come(run: Path) -> None:
+    """With gamma = lambda = 1 the return of a token is what its turn and all later ones earn."""
+    trained = 0
+    for group in read_trace(run, "step_00000001")["groups"]:
+        for one in group["members"]:
+            assert ("return" in one["channels"]) == group["kept"]
+            if not group["kept"]:
+                continue
+            rewards = [turn["reward"] for turn in one["turns"]]
+            expected = [
+                sum(rewards[index:])
+                for index, turn in enumerate(one["turns"])
+                for _ in range(turn["end"] - turn["start"])
+            ]
+            assert one["channels"]["return"] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+            trained += 1
+    assert trained == 8
+
+
+def test_evaluations_show_the_same_prompts(run: Path) -> None:
+    names = [path.name for path in sorted((run / "traces").glob("eval_*_frozen_lake.*"))]
+    first, *rest = [read_trace(run, name.removesuffix(".json.gz")) for name in names]
+    assert len(rest) >= 2 and len(first["groups"]) == 8
+    for later in rest:
+        assert [g["seed"] for g in later["groups"]] == [g["seed"] for g in first["groups"]]
+        assert [m["pictures"][0] for m in members(later)] == [
+            m["pictures"][0] for m in members(first)
+        ]
+
+
+def test_pictures_follow_the_turns(run: Path) -> None:
+    """Without slips a move that is not blocked takes the player one cell on."""
+    steps = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+    moved = 0
+    for one in members(read_trace(run, "eval_00000003_frozen_lake")):
+        pictures = one["pictures"]
+        assert len(pictures) == len(one["turns"]) + 1
+        for turn, before, after in zip(one["turns"], pictures[:-1], pictures[1:], strict=True):
+            (r, c), actions = player(before), turn["info"]["actions"]
+            for action in actions:
+                r = min(3, max(0, r + steps[action][0]))
+                c = min(3, max(0, c + steps[action][1]))
+            assert player(after) == (r, c)
+            moved += len(actions)
+    assert moved
+
+
+def player(picture: str) -> tuple[int, int]:
+    """The cell of what is drawn last, on top."""
+    column, row = re.findall(r"translate\((\d+) (\d+)\)", picture)[-1]
+    return int(row) // 20, int(column) // 20
+
+
+def test_sokoban_is_drawn_as_it_is() -> None:
+    world = make("sokoban", dim=5)
+    world.reset(0, board=["#####", "#PX_#", "#_O_#", "#___#", "#####"])
+    picture = world.render()
+    assert picture.count('fill="#5b6472"') == 16  # walls
+    assert player(picture) == (1, 1)
+    assert 'translate(40 20)"><rect x="3"' in picture  # the box, in row 1 and column 2
+    assert 'translate(40 40)"><circle' in picture  # the target
+
+
+def test_a_resumed_run_writes_its_steps_anew(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    stale = copy / "traces" / "step_00000009.json.gz"
+    stale.write_bytes(b"of a step that the checkpoint does not know")
+    kept = {path.name: path.read_bytes() for path in (run / "traces").iterdir()}
+    again = ("--output", str(tmp_path), "--name", "run", "--num-steps", "4", "--resume")
+    train(parse([*FLAGS, *MORE, *again]))
+    assert not stale.exists()
+    now = {path.name: path.read_bytes() for path in (copy / "traces").iterdir()}
+    assert {name: now[name] for name in kept} == kept
+    assert "step_00000003.json.gz" in now
+
+
+def test_every_metric_is_explained(run: Path) -> None:
+    keys = {key for record in read_metrics(run / METRICS_FILE) for key in record} - {"step"}
+    assert len(keys) > 40
+    assert [key for key in keys if explain(key) is None] == []
+
+
+def test_events_are_told_once(tmp_path: Path) -> None:
+    logger = RunLogger(tmp_path / "run", is_writer=True, tensorboard=False)
+    logger.write_config({})
+    logger.note(1, "first")
+    logger.note(2, "to be repeated")
+    logger.note(1, "first")  # the run was resumed at step 1
+    logger.note(2, NEVER_SEEN)
+    events = read_metrics(tmp_path / "run" / "events.jsonl")
+    assert [(event["step"], event["text"]) for event in events] == [(1, "first"), (2, NEVER_SEEN)]
+
+
+def test_a_page_has_its_limit(run: Path, tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    assert write_page([run], target) == 0
+    whole = target.stat().st_size
+    assert whole < 15e6
+    left_out = write_page([run], target, most_megabytes=(whole - 3000) / 1e6)
+    assert 0 < left_out < len(list((run / "traces").iterdir()))
+    assert target.stat().st_size <= whole - 3000
+    assert 'id="trace-0-step_00000002"' in target.read_text()  # the last step stays
+
+
+def test_no_run_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        write_page([tmp_path], tmp_path / "page.html")
+
+
+# In a browser
+
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium: apt-get install chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Iterator:
+    """The page of the run in a headless browser; any error on its console fails the test."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    (run / "events.jsonl").write_text(json.dumps({"step": 1, "text": NEVER_SEEN}) + "\n")
+    target = run.parent / "page.html"
+    write_page([run], target)
+    errors: list[str] = []
+    with sync_api.sync_playwright() as playwright:
+        alone = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+        flags = [*sandbox, "--disable-gpu", "--no-first-run", *alone]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        opened = browser.new_page(viewport={"width": 1280, "height": 800})
+        opened.on("pageerror", lambda error: errors.append(str(error)))
+        opened.on(
+            "console", lambda said: errors.append(said.text) if said.type == "error" else None
+        )
+        opened.goto(target.as_uri())
+        yield opened
+        browser.close()
+    assert errors == []
+
+
+@needs_browser
+def test_overview_shows_the_outcome(run: Path, page) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    text = page.locator(".outcome").inner_text()
+    for name, result in summary["sets"].items():
+        assert name in text and f"{100 * result['success']:.1f}%" in text
+    assert NEVER_SEEN in page.locator(".warnings").inner_text()  # as text, not as a tag
+
+
+@needs_browser
+def test_a_trajectory_is_read_in_two_actions(run: Path, page) -> None:
+    page.keyboard.press("3")
+    page.locator("input.step").fill("1")
+    page.keyboard.press("Enter")
+    one = read_trace(run, "step_00000001")["groups"][0]["members"][0]
+    page.wait_for_function("document.querySelector('input.step').value === '1'")
+    assert page.locator(".message.agent").count() == len(one["turns"])
+    shown = page.locator(".message.agent").first.inner_text()
+    assert one["turns"][0]["info"]["thought"].strip() in shown
+    page.locator(".message.agent .token").first.hover()
+    said = page.locator("#token").inner_text()
+    assert f"{one['channels']['engine log-probability'][0]:g}"[:6] in said
+
+
+@needs_browser
+def test_filters_narrow_what_is_listed(run: Path, page) -> None:
+    listed = members(read_trace(run, "step_00000001"))
+    assert page.locator(".member").count() == len(listed)
+    page.get_by_label("search trajectories").fill("Dragon")
+    trace = read_trace(run, "step_00000001")
+    named = sum("Dragon" in text_of(trace, one) for one in listed)
+    assert page.locator(".member").count() == named < len(listed)
+    page.get_by_label("search trajectories").fill("> 0.05")
+    assert page.locator(".member").count() == sum(one["reward"] > 0.05 for one in listed)
+    page.get_by_label("search trajectories").fill("")
+    page.get_by_label("show").select_option("good")
+    assert page.locator(".member").count() == sum(one["success"] for one in listed)
+    page.get_by_label("show").select_option("")
+
+
+def current(page) -> int:
+    marks = page.locator(".member").evaluate_all("all => all.map(one => one.ariaCurrent)")
+    return marks.index("true")
+
+
+@needs_browser
+def test_keys_move_through_steps_and_trajectories(page) -> None:
+    page.keyboard.press("Escape")
+    page.locator("footer").click()
+    before = current(page)
+    page.keyboard.press("j")
+    assert current(page) == before + 1
+    page.keyboard.press("k")
+    assert current(page) == before
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.querySelector('input.step').value === '2'")
+    assert "one=0%2Cstep_00000002" in page.url
+
+
+@needs_browser
+def test_tokens_are_colored_by_their_advantage(page) -> None:
+    page.get_by_label("show").select_option("kept")
+    page.get_by_label("color").select_option("advantage")
+    style = page.locator(".message.agent .token").first.get_attribute("style")
+    assert "rgba" in style
+    page.get_by_label("color").select_option("")
+    page.get_by_label("show").select_option("")
+
+
+@needs_browser
+def test_two_steps_stand_side_by_side(page) -> None:
+    page.locator("footer").click()
+    page.keyboard.press("4")
+    page.locator(".pair .message.agent").first.wait_for()
+    steps = [page.locator("input.step").nth(at).input_value() for at in (0, 1)]
+    assert steps == ["0", "3"]
+    groups = [page.locator(".pair .browser").nth(at).locator(".group") for at in (0, 1)]
+    assert groups[0].first.inner_text() == groups[1].first.inner_text()
+
+
+@needs_browser
+def test_curves_are_searched_and_drawn(page) -> None:
+    page.keyboard.press("2")
+    page.get_by_label("search metrics").fill("actor/entropy")
+    assert page.locator(".panel h3").all_inner_texts()[0] == "actor/entropy"
+    page.locator(".panel .main-svg").first.wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("t")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("5")
+    page.locator(".plot .main-svg").first.wait_for()
+
+
+@needs_browser
+def test_a_live_page_follows_its_run(run: Path, page, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("check*", "roll*"))
+    records = (copy / METRICS_FILE).read_text().splitlines(keepends=True)
+    (copy / METRICS_FILE).write_text(records[0])
+    (copy / "summary.json").unlink()
+    with make_server([copy], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        page.goto(address)
+        page.locator(".outcome").wait_for()
+        assert "1 of 3" in page.locator(".outcome").inner_text()
+        (copy / METRICS_FILE).write_text("".join(records))
+        page.wait_for_function(
+            "document.querySelector('.outcome').innerText.includes('3 of 3')", timeout=30_000
+        )
+        page.keyboard.press("3")
+        page.locator(".message.agent").first.wait_for()
+        for path in ("trace/0/../../config.json", f"trace/0/{CONFIG_FILE}", "trace/7/x", "other"):
+            assert page.request.get(address + path).status == 404
+        server.shutdown()
