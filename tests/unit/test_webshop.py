@@ -428,7 +428,7 @@ def test_the_thought_says_of_a_range_only_what_the_page_shows(shopper: WebShop) 
     shopper.shop.engine = SearchEngine([dear])
     shopper.step("search[mug]")
     assert shopper.narrator.describe(shopper, ["click[B07XYZ1234]"]) == (
-        "B07XYZ1234 one/over; go one/over"
+        "B07XYZ1234 two/over; go two/over"  # blue and mug
     )
 
 
