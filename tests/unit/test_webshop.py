@@ -4,7 +4,8 @@ original by hand, the user's files, and the players.
 
 import json
 import random
-from collections.abc import Callable
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +28,12 @@ from ragen_mega.environments.worlds.webshop.players import (
     optimal_actions,
     play,
     references,
-    rule_actions,
 )
 from ragen_mega.environments.worlds.webshop.reward import reward, title_nouns, type_reward
 from ragen_mega.environments.worlds.webshop.search import SearchEngine
 from ragen_mega.environments.worlds.webshop.world import WebShop
 
+ROOT = Path(__file__).parents[2]
 SHOE = "Mens D.O.N. Issue 2 Gca Basketball Sneakers Shoes Casual - Off White"
 CORD = "Saireed UL Listed 2 Prong Power Cord for JBL Bar 3.1 Bar 2.1 Channel 4K Ultra HD Soundbar"
 OTHER_CORD = (
@@ -361,22 +362,19 @@ def test_the_generated_catalogue_is_a_function_of_its_seed() -> None:
 # Players.
 
 
-def test_players(generated: WebShop) -> None:
-    scores: dict[str, list[float]] = {"oracle": [], "rule": [], "random": []}
-    draw = random.Random(0)
-    players: dict[str, Callable[[WebShop], str]] = {
-        "oracle": lambda shopper: optimal_actions(shopper, 0)[0],
-        "rule": lambda shopper: rule_actions(shopper, 0)[0],
-        "random": lambda shopper: shopper.random_answer(draw),
-    }
-    for seed in range(200):
-        for name, choose in players.items():
-            generated.reset(seed)
-            scores[name].append(play(generated, choose, 9))
-    means = {name: np.mean(values) for name, values in scores.items()}
-    assert means["oracle"] == 1.0
-    assert means["random"] < 0.2 < means["rule"] < 0.8
-    assert max(scores["rule"]) < 1.0  # it chooses no options
+def test_players(tmp_path: Path) -> None:
+    out = tmp_path / "players.json"
+    command = [sys.executable, str(ROOT / "tools/webshop_players.py"), "--json", str(out)]
+    command += ["--option", "num_products=400", "--option", "departments=2", "--num-goals", "200"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("WebShop-compatible, 400 generated products: 200 goals, 9 turns")
+    players = json.loads(out.read_text())["players"]
+    assert players["oracle"] == {
+        "score": 1.0, "success": 1.0, "ci_low": pytest.approx(0.98, abs=0.01), "ci_high": 1.0,
+        "bought": 1.0,
+    }  # fmt: skip
+    assert players["random"]["score"] < 0.2 < players["rule"]["score"] < 0.8
+    assert players["rule"]["success"] == 0.0  # it chooses no options
 
 
 def test_the_oracle_needs_five_turns(generated: WebShop) -> None:
