@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.worlds.webshop.catalogue import (
     NO_LIMIT,
@@ -383,6 +384,17 @@ def test_the_oracle_needs_five_turns(generated: WebShop) -> None:
     assert references(generated, Budget(5, 1, 5)).optimum == 1.0
     assert references(generated, Budget(4, 1, 4)).optimum == 0.0
     assert generated.page is before
+
+
+def test_a_longer_episode_needs_one_flag() -> None:
+    shopper = WebShop(num_products=400, departments=2)
+    for config, turns in ((EpisodeConfig(), 9), (EpisodeConfig(max_turns=15), 15)):
+        assert config.budget(shopper).action_budget == turns
+
+
+def test_the_oracle_searches_a_title_with_brackets(shopper: WebShop) -> None:
+    shopper.enter(replace(shopper.goal, title="Blue [Stone] Mug"))
+    assert play(shopper, lambda one: optimal_actions(one, 0)[0], 5) == 1.0
 
 
 def test_the_oracle_finds_its_way_from_anywhere(generated: WebShop) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ragen_mega.environments.protocol import Budget, References, Solver
+from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
 from ragen_mega.environments.worlds.webshop.pages import BACK, BUY, NEXT, PREVIOUS
 
 _NO_KEYWORDS = frozenset(
@@ -18,7 +19,7 @@ _NO_KEYWORDS = frozenset(
 _RANDOM_EPISODES = 8
 
 
-def keywords(goal: Any) -> list[str]:
+def keywords(goal: Goal) -> list[str]:
     """Words of a request that say what is wanted: without its price, small words and colons."""
     request = goal.instruction.rpartition(", and price lower than")[0] or goal.instruction
     return keywords_of(request)
@@ -46,7 +47,8 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
     if page.kind == "done":
         return []
     if page.kind == "start":
-        return [f"search[{goal.title}]"]
+        title = re.sub(r"[][]", " ", goal.title)  # brackets would end the action
+        return [f"search[{title}]"]
     if page.kind == "results":
         if goal.asin in page.clickable:
             return [f"click[{goal.asin}]"]
@@ -77,7 +79,7 @@ def rule_actions(shopper: Any, actions_left: int) -> list[str]:
     return [] if page.kind == "done" else [f"click[{BUY}]"]
 
 
-def _name_of(product: Any, value: str) -> tuple[str, str]:
+def _name_of(product: Product, value: str) -> tuple[str, str]:
     """The option of a product that has the value which people asked for."""
     names = [name for name, values in product.options.items() if value in values]
     return (names or [""])[-1], value

@@ -4,7 +4,7 @@ shared by every environment, since nothing in it changes.
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from ragen_mega.environments.worlds.webshop import pages
@@ -36,7 +36,17 @@ class Shop:
         self.products = {product.asin: product for product, _ in entries}
         self.engine = SearchEngine([product for product, _ in entries])
         self.goals: Splits = split_goals(make_goals(entries, seed=seed))
-        self.vocabulary = _vocabulary(self)
+
+    @cached_property
+    def vocabulary(self) -> list[str]:
+        """Identifiers, words (with and without a space before them), prices, buttons and marks."""
+        products = self.products.values()
+        texts = {text for one in products for text in (one.title, *one.options, *_values(one))}
+        texts |= {goal.instruction for split in self.goals for goal in split}
+        words = {*WORDS, *(word for text in texts for word in _WORD.findall(text))}
+        prices = {product.price_text for product in products}
+        spaced = {f" {word}" for word in words}
+        return sorted({*_MARKS, *pages.BUTTONS}.union(self.products, words, spaced, prices))
 
 
 @lru_cache(maxsize=4)
@@ -53,18 +63,6 @@ def folder_shop(folder: str, goals: GoalKind, seed: int) -> Shop:
     """A shop with WebShop's own catalogue."""
     entries = list(read_folder(Path(folder), goals=goals, seed=seed))
     return Shop(entries, label=f"WebShop-compatible, {len(entries)} products", seed=seed)
-
-
-def _vocabulary(shop: Shop) -> list[str]:
-    """Identifiers, words (with and without a space before them), prices, buttons and marks."""
-    products = shop.products.values()
-    texts = {text for one in products for text in (one.title, *one.options, *_values(one))}
-    texts |= {goal.instruction for split in shop.goals for goal in split}
-    words = {word for text in texts for word in _WORD.findall(text)}
-    prices = {product.price_text for product in products}
-    narrated = [*WORDS, *(f" {word}" for word in WORDS)]
-    spaced = [f" {word}" for word in words]
-    return sorted({*_MARKS, *pages.BUTTONS, *narrated, *shop.products, *words, *spaced, *prices})
 
 
 def _values(product: Product) -> list[str]:

@@ -33,8 +33,6 @@ class WebShop:
     solver = SOLVER
     splits = get_args(Split)
     max_turns = 9
-    max_actions_per_turn = 1
-    max_actions = 9
     answer_format = "<answer> [search[words] or click[what the page shows]] </answer>"
     instruction = (
         "You are shopping in a web shop. Find a product that fits the instruction, choose the"
@@ -67,7 +65,6 @@ class WebShop:
         self._goals: tuple[Goal, ...] = getattr(self.shop.goals, split)
         self._pays_score = reward == "score"
         self._goal: Goal | None = None
-        self._words = ""
         self._hits: Sequence[Product] = ()
         self._number = 1
         self._product: Product | None = None
@@ -88,16 +85,16 @@ class WebShop:
             raise RuntimeError("the purchase is made; call reset before the next step")
         match = _ACTION.match(action.strip().lower())
         is_valid = match is not None and self._do(*match.groups())
-        score = self.score if self.page.kind == "done" else 0.0
         is_done = self.page.kind == "done"
+        score = self.score if is_done else 0.0
+        is_success = score >= 1.0
         info = {
-            "success": is_done and score >= 1.0,
+            "success": is_success,
+            "score": score,
             "is_action_valid": is_valid,
             "is_action_effective": self.page != page or self._chosen != chosen,
         }
-        if is_done:
-            info["score"] = score
-        paid = score if self._pays_score else float(info["success"])
+        paid = score if self._pays_score else float(is_success)
         return StepResult(self.page.text, paid, is_done, False, info)
 
     def random_answer(self, generator: random.Random) -> str:
