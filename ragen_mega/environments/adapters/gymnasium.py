@@ -1,8 +1,8 @@
 """Gymnasium view of the environments: importing this module registers `ragen_mega/Sokoban-v0` and
 its siblings.
 
-Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032); actions are indices, observations
-are text.
+Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032); actions are indices, or text where
+the environment takes text; observations are text.
 """
 
 import string
@@ -14,10 +14,10 @@ from ragen_mega.environments import calls
 from ragen_mega.environments.registry import make, names
 
 _MAX_EPISODE_STEPS = 100  # as in gym-sokoban and FrozenLake-v1
-_MAX_OBSERVATION_LENGTH = 4096
+_MAX_TEXT_LENGTH = 4096
 
 
-class TextWorld(gymnasium.Env[str, int]):
+class TextWorld(gymnasium.Env[str, int | str]):
     """One of our environments, one primitive action a step.
 
     The seed of `reset` is the prompt seed, so the episode is the native environment's. `reset`
@@ -33,9 +33,13 @@ class TextWorld(gymnasium.Env[str, int]):
             raise ValueError(f"render_mode must be ansi or None, not {render_mode!r}")
         self.world = make(environment_name, **options)
         self.render_mode = render_mode
-        self.action_space = gymnasium.spaces.Discrete(len(self.world.actions))
-        self.observation_space = gymnasium.spaces.Text(
-            _MAX_OBSERVATION_LENGTH, charset=frozenset(string.printable + "\u221a")
+        text = gymnasium.spaces.Text(
+            _MAX_TEXT_LENGTH, charset=frozenset(string.printable + "\u221a")
+        )
+        self.observation_space = text
+        self.takes_text = not hasattr(self.world, "actions")
+        self.action_space = (
+            text if self.takes_text else gymnasium.spaces.Discrete(len(self.world.actions))
         )
         self._observation = ""
 
@@ -56,12 +60,17 @@ class TextWorld(gymnasium.Env[str, int]):
         )
         return self._observation, {"success": False}
 
-    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int | str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if not self.action_space.contains(action):
-            raise ValueError(
-                f"action must be an index into {', '.join(self.world.actions)}, not {action!r}"
+            known = (
+                f"text of at most {_MAX_TEXT_LENGTH} characters"
+                if self.takes_text
+                else f"an index into {', '.join(self.world.actions)}"
             )
-        result = calls.step(self.world, self.world.actions[int(action)])
+            raise ValueError(f"action must be {known}, not {action!r:.60}")
+        result = calls.step(
+            self.world, action if self.takes_text else self.world.actions[int(action)]
+        )
         self._observation = result.observation
         return result.observation, result.reward, result.terminated, result.truncated, result.info
 
