@@ -56,6 +56,7 @@ setup(
         "PyStemmer>=3,<4",
         "rapidfuzz>=3.10,<4",
         "ijson>=3.3,<4",
+        "scipy>=1.14",  # intervals and fits of studies
         "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
     extras_require={

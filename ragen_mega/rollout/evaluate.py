@@ -39,6 +39,8 @@ class EvaluationResult:
     reward: float
     valid_format_rate: float
     pass_at_k: dict[str, float]
+    prompt_success: list[float]
+    """Of each prompt, in order, so that runs can be compared prompt by prompt."""
 
     def to_dict(self) -> dict[str, Any]:
         """Field name -> value, as JSON takes it."""
@@ -101,6 +103,7 @@ def evaluate(
         valid_format_rate=sum(bool(turn.info.get("is_format_valid")) for turn in turns)
         / max(1, len(turns)),
         pass_at_k=pass_at_k(successes),
+        prompt_success=[sum(row) / len(row) for row in successes],
     )
 
 

@@ -1,0 +1,176 @@
+"""Studies: arms that differ by flags, seeds and prompts that they share, and what can be said about
+their differences.
+
+A study is a TOML file (examples/studies/); `Study.read` says what it holds.
+"""
+
+import math
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+PRESETS = ("small", "paper")
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting of what a study varies."""
+
+    name: str
+    flags: tuple[str, ...]
+    """After those of the study; they win."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that the paper says: one arm succeeds more than another on an evaluated set."""
+
+    says: str
+    better: str
+    worse: str
+    set: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study varies, under one preset."""
+
+    name: str
+    title: str
+    source: str
+    preset: str
+    recipe: str
+    flags: tuple[str, ...]
+    arms: tuple[Arm, ...]
+    claims: tuple[Claim, ...] = ()
+    metrics: tuple[str, ...] = ("rollout/success", "rollout/in_group_std", "actor/entropy")
+    """Drawn over the steps."""
+    confounds: tuple[str, ...] = ()
+    """What differs between the arms beside what the study is about; the small preset has none that
+    can be helped.
+    """
+    notes: str = ""
+
+    @classmethod
+    def read(cls, path: Path, preset: str) -> "Study":
+        """The study in a file: `title`, `source`, `[small]` and `[paper]` with `recipe` and
+        `flags` (`[paper]` also `confounds`), `[[arms]]` with `name`, `flags` and, where the paper's
+        differ, `paper_flags`; optional `[[claims]]` with `says`, `better`, `worse`, `set`, and
+        `metrics`, `notes`.
+
+        Raises ValueError, in one line, for anything else.
+        """
+        try:
+            data = tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path} is no TOML: {error}") from None
+        _check_keys(path, "a study", data, required=("title", "source", "arms"), others=_OTHERS)
+        if preset not in data:
+            raise ValueError(f"{path} has no preset [{preset}]; it has {_presets(data)}")
+        part = data[preset]
+        _check_keys(path, f"[{preset}]", part, ("recipe",), ("flags", "confounds"))
+        arms = []
+        for arm in data["arms"]:
+            _check_keys(path, "an arm", arm, ("name", "flags"), ("paper_flags",))
+            words = arm.get("paper_flags", arm["flags"]) if preset == "paper" else arm["flags"]
+            arms.append(Arm(arm["name"], tuple(shlex.split(words))))
+        names = [arm.name for arm in arms]
+        if len(set(names)) < len(names) or not all(map(_is_plain, names)):
+            raise ValueError(
+                f"{path}: arms need different names of letters, digits, '.', '-' and '_', not"
+                f" {', '.join(names)}"
+            )
+        claims = []
+        for claim in data.get("claims", ()):
+            _check_keys(path, "a claim", claim, ("says", "better", "worse", "set"))
+            claims.append(Claim(**claim))
+            if unknown := {claim["better"], claim["worse"]} - set(names):
+                raise ValueError(f"{path}: a claim names no arm: {', '.join(unknown)}")
+        return cls(
+            name=path.stem,
+            title=data["title"],
+            source=data["source"],
+            preset=preset,
+            recipe=part["recipe"],
+            flags=tuple(shlex.split(part.get("flags", ""))),
+            arms=tuple(arms),
+            claims=tuple(claims),
+            metrics=tuple(data.get("metrics", cls.metrics)),
+            confounds=tuple(part.get("confounds", ())),
+            notes=data.get("notes", ""),
+        )
+
+
+_OTHERS = (*PRESETS, "claims", "metrics", "notes")
+
+
+def _check_keys(
+    path: Path,
+    where: str,
+    data: Mapping[str, Any],
+    required: Sequence[str],
+    others: Sequence[str] = (),
+) -> None:
+    missing, unknown = set(required) - set(data), set(data) - {*required, *others}
+    if missing or unknown:
+        wrong = f"has no {', '.join(sorted(missing))}" if missing else f"knows no {unknown.pop()}"
+        allowed = ", ".join((*required, *others))
+        raise ValueError(f"{path}: {where} {wrong}; it takes {allowed}")
+
+
+def _presets(data: Mapping[str, Any]) -> str:
+    return ", ".join(name for name in PRESETS if name in data) or "none"
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and all(c.isalnum() or c in "._-" for c in name)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95% interval; the interval is infinite where there is only one seed."""
+
+    mean: float
+    low: float
+    high: float
+    num_seeds: int
+    seed_deviation: float = field(default=math.nan)
+    """Standard deviation of the seeds' means."""
+
+    @property
+    def verdict(self) -> str:
+        """Of a difference: above, below, or neither can be told."""
+        return "higher" if self.low > 0 else "lower" if self.high < 0 else "not told apart"
+
+
+def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
+    """Mean over seeds and prompts from the success rate of each, [seeds, prompts].
+
+    Seeds and prompts are both samples: another person has other seeds and boards. With S seeds and
+    P prompts, independent effects of both and noise, the variance of the mean is estimated by
+    v_S + v_P, that of the seeds' means over S plus that of the prompts' means over P (which counts
+    the noise twice, so it errs on the wide side); Student's t with the degrees of freedom of
+    Satterthwaite (1946). For paired differences give the differences of two arms and `least` -1.
+    """
+    num_seeds, num_prompts = rates.shape
+    by_seed = rates.mean(axis=1)
+    mean = float(by_seed.mean())
+    if num_seeds < 2 or num_prompts < 2:
+        return Estimate(mean, -math.inf, math.inf, num_seeds)
+    seeds = float(by_seed.var(ddof=1)) / num_seeds
+    prompts = float(rates.mean(axis=0).var(ddof=1)) / num_prompts
+    total = seeds + prompts
+    if not total:
+        return Estimate(mean, mean, mean, num_seeds, 0.0)
+    freedom = total**2 / (seeds**2 / (num_seeds - 1) + prompts**2 / (num_prompts - 1))
+    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(total)
+    deviation = float(by_seed.std(ddof=1))
+    return Estimate(mean, max(least, mean - half), min(1.0, mean + half), num_seeds, deviation)

@@ -1,0 +1,176 @@
+"""Studies: files that are refused, intervals that hold what they promise, and equal amounts."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragen_mega.config import parse
+from ragen_mega.report.study import Study, estimate
+from tests.support.processes import wait_until
+from tools import study as tool
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+title = "Tiny"
+source = "nowhere"
+[small]
+recipe = "bandit"
+flags = '''--hidden-size 32 --ffn-hidden-size 64 --warm-start-first-turn-steps 20
+  --warm-start-steps 10 --warm-start-trajectories 60 --num-groups 4 --group-size 4
+  --minibatch-size 8 --num-steps 3 --eval-prompts 16 --eval-interval 0 --save-interval 1'''
+[[arms]]
+name = "low"
+flags = "--lr 1e-4"
+[[arms]]
+name = "high"
+flags = "--lr 3e-3"
+[[claims]]
+says = "more is more"
+better = "high"
+worse = "low"
+set = "bandit"
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('title = "Tiny"', "", "has no title"),
+        ('title = "Tiny"', 'title = "Tiny"\nseeds = 3', "knows no seeds"),
+        ('name = "high"', 'name = "low"', "different names"),
+        ('name = "high"', 'name = "../high"', "different names"),
+        ('better = "high"', 'better = "higher"', "names no arm: higher"),
+        ("[small]", "[small", "no TOML"),
+        ('recipe = "bandit"', "", "has no recipe"),
+    ],
+)
+def test_wrong_files_are_one_line(tiny: Path, old: str, new: str, said: str) -> None:
+    tiny.write_text(TINY.replace(old, new, 1))
+    with pytest.raises(ValueError, match=said) as error:
+        Study.read(tiny, "small")
+    assert "\n" not in str(error.value).strip() or "TOML" in said
+
+
+def test_every_study_of_the_repository_can_be_run() -> None:
+    files = sorted(tool.STUDIES.glob("*.toml"))
+    assert len(files) >= 9
+    for path in files:
+        for preset in ("small", "paper"):
+            try:
+                study = Study.read(path, preset)
+            except ValueError as error:
+                assert "no preset [paper]" in str(error)
+                continue
+            for arm in study.arms:
+                parse(tool.flags_of(study, arm, "none"))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "prompts", "of_seeds", "of_prompts"), [(3, 256, 0.05, 0.3), (5, 64, 0.1, 0.1)]
+)
+def test_intervals_cover_the_truth(
+    seeds: int, prompts: int, of_seeds: float, of_prompts: float
+) -> None:
+    """Rates with effects of seeds, of prompts, and of luck around one half."""
+    generator, trials, covered = np.random.default_rng(0), 1000, 0
+    for _ in range(trials):
+        chances = (
+            0.5
+            + of_seeds * generator.standard_normal((seeds, 1))
+            + of_prompts * generator.standard_normal((1, prompts))
+        )
+        found = estimate((generator.random((seeds, prompts)) < chances).astype(float))
+        covered += found.low <= 0.5 <= found.high
+    # Three standard deviations of a count with chance 0.95.
+    assert covered >= trials * 0.95 - 3 * (trials * 0.95 * 0.05) ** 0.5
+
+
+def test_pairing_finds_what_prompts_hide() -> None:
+    """Ten points between arms whose prompts differ by thirty: told apart only in pairs."""
+    generator = np.random.default_rng(1)
+    prompts = 0.5 + 0.3 * generator.standard_normal((1, 40))
+    a = prompts + 0.02 * generator.standard_normal((3, 40))
+    b = a - 0.1 + 0.02 * generator.standard_normal((3, 40))
+    assert estimate(a - b, least=-1.0).verdict == "higher"
+    assert estimate(b - a, least=-1.0).verdict == "lower"
+    alone = estimate(a), estimate(b)
+    assert alone[0].low < alone[1].high
+    assert estimate(a - a, least=-1.0).verdict == "not told apart"
+
+
+def test_one_seed_has_no_interval() -> None:
+    one = estimate(np.ones((1, 8)))
+    assert one.mean == 1.0 and one.verdict == "not told apart"
+    assert "no interval" in tool.percent(one)
+
+
+def test_matched_arms_do_as_much(tmp_path: Path) -> None:
+    """Half of the groups kept halves the updates; twice the groups doubles the trajectories."""
+    path = tmp_path / "matched.toml"
+    path.write_text(
+        'title = "t"\nsource = "s"\n[small]\nrecipe = "sokoban"\nflags = "--num-steps 40"\n'
+        '[[arms]]\nname = "a"\nflags = "--filter-value 1"\n'
+        '[[arms]]\nname = "b"\nflags = "--filter-value 0.5"\n'
+        '[[arms]]\nname = "c"\nflags = "--filter-value 1 --num-groups 64"\n'
+    )
+    study = Study.read(path, "small")
+
+    def steps(arm: int, match: str) -> int:
+        return parse(tool.flags_of(study, study.arms[arm], match)).train.num_steps
+
+    assert [steps(arm, "none") for arm in range(3)] == [40, 40, 40]
+    assert [steps(arm, "steps") for arm in range(3)] == [40, 80, 20]
+    assert [steps(arm, "tokens") for arm in range(3)] == [40, 40, 20]
+
+
+def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
+    study = Study.read(tiny, "small")
+    folder = tmp_path / "runs"
+    assert tool.claim_folder(folder, study, "none", mixed=False) is False
+    assert tool.claim_folder(folder, study, "none", mixed=False) is False
+    state = json.loads((folder / tool.IDENTITY).read_text())
+    (folder / tool.IDENTITY).write_text(json.dumps(state | {"code": "older"}))
+    with pytest.raises(ValueError, match="another code"):
+        tool.claim_folder(folder, study, "none", mixed=False)
+    assert tool.claim_folder(folder, study, "none", mixed=True) is True
+    assert tool.claim_folder(folder, study, "none", mixed=False) is True  # it stays said
+    with pytest.raises(ValueError, match="another match"):
+        tool.claim_folder(folder, study, "steps", mixed=False)
+
+
+def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
+    where = ("--output", folder / "runs", "--reports", folder / "reports", *flags)
+    return [sys.executable, str(ROOT / "tools" / "study.py"), str(tiny), *map(str, where)]
+
+
+@pytest.mark.slow
+def test_a_stopped_study_goes_on(tiny: Path, tmp_path: Path) -> None:
+    """Stopped while its first run trains: the run ends with a checkpoint, and the same command
+    finishes all.
+    """
+    words = run_study(tiny, tmp_path, "--seeds", "2", "--jobs", "2")
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: any((tmp_path / "runs").glob("*/metrics.jsonl")))
+    process.send_signal(signal.SIGINT)
+    assert "goes on" in process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert any((tmp_path / "runs").glob("*/checkpoints/*"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "reports" / "tiny.json").read_text())
+    assert len(report["runs"]) == 4
+    text = (tmp_path / "reports" / "tiny.md").read_text()
+    assert "| more is more | bandit | high - low |" in text and "random player" in text
+    assert (tmp_path / "reports" / "tiny.svg").stat().st_size > 1000
