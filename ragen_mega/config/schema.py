@@ -257,6 +257,11 @@ class EnvironmentConfig(Section):
     any time).
     """
 
+    environment_processes: Natural = 0
+    """Processes of each rank in which environments live that hold the interpreter while they
+    compute (0: none, they live in threads).
+    """
+
     def rules(self) -> Sequence[tuple[bool, str]]:
         base = _json_object("environment_options", self.environment_options)
         self._check_options("environment_options", base, {})
@@ -334,6 +339,11 @@ class RolloutConfig(Section):
     """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
     max_context_length: Count = 3600
     """Tokens of a trajectory; one that would grow longer is closed as truncated."""
+    context_window: Natural = 0
+    """Turns that the policy sees: the present one and those before it, behind the task. Every turn
+    whose prompt does not go on from the last one is then a sample of its own (0: the whole
+    trajectory). --max-context-length bounds each of them.
+    """
     temperature: Positive = 1.0
     """Sampling temperature; the trainer divides its logits by the same. A greedy policy (0) would
     explore nothing.
@@ -451,8 +461,9 @@ class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     reward: str = "environment"
-    """What a trajectory earns: a weighted sum of environment, success, format, response_length and
-    rewards of your own, e.g. "environment + 0.1*format + my_module:my_reward".
+    """What a trajectory earns: a weighted sum of environment, success, format, response_length,
+    repetition, action_effectiveness, grounded_thought, turn_discounted, group_relative, judges by
+    their URLs and rewards of your own, e.g. "environment + 0.1*format + my_module:my_reward".
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare

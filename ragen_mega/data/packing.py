@@ -4,6 +4,7 @@ forward pass.
 The shift from tokens to labels happens here and nowhere else.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,8 +15,8 @@ from ragen_mega.data.types import TokenBatch, Trajectory, offsets_of
 
 
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
-    """Pack S trajectories of L_s tokens into T = sum(L_s - 1) positions; position t predicts the
-    next token.
+    """Pack S trajectories of L_s tokens into T = sum(L_s - 1) positions (less with several segments
+    each); position t predicts the next token.
 
     Two turns (see `Trajectory`), one trajectory:
 
@@ -25,26 +26,31 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     """
     if not trajectories:
         raise ValueError("cannot pack zero trajectories; the filter kept no group, skip the update")
-    lengths = torch.tensor([len(trajectory) - 1 for trajectory in trajectories])
+    segments = [(one, start, end) for one in trajectories for start, end in one.segments]
+    lengths = torch.tensor([len(one) - 1 - len(one.breaks) for one in trajectories])
     cu_seqlens = offsets_of(lengths)
     rewards = torch.zeros(int(cu_seqlens[-1]))
     turn_ids = torch.full_like(rewards, -1, dtype=torch.int32)
     for trajectory, offset in zip(trajectories, cu_seqlens.tolist()):
         for turn_id, turn in enumerate(trajectory.turns):
-            turn_ids[offset + turn.start - 1 : offset + turn.end - 1] = turn_id
-            rewards[offset + turn.end - 2] = turn.reward
+            # The first token of every segment up to here is nobody's label.
+            first = offset - 1 - bisect_right(trajectory.breaks, turn.start)
+            turn_ids[first + turn.start : first + turn.end] = turn_id
+            rewards[first + turn.end - 1] = turn.reward
+    segment_lengths = torch.tensor([end - start - 1 for _, start, end in segments])
     return TokenBatch(
-        tokens=_concatenate([t.tokens[:-1] for t in trajectories], torch.int64),
-        labels=_concatenate([t.tokens[1:] for t in trajectories], torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        tokens=_concatenate([one.tokens[i : j - 1] for one, i, j in segments], torch.int64),
+        labels=_concatenate([one.tokens[i + 1 : j] for one, i, j in segments], torch.int64),
+        position_ids=torch.cat([torch.arange(length) for length in segment_lengths]),
         cu_seqlens=cu_seqlens,
-        loss_mask=_concatenate([t.loss_mask[1:] for t in trajectories], torch.bool),
+        loss_mask=_concatenate([one.loss_mask[i + 1 : j] for one, i, j in segments], torch.bool),
         turn_ids=turn_ids,
         rewards=rewards,
         group_ids=torch.tensor([t.group_id for t in trajectories]),
         rollout_logprobs=_concatenate(
-            [t.rollout_logprobs[1:] for t in trajectories], torch.float32
+            [one.rollout_logprobs[i + 1 : j] for one, i, j in segments], torch.float32
         ),
+        cu_segments=offsets_of(segment_lengths) if len(segments) > len(trajectories) else None,
     )
 
 
@@ -97,6 +103,7 @@ def pad(batch: TokenBatch, multiple: int) -> TokenBatch:
     if num_padding == 0:
         return batch
     added = {"cu_seqlens": batch.cu_seqlens[-1:] + num_padding}
+    added["cu_segments"] = added["cu_seqlens"]
     added["group_ids"] = batch.group_ids.new_full((1,), -1)
     added["turn_ids"] = batch.turn_ids.new_full((num_padding,), -1)
     return replace(

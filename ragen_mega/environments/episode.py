@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, read_response
 from ragen_mega.environments.calls import reset, step
+from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.protocol import (
     Action,
     Budget,
@@ -104,7 +105,7 @@ class TurnResult:
     truncated: bool
     info: dict[str, Any]
     """success, is_format_valid, is_action_valid, is_action_effective, num_actions, actions,
-    thought.
+    thought; claims: how many in the thought hold and how many there are, where that can be checked.
     """
 
 
@@ -130,6 +131,8 @@ class Episode:
         self._num_actions = 0
         self.observation: Observation = ""
         """The latest."""
+        self._opening: tuple[Message, ...] | None = None  # of an environment that has its own words
+        self._task = ""
 
     @property
     def takes_names(self) -> bool:
@@ -159,16 +162,31 @@ class Episode:
         self.observation = reset(self.environment, seed, outcome_seed=outcome_seed, board=board)
         self._num_turns = self._num_actions = 0
         self.done = False
-        if not isinstance(self.observation, str):
-            return list(self.observation)
-        prompt = self._turn_prompt(self.observation)
+        self._task = "" if self.config.prompt_style == "compact" else self._task_prompt()
+        if isinstance(self.observation, str):
+            self._opening = None
+            return self.beginning([Message("user", self._turn_prompt(self.observation))])
+        self._opening = self.observation
+        return list(self._opening)
+
+    def beginning(self, messages: Sequence[Message]) -> list[Message]:
+        """What the policy sees where its context begins with the `messages` of a turn: the task
+        stands before them, as in the first turn. Of an environment that speaks in messages itself
+        these are its first ones.
+        """
+        if self._opening is not None:
+            return [*self._opening, *messages]
         if self.config.prompt_style == "compact":
-            return [Message("user", prompt)]
+            return list(messages)
         if self.config.prompt_style == "system":
-            return [Message("system", self._task_prompt()), Message("user", prompt)]
+            return [Message("system", self._task), *messages]
+        task = self._task
+        if messages[0].role == "user":
+            task, messages = task + messages[0].content, messages[1:]
         return [
             Message("system", "You're a helpful assistant."),
-            Message("user", self._task_prompt() + prompt),
+            Message("user", task),
+            *messages,
         ]
 
     def respond(self, text: str) -> TurnResult:
@@ -185,8 +203,11 @@ class Episode:
             think=self.config.think,
             max_actions=self.budget.max_actions_per_turn,
         )
+        claims = check_claims(self.environment, parsed.thought) if parsed.thought else None
         results = self._execute(parsed.actions)
         info = _turn_info(parsed, results)
+        if claims is not None:
+            info["claims"] = (sum(claims), len(claims))
         self._num_turns += 1
         reward = math.fsum(result.reward for result in results)
         terminated = bool(results) and results[-1].terminated

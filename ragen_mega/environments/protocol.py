@@ -58,7 +58,8 @@ class Environment(Protocol):
 
     What else a class may have is looked up where it is used: `instruction` (the task in words),
     `answer_format` (how an answer looks, in the prompt), the limits of `Budget` and
-    `format_penalty` by their names, `facts()` (the true state), `close()`, `solver` (a `Solver`),
+    `format_penalty` by their names, `facts()` (the true state), `claims(thought)`
+    (whether each claim about it holds), `close()`, `solver` (a `Solver`),
     `narrator` (a `Narrator`), `random_answer(generator)`, `splits`, `num_tasks`,
     `accepts_board(rows)` and `board_set` (see boards.py), and `is_instant = True` in the class
     itself: its calls take no time worth a thread.
@@ -133,6 +134,10 @@ class Narrator:
     """(environment, the actions about to be taken) -> thought: true, without a hint what is best.
     """
     actions_per_turn: int = 1
+    statement: str | None = None
+    """Regular expression of one statement of `describe`: those in a policy's thoughts are checked
+    against what it says.
+    """
 
 
 def text_of(observation: Observation) -> str:

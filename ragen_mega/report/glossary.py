@@ -19,6 +19,8 @@ GLOSSARY = {
     " environment ended.",
     "rollout/tokens_per_second": "Sampled tokens a second of rollout and weight sync.",
     "reward/*": "Mean over trajectories of what this reward term contributed, its weight included.",
+    "reward/success_ranking": "How often a solved trajectory earned more than an unsolved one, ties"
+    " half: 1 teaches success, 0.5 does not see it, less pays for failing.",
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",
     "filter/kept_groups": "Groups that the filter kept for training.",
     "filter/kept_fraction": "Kept groups over all groups.",

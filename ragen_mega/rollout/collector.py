@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from ragen_mega.environments.pool import (
     is_instant,
 )
 from ragen_mega.environments.protocol import Message, text_seed
+from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -90,10 +91,12 @@ class PlaySettings:
     max_response_length: int | None
     """Tokens of one turn; None: as the environment says."""
     max_context_length: int
-    """Tokens of a trajectory."""
+    """Tokens that the policy may see and sample behind them."""
     temperature: float
     seed: int
     top_p: float = 1.0
+    context_window: int = 0
+    """Turns that the policy sees (0: all)."""
     environment_timeout: float = EnvironmentConfig.environment_timeout
     """Seconds for one call of an environment that is not instant; 0: any time."""
 
@@ -285,10 +288,12 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             weight_version=self._engine.weight_version,
         )
         try:
-            observation = renderer.start(await self._start(task, seat), seat.episode.tools)
-            if len(observation) >= max_context:
+            messages = await self._start(task, seat)
+            context = Context(renderer, seat.episode, settings.context_window)
+            trajectory.append_observation(context.begin(messages))
+            if len(trajectory) >= max_context:
                 raise EnvironmentFailed(
-                    f"the first prompt of {task.environment} has {len(observation)} tokens and"
+                    f"the first prompt of {task.environment} has {len(trajectory)} tokens and"
                     f" max_context_length is {max_context}; raise --max-context-length or shorten"
                     " the prompt"
                 )
@@ -297,16 +302,16 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         max_tokens = settings.max_response_length or seat.episode.budget.max_response_length
         stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, repetition)
         while True:
-            trajectory.append_observation(observation)
             sampling = SamplingParams(
-                max_tokens=min(max_tokens, max_context - len(trajectory)),
+                max_tokens=min(max_tokens, max_context - len(context.tokens)),
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 stop_token_ids=renderer.stop_token_ids,
                 seed=text_seed(repr((*stream, len(trajectory.turns)))),
             )
-            completion = await self._generate(list(trajectory.tokens), sampling, session)
+            completion = await self._generate(context.tokens[:], sampling, session)
             turn = trajectory.append_action(completion)
+            context.answer(completion.tokens)
             turn.info["finish_reason"] = completion.finish_reason
             result = await self._respond(seat, renderer.decode_action(completion.tokens))
             turn.reward = result.reward
@@ -314,17 +319,21 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
             is_over = not result.messages
             if not is_over:
-                finished_cleanly = completion.tokens[-1:] == [renderer.end_of_turn]
-                observation = renderer.observe(result.messages, finished_cleanly)
-                if len(trajectory) + len(observation) >= max_context:
+                observation, afresh = context.go_on(result.messages)
+                if len(context.tokens) >= max_context:
                     turn.info["context_overflow"] = trajectory.truncated = is_over = True
             self._advance(len(completion.tokens), is_over)
             if is_over:
                 return trajectory
+            trajectory.append_observation(observation, afresh=afresh)
+            if afresh:  # its cache is of another prompt
+                self._engine.release(session)
 
     def _unplayed(self, trajectory: Trajectory, error: EnvironmentFailed) -> Trajectory:
         """The trajectory of an environment that could not begin: nothing was sampled."""
-        trajectory.append_observation(self._renderer.start([Message("user", "")]))
+        nothing = self._renderer.start([Message("user", "")])
+        trajectory = replace(trajectory, tokens=[], loss_mask=[], rollout_logprobs=[])
+        trajectory.append_observation(nothing)
         turn = trajectory.append_action(Completion([], [], "abort"))
         turn.info.update(failed_turn(error).info)
         trajectory.truncated = True

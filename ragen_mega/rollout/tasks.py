@@ -3,6 +3,7 @@ fixed ones in evaluation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.processes import HostedEnvironment
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import PlaySettings, Task, tasks_for_group
@@ -46,7 +48,12 @@ def episode_maker(
     rules = episode_config(config)
     if options is None:
         options = config.options(name) if step is None else config.training_options(name, step)
-    return lambda: Episode(make(name, **options), rules)
+    if config.environment_processes:
+        hosting = (config.environment_processes, config.environment_timeout)
+        build = partial(HostedEnvironment, name, options, *hosting)
+    else:
+        build = partial(make, name, **options)
+    return lambda: Episode(build(), rules)
 
 
 def play_settings(
@@ -56,6 +63,7 @@ def play_settings(
     return PlaySettings(
         max_response_length=rollout.max_response_length,
         max_context_length=rollout.max_context_length,
+        context_window=rollout.context_window,
         temperature=temperature,
         seed=seed,
         environment_timeout=environment.environment_timeout,

@@ -20,7 +20,7 @@ from torch import Tensor
 from ragen_mega import __version__
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor
 from ragen_mega.algorithm.filters import filter_groups
-from ragen_mega.algorithm.tables import PlugInError
+from ragen_mega.algorithm.tables import PlugInError, is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import checksum
@@ -44,6 +44,7 @@ from ragen_mega.rollout.evaluate import EvaluationResult, evaluate, mean_referen
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
+from ragen_mega.rollout.verifier import Verifiers
 from ragen_mega.run.guards import FAULTS, UpdateGuard
 from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
@@ -102,6 +103,9 @@ class Run:
             keep_best=config.checkpoint.keep_best,
         )
         self.rollouts = RolloutStore(directory / ROLLOUTS)
+        self.verifiers = Verifiers(
+            config.advantage.reward_terms, timeout=config.environment.environment_timeout or None
+        )
         self.traces = TraceWriter(
             directory / TRACES, self.renderer.tokenizer.decode, config.environment
         )
@@ -141,6 +145,7 @@ class Run:
             "environment": values["environment"],
             "rollout": values["rollout"],
             "seed": self.config.train.seed,
+            "judges": [name for name in self.config.advantage.reward_terms if is_judge(name)],
             "versions": {name: version(name) for name in ("torch", "transformers")}
             | {"ragen_mega": __version__},
         }
@@ -187,6 +192,8 @@ class Run:
         self.stop_if_asked()
         if failure is not None:
             raise failure
+        if missing := self.verifiers.judge(groups, self.renderer):
+            self.console.say(f"step {self.step}: {missing} verdicts of judges are missing")
         self.timers.sampled_tokens = sum(
             trajectory.num_sampled_tokens for group in groups for trajectory in group.trajectories
         )
@@ -294,6 +301,8 @@ class Run:
             success = self._mean_success(self.evaluate(step + 1, metrics))
         metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
+        if result.get("reward/success_ranking", 1.0) < 0.5:
+            self.note(step, "the reward pays more for failing than for success (--reward)")
         if num_lost := round(result["engine/restarts"]):
             self.note(
                 step,

@@ -93,7 +93,12 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     vocabulary: list[str] = []
     for name in config.environment.shares:
         make_episode = episode_maker(config.environment, name)
-        texts += scripted_texts(make_episode, range(200), skill=config.warm_start.warm_start_skill)
+        texts += scripted_texts(
+            make_episode,
+            range(200),
+            skill=config.warm_start.warm_start_skill,
+            timeout=config.environment.environment_timeout,
+        )
         environment = make_episode().environment
         vocabulary += getattr(environment, "vocabulary", ())
         calls.close(environment)

@@ -54,6 +54,7 @@ def test_success_ends_the_episode_and_drops_the_rest_of_the_answer():
     assert result.reward == pytest.approx(10.9)
     assert result.terminated and not result.truncated and result.messages == () and episode.done
     assert result.info == {
+        "claims": (0, 0),
         "success": True,
         "is_format_valid": True,
         "is_action_valid": True,
