@@ -50,6 +50,11 @@ setup(
         "rich>=14",
         "tensorboard>=2.18",
         "matplotlib>=3.10",
+        # WebShop: search, stems, similar words, files that are read entry by entry
+        "bm25s>=0.3,<0.4",
+        "PyStemmer>=3,<4",
+        "rapidfuzz>=3.10,<4",
+        "ijson>=3.3,<4",
         "scipy>=1.14",  # intervals and fits of studies
         "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],

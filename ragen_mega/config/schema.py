@@ -719,6 +719,10 @@ class WarmStartConfig(Section):
     warm_start_first_turn_steps: Natural = 300
     """Optimizer steps of behaviour cloning on first turns of scripted play (only without --load).
     """
+    warm_start_first_turns: Count = 1
+    """How many turns of an episode are its first ones: as many as it takes to meet every kind of
+    state.
+    """
     warm_start_steps: Natural = 300
     """Further steps on whole scripted trajectories."""
     warm_start_batch: Count = 16

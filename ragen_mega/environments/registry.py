@@ -27,6 +27,7 @@ ENVIRONMENTS = Registry(
         "sokoban_large": _SOKOBAN,
         "sokoban_new_vocabulary": _SOKOBAN,
         "frozen_lake": f"{_WORLDS}.frozen_lake.world:FrozenLake",
+        "webshop": f"{_WORLDS}.webshop.world:WebShop",
     },
 )
 # RAGEN's script names and paper names of the two transfer bandits are swapped; the scripts' reading

@@ -89,15 +89,20 @@ def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
 
 def write_small_model(config: StarPOConfig, directory: Path) -> None:
     """Train the tokenizer on scripted play and write a randomly initialised model beside it."""
-    texts = []
+    texts: list[str] = []
+    vocabulary: list[str] = []
     for name in config.environment.shares:
+        make_episode = episode_maker(config.environment, name)
         texts += scripted_texts(
-            episode_maker(config.environment, name),
+            make_episode,
             range(200),
             skill=config.warm_start.warm_start_skill,
             timeout=config.environment.environment_timeout,
         )
-    tokenizer = train_tokenizer(texts)
+        environment = make_episode().environment
+        vocabulary += getattr(environment, "vocabulary", ())
+        calls.close(environment)
+    tokenizer = train_tokenizer(texts, vocabulary=vocabulary)
     # So that no layout needs padded vocabulary rows.
     rows = config.parallel.tensor_model_parallel_size * 8
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
@@ -136,7 +141,11 @@ def warm_start(
         if note := narration_note(name, episode):
             console.say(note)
     first_turns = scripted_play(
-        config, renderer, console, 4 * warm.warm_start_trajectories, max_turns=1
+        config,
+        renderer,
+        console,
+        4 * warm.warm_start_trajectories,
+        max_turns=warm.warm_start_first_turns,
     )
     episodes = scripted_play(config, renderer, console, warm.warm_start_trajectories)
     stages = [
