@@ -390,7 +390,7 @@ class RolloutConfig(Section):
     --sglang-arguments='--mem-fraction-static 0.85'; their own parser checks them before training.
     """
     sglang_start_timeout: Positive | None = None
-    """Seconds in which a server must be ready (default: 300, and 1800 with --rollout-fp8, whose
+    """Seconds in which a server must be ready (default: 300, and 1800 for FP8 rollouts, whose
     kernels are compiled at the first start).
     """
     kv_cache_tokens: int | None = None
