@@ -8,9 +8,15 @@ import difflib
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean x?)` of the known name that is closest, nothing if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 class Registry:
@@ -18,13 +24,22 @@ class Registry:
     directory.
     """
 
-    def __init__(self, kind: str, flag: str, builtin: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        flag: str,
+        builtin: Mapping[str, Any],
+        *,
+        known_elsewhere: Mapping[str, str] | None = None,
+    ) -> None:
         """`kind` is what errors call it, `builtin` maps names to things or their import paths;
         entry points are those of the group `ragen_mega.<kind, with underscores, in the plural>`.
+        `known_elsewhere` maps other projects' names to ours, which errors then suggest.
         """
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
+        self._known_elsewhere = known_elsewhere or {}
 
     @property
     def group(self) -> str:
@@ -63,12 +78,11 @@ class Registry:
             installed = {entry.name: entry.value for entry in entry_points(group=self.group)}
             thing = installed.get(name, name if ":" in name else None)
         if thing is None:
-            close = difflib.get_close_matches(name, self.names(), n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            meant = self._known_elsewhere.get(name.lower(), name)
             raise ValueError(
                 f"{self.flag}: unknown {self.kind} {name!r}; choose one of"
-                f" {', '.join(self.names())}{hint}, or give an import path such as"
-                " my_module:my_thing"
+                f" {', '.join(self.names())}{did_you_mean(meant, self.names())}, or"
+                " give an import path such as my_module:my_thing"
             )
         if isinstance(thing, str):
             thing = self._known[name] = self._import(name, thing)

@@ -17,7 +17,8 @@ from ragen_mega.environments.protocol import Budget, Environment, StepResult
 
 PromptStyle = Literal["full", "system", "compact"]
 
-_MAX_RESPONSE_WORDS = 200  # as the prompt says; the engine's token limit is what binds
+_TOKENS_PER_WORD = 2
+"""With the tags of an answer, at most, so that what prompts allow is not cut."""
 ERROR = "error"
 """Key of a turn's info under which a trajectory that its environment ended says why."""
 
@@ -87,6 +88,8 @@ class Episode:
     def __init__(self, environment: Environment, config: EpisodeConfig) -> None:
         self.environment = environment
         self.config = config
+        self.max_response_length = 400
+        """Tokens that an answer may have; whoever plays the episode knows, prompts announce it."""
         self.done = True
         self._num_turns = 0
         self._num_actions = 0
@@ -180,8 +183,8 @@ class Episode:
             f"Turn {self._num_turns + 1}:\nState:\n{self.observation}\nYou have"
             f" {_count(actions_left, 'action')} left and may use at most {actions_now} in this"
             f" turn. Always output: {thoughts}<answer> [your answer] </answer> with no extra text."
-            f" Strictly follow this format. Max response length: {_MAX_RESPONSE_WORDS}"
-            " words (tokens).\n"
+            f" Strictly follow this format. Max response length:"
+            f" {max(1, self.max_response_length // _TOKENS_PER_WORD)} words (tokens).\n"
         )
 
     def _task_prompt(self) -> str:

@@ -14,7 +14,7 @@ from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.reference_players import Baselines, baselines, wilson_interval
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks
-from ragen_mega.rollout.collector import PlaySettings
+from ragen_mega.rollout.collector import Advance, PlaySettings
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
@@ -65,7 +65,7 @@ def evaluate(
     num_prompts: int,
     samples_per_prompt: int,
     reference: Baselines | None = None,
-    advance: Callable[[], None] | None = None,
+    advance: Advance | None = None,
     send_again: Callable[[], None] | None = None,
     watch: Callable[[Sequence[TrajectoryGroup]], None] | None = None,
 ) -> EvaluationResult:

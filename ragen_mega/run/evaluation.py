@@ -22,7 +22,7 @@ from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
 
 MAX_SESSIONS = 256
-"""Trajectories that are decoded at once."""
+"""Trajectories that are decoded at a time."""
 
 
 def evaluate(
@@ -59,7 +59,11 @@ def evaluate(
         hf, max_context=rollout.max_context_length, max_sessions=min(per_rank, MAX_SESSIONS)
     )
     console = Console(is_writer=distributed.is_main(), num_steps=0)
-    with engine.awake(), console.progress(f"evaluate {environment}", per_rank) as progress:
+    title = f"evaluate {environment}"
+    with (
+        engine.awake(),
+        console.progress(title, per_rank, max_turns=config.max_turns) as progress,
+    ):
         engine.load_weights((name, reader(name)) for name in reader.names())
         engine.start()
         return play(
@@ -71,7 +75,7 @@ def evaluate(
             boards=states,
             num_prompts=num_prompts,
             samples_per_prompt=samples_per_prompt,
-            advance=progress.advance,
+            advance=progress.turn,
         )
 
 

@@ -2,13 +2,12 @@
 it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
 from ragen_mega.algorithm.credit import estimate_advantages
@@ -25,13 +24,14 @@ from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
-from ragen_mega.storage.model_writers import save_huggingface
+from ragen_mega.storage.model_writers import export, save_huggingface
+from ragen_mega.storage.run_directory import BASE
 from ragen_mega.warm_start.clone import FitStep, fit, scripted_texts, scripted_trajectory
 from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-BASE, WARM_START, WARM_START_CRITIC = "base", "warm_start", "warm_start_critic"
-"""Subdirectories of a run without --load: the random small model, what cloning made of it, and the
+WARM_START, WARM_START_CRITIC = "warm_start", "warm_start_critic"
+"""Subdirectories of a run without --load: what cloning made of the small model in `base`, and the
 critic of that.
 """
 WARM_START_SEEDS = 100_000
@@ -135,12 +135,12 @@ def warm_start(
     ]
     _fit(student, student.clone, stages, console, "warm start", seed=config.train.seed)
     start = Start(config.run_directory / WARM_START, None)
-    _export(start.policy, hf, renderer, student.export_weights())
+    export(start.policy, hf, renderer.tokenizer, student.export_weights())
     if not _starts_critic(config):
         return start
     critic = warm_start_critic(config, hf, groups, console, start.policy, episodes)
     start = start._replace(critic=config.run_directory / WARM_START_CRITIC)
-    _export(start.critic, hf, renderer, critic.export_weights(), is_critic=True)
+    export(start.critic, hf, renderer.tokenizer, critic.export_weights(), is_critic=True)
     return start
 
 
@@ -209,9 +209,11 @@ def scripted_play(
     with console.progress("scripted play", len(mine)) as progress:
         for index in mine:
             name = names[index % len(names)]
+            episode = episode_maker(config.environment, name)()
+            episode.max_response_length = config.rollout.max_response_length
             written.append(
                 scripted_trajectory(
-                    episode_maker(config.environment, name)(),
+                    episode,
                     renderer,
                     name,
                     WARM_START_SEEDS + index,
@@ -222,25 +224,6 @@ def scripted_play(
             progress.advance()
     parts = distributed.gather_objects(written)
     return [parts[index % world_size][index // world_size] for index in range(count)]
-
-
-def _export(
-    directory: Path,
-    hf: PretrainedConfig,
-    renderer: ChatRenderer,
-    weights: Iterable[tuple[str, Tensor]],
-    *,
-    is_critic: bool = False,
-) -> None:
-    save_huggingface(
-        directory,
-        hf,
-        renderer.tokenizer,
-        weights,
-        is_writer=distributed.is_main(),
-        is_critic=is_critic,
-    )
-    distributed.barrier()
 
 
 def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:

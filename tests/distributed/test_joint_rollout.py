@@ -77,7 +77,7 @@ def play_on_ranks(
     faults: dict[int, dict[str, Any]],
     check: Callable[[Callable[[], list[TrajectoryGroup]], ForgetfulEngine], None],
     *,
-    advance: Callable[[], None] | None = None,
+    advance: Callable[[int, bool], None] | None = None,
 ) -> None:
     """`check(play, engine)` on every rank, whose engine has the faults of that rank."""
     model, renderer = build()
@@ -174,7 +174,7 @@ def test_weights_that_cannot_be_sent_again_end_the_rollout_on_all_ranks() -> Non
 
 
 def test_an_interruption_is_everybodys_also_while_weights_are_lost() -> None:
-    def interrupt() -> None:
+    def interrupt(num_tokens: int, is_over: bool) -> None:
         if distributed.rank() == 1:
             raise Interrupted
 

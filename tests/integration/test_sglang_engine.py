@@ -222,7 +222,7 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_pa
         ):
             missing = tmp_path / "no.json"
             body = base64.b64encode(pickle.dumps([(str(missing), torch.empty(0))])).decode()
-            send(engine.server.client, [[Message(missing, body)]], 9)
+            send(engine.server.client, [[Message(missing, body, is_last=True)]], 9)
         load(weights)
         with pytest.raises(RuntimeError, match="is loaded and must be started"):
             generate([1])
@@ -328,9 +328,10 @@ def test_a_rollout_survives_sigkill_of_the_server(
         engine.load_weights(shards(model), again=True)
         engine.start()
 
-    def kill_once() -> None:
-        ended.append(engine.server.pid)
-        if len(ended) == 1:
+    def kill_once(num_tokens: int, is_over: bool) -> None:
+        if is_over:
+            ended.append(engine.server.pid)
+        if is_over and len(ended) == 1:
             scheduler = next(
                 pid
                 for pid in supervisor.descendants(engine.server.pid)
@@ -408,6 +409,26 @@ def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
         trainer.kill()
         for pid in filter(is_alive, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+@same_on_a_cpu
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--tp 2 --model x --mem-fraction-static 0.8", "must not change model_path, tp_size,"),
+        pytest.param("--nope", "does not take .* unrecognized", marks=pytest.mark.slow),
+        pytest.param("--schedule-policy fcfs", None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_servers_parser_judges_further_arguments(
+    given: str, message: str | None, tmp_path: Path
+) -> None:
+    server = settings(tmp_path, command_line=given.split())
+    if message is None:
+        server.check_command_line()
+    else:
+        with pytest.raises(ValueError, match=message):
+            server.check_command_line()
 
 
 @same_on_a_cpu

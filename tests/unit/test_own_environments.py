@@ -421,7 +421,7 @@ def test_a_collection_that_is_left_early_closes_everything(
         def close(self) -> None:
             Kept.num_closed += 1
 
-    def stop() -> None:
+    def stop(num_tokens: int, is_over: bool) -> None:
         raise KeyboardInterrupt
 
     model = tiny_qwen2(len(tokenizer))
