@@ -73,7 +73,7 @@ def _compile(compiler: str, torch: Path, folder: Path) -> None:
     )
     command = [
         compiler,
-        "-O0",
+        "-O1",
         "-std=c++20",
         "-shared",
         "-fPIC",

@@ -2,14 +2,17 @@
 group in one process of its own, because torch must find the device when it is imported.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from ragen_mega.report.metrics import read_metrics
 from tests.fake_cuda import build
 
 ROOT = build.HERE.parents[1]
@@ -59,3 +62,38 @@ def test_passes_on_the_fake_device(group: str) -> None:
     (last,) = done.stdout.strip().splitlines()[-1:]
     may_skip = build.transformer_engine() is None
     assert re.search(r"[1-9]\d* passed", last) and (may_skip or "skipped" not in last), said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_gpu_check_trains(tmp_path: Path) -> None:
+    """The script as on the day: its own environment, ranks by torchrun, three steps in each
+    precision from the warm start to the export, a report.
+    """
+    done = subprocess.run(
+        [
+            "bash",
+            "tools/gpu_check.sh",
+            "--output",
+            str(tmp_path),
+            "--minutes",
+            "20",
+            "versions",
+            "train",
+        ],
+        cwd=ROOT,
+        env=environment(num_devices=1)
+        | {
+            "SITE": str(build.HERE / "startup"),
+            "PYTHON": sys.executable,
+            "SHARES": "versions=200 train=1000",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert [part["result"] for part in parts] == ["passed", "passed"]
+    for name in ("float32", "bf16"):
+        assert len(read_metrics(tmp_path / "runs" / name / "metrics.jsonl")) == 3
