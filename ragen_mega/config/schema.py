@@ -319,7 +319,7 @@ class EnvironmentConfig(Section):
     @property
     def expected_turns(self) -> int:
         """Turns of a trajectory at most, as far as flags say it."""
-        return self.max_turns or Budget.max_turns
+        return self.max_turns or Budget().max_turns
 
     @property
     def shares(self) -> dict[str, int]:
@@ -419,7 +419,7 @@ class RolloutConfig(Section):
     @property
     def expected_response_length(self) -> int:
         """Tokens of a turn at most, as far as flags say it."""
-        return self.max_response_length or Budget.max_response_length
+        return self.max_response_length or Budget().max_response_length
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
         """Number of engines of a job. Raises ValueError unless each has its ranks on one node."""
