@@ -1,0 +1,177 @@
+"""How far the predictor is from published steps: constants fitted on half of the rows, judged on the
+other half.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from benchmark import table
+from command_line import ROOT
+from random_models import SHAPES
+from scipy.optimize import least_squares
+
+from ragen_mega.models.hardware import Constants, Machine, find_hardware
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.time_plan import (
+    Cut,
+    Play,
+    Sizes,
+    Terms,
+    decode_step,
+    passes,
+    rollout,
+    training,
+)
+
+ROWS = ROOT / "docs" / "benchmarks" / "published_steps.json"
+FITTED = {
+    "training": ("product", "product_fp8", "memory", "launch", "link", "update", "expert"),
+    "decode": ("decode_memory", "decode_layer", "decode_sequence", "decode_expert"),
+    "rl": ("overhead",),
+}
+"""Kind of row -> the constants that its rows decide, in the order of fitting."""
+USUAL = Constants(
+    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, link=0.7, update=0.2, expert=0.5,
+    decode_memory=0.75, decode_layer=25e-6, decode_sequence=45e-6, decode_expert=0.7, overhead=0.25,
+)  # fmt: skip
+"""Where fitting begins and what it is drawn to: what is usual on NVIDIA's GPUs."""
+BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
+"""Kind -> the median absolute error that we want on the judged half; of decode on dense models."""
+WEIGHT = 0.2
+"""How much a constant is drawn to what is usual: a whole range away weighs as 5 points would."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One published number and where it stands."""
+
+    kind: str
+    row: Mapping[str, Any]
+    quantity: str
+    measured: float
+    is_fitted: bool
+    """Whether constants may be fitted on it; else it judges them."""
+    sizes: Sizes
+
+    @property
+    def name(self) -> str:
+        return f"{self.row['id']} {self.quantity}"
+
+
+def read_points(path: Path) -> list[Point]:
+    """The rows of a file, in its order; every other number of a kind judges. Rows that nobody can
+    predict are left out. Raises ValueError for a file of another form.
+    """
+    content = json.loads(path.read_text())
+    points = []
+    try:
+        models = {name: Sizes(**sizes) for name, sizes in content["models"].items()}
+        models |= {
+            name: Sizes.of(ModelShape.from_config(shape)) for name, shape in SHAPES.items()
+        }
+        for kind in FITTED:
+            numbers = (
+                (row, quantity, value)
+                for row in content.get(kind, ())
+                if "unpredicted" not in row
+                for quantity, value in row["measured"].items()
+            )
+            for position, (row, quantity, value) in enumerate(numbers):
+                is_fitted, sizes = position % 2 == 0, models[row["model"]]
+                points.append(Point(kind, row, quantity, value, is_fitted, sizes))
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} must have the form of {ROWS.name}, and {error} does not fit it; write rows as"
+            " there"
+        ) from None
+    return points
+
+
+def predicted(point: Point, constants: Constants) -> float:
+    """What the model says of a number, in its unit."""
+    row = point.row
+    machine = Machine(find_hardware(row.get("hardware", "H100")), constants)
+    if point.kind == "decode":
+        context = row["prompt_tokens"] + row["output_tokens"] / 2
+        step = decode_step(
+            machine, point.sizes, tp=row["tp"], batch=row["batch"], context=context
+        )
+        return row["batch"] / sum(step)
+    cut = Cut(**row["cut"])
+    cut = replace(cut, dp=row["gpus"] // cut.num_gpus)
+    if point.kind == "rl":
+        phases = rl_phases(machine, point, cut)
+        if point.quantity == "mfu":
+            tokens = row["batch"] * (row["mean_tokens"] + row["prompt_tokens"])
+            flops = tokens * point.sizes.flops(row["mean_tokens"]) / row["gpus"]
+            return flops / machine.hardware.bf16 / phases["update"] * row["samples"] / row["batch"]
+        return phases[point.quantity]
+    micro = row["sequences_per_microbatch"]
+    terms = training(
+        machine,
+        point.sizes,
+        cut,
+        tokens=micro * row["sequence"],
+        length=row["sequence"],
+        micros=row["batch"] / micro / cut.dp,
+        backward=row.get("backward", 2.0),
+        trained=row.get("trained", 1.0),
+    )
+    rate = row["batch"] * row["sequence"] / row["gpus"] / sum(terms.values())
+    return rate * (point.sizes.flops(row["sequence"]) / 1e12 if point.quantity == "tflops" else 1)
+
+
+def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
+    """Phase -> seconds of a published step of reinforcement learning."""
+    row, sizes = point.row, point.sizes
+    tp = row["engine_tp"]
+    play = Play(1, row["prompt_tokens"], row["mean_tokens"], row["max_tokens"])
+    sessions = math.ceil(row["samples"] * tp / row["gpus"])
+    sampled = rollout(machine, sizes, play, sessions=sessions, tp=tp)
+    length = row["mean_tokens"] + row["prompt_tokens"]
+
+    def micros(samples: float) -> dict[str, float]:
+        count = max(1, math.ceil(samples * length / cut.dp / row["packed_tokens"]))
+        return {"tokens": samples * length / cut.dp / count, "length": length, "micros": count}
+
+    updates = max(1, row["samples"] // row["batch"])
+    update = updates * sum(training(machine, sizes, cut, **micros(row["batch"])).values())
+    one = sum(passes(machine, sizes, cut, **micros(row["samples"]), backward=0.0).values())
+    phases = {
+        "rollout": sum(seconds for _, seconds in sampled),
+        "forward": row["forward_passes"] * one,
+        "update": update,
+        "sync": 2 * sizes.total / tp / machine.link(cut.num_gpus),
+    }
+    return phases | {"step": (1 + machine.constants.overhead) * sum(phases.values())}
+
+
+def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
+    """Constants that come nearest to the points that may be fitted: the sum of absolute logarithms
+    of predicted over published, softened near zero, within the ranges of the constants.
+    """
+    for kind, names in FITTED.items():
+        chosen = [point for point in points if point.kind == kind and point.is_fitted]
+        ranges = {one.name: one.metadata for one in fields(Constants) if one.name in names}
+        low = [math.log(max(1e-3 * ranges[name]["high"], ranges[name]["low"])) for name in names]
+        high = [math.log(ranges[name]["high"]) for name in names]
+
+        def with_constants(values: Sequence[float]) -> Constants:
+            return replace(start, **{k: math.exp(v) for k, v in zip(names, values)})
+
+        usual = [math.log(getattr(start, name)) for name in names]
+
+        def misses(values: Sequence[float]) -> list[float]:
+            near = with_constants([min(max(v, a), b) for v, a, b in zip(values, low, high)])
+            drawn = [WEIGHT * (v - u) for v, u in zip(values, usual)]
+            return [math.log(predicted(p, near) / p.measured) for p in chosen] + drawn
+
+        found = least_squares(misses, usual, bounds=(low, high), loss="cauchy", f_scale=0.1)
+        rounded = {k: float(f"{math.exp(v):.2g}") for k, v in zip(names, found.x)}
+        start = replace(start, **rounded)
+    return start
