@@ -5,7 +5,7 @@ other half.
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from scipy.optimize import least_squares
 from ragen_mega.models.hardware import Constants, Machine, find_hardware
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
+    BF16,
     Cut,
     Play,
     Sizes,
@@ -71,9 +72,7 @@ def read_points(path: Path) -> list[Point]:
     points = []
     try:
         models = {name: Sizes(**sizes) for name, sizes in content["models"].items()}
-        models |= {
-            name: Sizes.of(ModelShape.from_config(shape)) for name, shape in SHAPES.items()
-        }
+        models |= {name: Sizes.of(ModelShape.from_config(shape)) for name, shape in SHAPES.items()}
         for kind in FITTED:
             numbers = (
                 (row, quantity, value)
@@ -98,9 +97,7 @@ def predicted(point: Point, constants: Constants) -> float:
     machine = Machine(find_hardware(row.get("hardware", "H100")), constants)
     if point.kind == "decode":
         context = row["prompt_tokens"] + row["output_tokens"] / 2
-        step = decode_step(
-            machine, point.sizes, tp=row["tp"], batch=row["batch"], context=context
-        )
+        step = decode_step(machine, point.sizes, tp=row["tp"], batch=row["batch"], context=context)
         return row["batch"] / sum(step)
     cut = Cut(**row["cut"])
     cut = replace(cut, dp=row["gpus"] // cut.num_gpus)
@@ -146,19 +143,19 @@ def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
         "rollout": sum(seconds for _, seconds in sampled),
         "forward": row["forward_passes"] * one,
         "update": update,
-        "sync": 2 * sizes.total / tp / machine.link(cut.num_gpus),
+        "sync": BF16 * sizes.total / tp / machine.constants.sync,
     }
     return phases | {"step": (1 + machine.constants.overhead) * sum(phases.values())}
 
 
 def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
-    """Constants that come nearest to the points that may be fitted: the sum of absolute logarithms
-    of predicted over published, softened near zero, within the ranges of the constants.
+    """Constants that come nearest to the points that may be fitted, in logarithms of predicted over
+    published, within the ranges of the constants. Points that nothing explains pull little.
     """
     for kind, names in FITTED.items():
         chosen = [point for point in points if point.kind == kind and point.is_fitted]
         ranges = {one.name: one.metadata for one in fields(Constants) if one.name in names}
-        low = [math.log(max(1e-3 * ranges[name]["high"], ranges[name]["low"])) for name in names]
+        low = [math.log(max(1e-6 * ranges[name]["high"], ranges[name]["low"])) for name in names]
         high = [math.log(ranges[name]["high"]) for name in names]
 
         def with_constants(values: Sequence[float]) -> Constants:
@@ -175,3 +172,115 @@ def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
         rounded = {k: float(f"{math.exp(v):.2g}") for k, v in zip(names, found.x)}
         start = replace(start, **rounded)
     return start
+
+
+def median_error(points: Sequence[Point], constants: Constants) -> float:
+    """Of |predicted / published - 1|; NaN without points."""
+    errors = [abs(predicted(point, constants) / point.measured - 1) for point in points]
+    return statistics.median(errors) if errors else math.nan
+
+
+def uncertainty(constants: Constants) -> float:
+    """Factor within which half of the judged published steps of reinforcement learning lie."""
+    points = [one for one in read_points(ROWS) if one.kind == "rl" and not one.is_fitted]
+    misses = (abs(math.log(predicted(point, constants) / point.measured)) for point in points)
+    return math.exp(statistics.median(misses))
+
+
+def judged(points: Sequence[Point], kind: str) -> list[Point]:
+    """Those that judge a kind; of decoding, the dense models."""
+    return [
+        point
+        for point in points
+        if point.kind == kind
+        and not point.is_fitted
+        and not (kind == "decode" and point.sizes.num_experts)
+    ]
+
+
+def report(path: Path) -> dict[str, Any]:
+    """Predicted beside published, row by row, and the medians of each kind. The constants are
+    fitted on half of our own rows; rows of another file all judge.
+    """
+    constants = fit(read_points(ROWS))
+    is_own = path.resolve() == ROWS.resolve()
+    points = [point if is_own else replace(point, is_fitted=False) for point in read_points(path)]
+    rows = []
+    for point in points:
+        value = predicted(point, constants)
+        rows.append(
+            {
+                "kind": point.kind,
+                "name": point.name,
+                "model": point.row["model"],
+                "use": "fit" if point.is_fitted else "judge",
+                "published": point.measured,
+                "predicted": value,
+                "error": value / point.measured - 1,
+                "note": point.row.get("note", ""),
+            }
+        )
+    unpredicted = [
+        {"kind": kind, "name": row["id"], "model": row["model"], "reason": row["unpredicted"]}
+        for kind in FITTED
+        for row in json.loads(path.read_text()).get(kind, ())
+        if "unpredicted" in row
+    ]
+    medians = {}
+    for kind, bound in BOUNDS.items():
+        judging, fitted = (
+            judged(points, kind),
+            [p for p in points if p.kind == kind and p.is_fitted],
+        )
+        medians[kind] = {
+            "judged": median_error(judging, constants),
+            "num_judged": len(judging),
+            "fitted": median_error(fitted, constants),
+            "bound": bound,
+        }
+    return {
+        "constants": asdict(constants),
+        "medians": medians,
+        "rows": rows,
+        "unpredicted": unpredicted,
+    }
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The report for people."""
+    heads = [
+        f"| {kind} | {one['judged']:.0%} of {one['num_judged']} | {one['fitted']:.0%} |"
+        f" {one['bound']:.0%} | {'yes' if one['judged'] <= one['bound'] else 'no'} |"
+        for kind, one in result["medians"].items()
+        if one["num_judged"]
+    ]
+    lines = [
+        "| kind | median error, judged half | fitted half | wanted | met |",
+        "| --- | --- | --- | --- | --- |",
+        *heads,
+        "",
+    ]
+    for kind in BOUNDS:
+        rows = [row for row in result["rows"] if row["kind"] == kind]
+        if rows:
+            cells = (
+                (
+                    row["name"], row["model"], row["use"], f"{row['published']:.4g}",
+                    f"{row['predicted']:.4g}", f"{row['error']:+.0%}", row["note"],
+                )
+                for row in rows
+            )  # fmt: skip
+            head = ("row", "model", "use", "published", "predicted", "error", "note")
+            lines += [f"{kind}:", "", table(head, cells), ""]
+    if result["unpredicted"]:
+        cells = ((row["name"], row["model"], row["reason"]) for row in result["unpredicted"])
+        lines += ["Not predicted:", "", table(("row", "model", "reason"), cells), ""]
+    fitted = {name for names in FITTED.values() for name in names}
+    values = (
+        (one.name, f"{result['constants'][one.name]:.3g}",
+         f"{one.metadata['low']:g} to {one.metadata['high']:g}",
+         "fitted" if one.name in fitted else "usual")
+        for one in fields(Constants)
+    )  # fmt: skip
+    lines += ["Constants:", "", table(("constant", "value", "range", "origin"), values)]
+    return "\n".join(lines)

@@ -122,7 +122,9 @@ def product(machine: Machine, rows: float, inner: float, columns: float, cut: Cu
     peak = hardware.fp8 * reached.product_fp8 if cut.fp8 else hardware.bf16 * reached.product
     size = 1 if cut.fp8 else cut.itemsize
     moved = size * (rows * inner + inner * columns) + cut.itemsize * rows * columns
-    return 2 * rows * (inner + reached.tile) * columns / peak + moved / (reached.memory * hardware.memory)
+    return 2 * rows * (inner + reached.tile) * columns / peak + moved / (
+        reached.memory * hardware.memory
+    )
 
 
 def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float) -> Terms:
@@ -208,8 +210,12 @@ def passes(
     body = sum(terms.values())
     last = micros * (1 + backward) * head(machine, sizes, cut, tokens) if has_head else 0.0
     sent = 2 * bool(backward) + (not backward)
-    sent *= tokens / cut.cp * sizes.hidden_size * cut.itemsize / (
-        cut.tp if cut.sequence_parallel else 1
+    sent *= (
+        tokens
+        / cut.cp
+        * sizes.hidden_size
+        * cut.itemsize
+        / (cut.tp if cut.sequence_parallel else 1)
     )
     hop = sent / machine.link(cut.num_gpus) + machine.constants.latency
     return terms | {
@@ -328,8 +334,13 @@ class Play:
             scale = (low + high) / 2
             mean = sum(min(scale * s, self.max_response) for s in shape) / count
             low, high = (scale, high) if mean < self.response_tokens else (low, scale)
-        stride = next(n for n in range(int(0.618 * count) or 1, 2 * count) if math.gcd(n, count) == 1)
-        return [max(1.0, min(scale * shape[i * stride % count], self.max_response)) for i in range(count)]
+        stride = next(
+            n for n in range(int(0.618 * count) or 1, 2 * count) if math.gcd(n, count) == 1
+        )
+        return [
+            max(1.0, min(scale * shape[i * stride % count], self.max_response))
+            for i in range(count)
+        ]
 
     @property
     def length(self) -> float:
@@ -428,17 +439,22 @@ def step_seconds(
             f"--fp8 and --rollout-fp8 need a GPU that computes in FP8, and --hardware"
             f" {hardware.name} does not; drop them or take another"
         )
-    engines = rolled.num_engines(num_gpus, min(num_gpus, hardware.node))
+    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+    is_local = setting.engine_tp == cut.tp and cut.pp == 1
     phases = {
-        "rollout": dict(
-            rollout(
-                machine, sizes, play,
-                sessions=rolled.sessions_per_engine(engines),
-                tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
-            )
+        "sync": {
+            "weights into engine": weights / reached.sync,
+            "weights between ranks": 0.0 if is_local else weights / machine.link(cut.tp * cut.pp),
+        }
+    }
+    engines = rolled.num_engines(num_gpus, min(num_gpus, hardware.node))
+    phases["rollout"] = dict(
+        rollout(
+            machine, sizes, play,
+            sessions=rolled.sessions_per_engine(engines),
+            tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
         )
-    }  # fmt: skip
-
+    )  # fmt: skip
     sampled = rolled.num_groups * rolled.group_size
     kept = config.filter.num_kept(rolled.num_groups) or rolled.num_groups
     trained = kept * rolled.group_size
@@ -447,13 +463,16 @@ def step_seconds(
 
     def micros(trajectories: float) -> dict[str, float]:
         of_rank = max(1.0, trajectories / cut.dp)
-        count = max(of_rank * play.length / setting.max_tokens, min(4 * cut.pp, of_rank) * (cut.pp > 1))
+        count = max(
+            of_rank * play.length / setting.max_tokens, min(4 * cut.pp, of_rank) * (cut.pp > 1)
+        )
         count = math.ceil(max(1.0, count))
         return {"tokens": of_rank * play.length / count, "length": play.length, "micros": count}
 
     forward = {"backward": 0.0, **micros(trained)}
     needs_old = config.loss.old_logprobs == "recompute" or (
-        config.loss.old_logprobs == "auto" and updates > 1
+        config.loss.old_logprobs == "auto"
+        and (updates > 1 or config.advantages_need_logprobs)
     )
     if needs_old:
         phases["old log-probabilities"] = passes(machine, sizes, cut, **forward)
@@ -467,12 +486,6 @@ def step_seconds(
         phases["update critic"] = {name: updates * time for name, time in critic.items()}
     phases["update actor"] = {name: updates * time for name, time in update.items()}
 
-    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
-    is_local = setting.engine_tp == cut.tp and cut.pp == 1
-    phases["sync"] = {
-        "weight copies": 2 * weights / (reached.memory * hardware.memory),
-        "weights between ranks": 0.0 if is_local else weights / machine.link(cut.tp * cut.pp),
-    }
     layout = config.parallel
     if layout.offload != "none":
         roles = range(1 + setting.has_critic)
