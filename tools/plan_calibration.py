@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from benchmark import provenance, seconds_of, table
 from command_line import TRAINING, run_ranks
-from scipy.optimize import least_squares
+from numpy.typing import NDArray
+from plan_validation import solve
+from torch import Tensor
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from ragen_mega.config import parse
@@ -53,8 +56,9 @@ DECODED = [(layers, batch, 128) for layers in (2, 6) for batch in (4, 32, 128)]
 MESSAGES = (1 << 10, 1 << 23)
 """Elements of the all-reduces."""
 BASE = """
-    --recipe none --environments bandit --prompt-style compact --warm-start-steps 0
-    --warm-start-first-turn-steps 0 --filter-strategy none --num-groups 8 --group-size 8
+    --recipe none --environments bandit --prompt-style compact --warm-start-steps 1
+    --warm-start-first-turn-steps 1 --warm-start-trajectories 64
+    --filter-strategy none --num-groups 8 --group-size 8
     --minibatch-size 16 --max-response-length 64 --max-context-length 1024 --num-steps 5
     --eval-interval 0 --eval-prompts 1 --eval-samples 1 --save-interval 0 --diagnose-interval 0
     --trace-groups 0 --hidden-size 128 --num-layers 4 --num-attention-heads 4 --ffn-hidden-size 384
@@ -83,10 +87,11 @@ WARMUP = 2
 """Steps that do not count."""
 
 
-def shortest(work: Callable[[], object], repetitions: int = 7) -> float:
-    """Seconds of `work` when nobody was in its way."""
-    work()
-    return min(seconds_of(work) for _ in range(repetitions))
+def shortest(work: Callable[..., object], *arguments: object, repetitions: int = 7) -> float:
+    """Seconds of `work` of these arguments when nobody was in its way."""
+    job = partial(work, *arguments)
+    job()
+    return min(seconds_of(job) for _ in range(repetitions))
 
 
 def measure_products(device: str, dtype: torch.dtype) -> list[Reading]:
@@ -95,7 +100,7 @@ def measure_products(device: str, dtype: torch.dtype) -> list[Reading]:
     for rows, inner, columns in PRODUCTS[device]:
         left = torch.randn(rows, inner, device=device, dtype=dtype)
         right = torch.randn(inner, columns, device=device, dtype=dtype)
-        readings.append(((rows, inner, columns), shortest(lambda: left @ right)))
+        readings.append(((rows, inner, columns), shortest(torch.matmul, left, right)))
     return readings
 
 
@@ -122,7 +127,7 @@ def measure_launch(device: str, dtype: torch.dtype) -> float:
         model = AutoModel.from_config(small(layers)).to(device, dtype)
         tokens = torch.zeros(1, 8, dtype=torch.long, device=device)
         with torch.no_grad():
-            seconds.append(shortest(lambda: model(tokens)))
+            seconds.append(shortest(model, tokens))
     return max(1e-5, (seconds[1] - seconds[0]) / 4)
 
 
@@ -137,15 +142,15 @@ def measure_decoding() -> list[Reading]:
         )
         cache = KVCache(shape, num_slots=batch, max_context=256, dtype=torch.float32)
         tokens = torch.zeros(batch, dtype=torch.long)
-        places = np.full(batch, context, dtype=np.int64)
-        positions = torch.from_numpy(places)
-
-        def step() -> None:
-            hidden = decoder.forward(tokens, positions, cache.decode(places, None))
-            torch.multinomial(torch.softmax(decoder.logits(hidden), -1), 1)
-
-        readings.append(((layers, batch, context), shortest(step)))
+        seconds = shortest(_decode, decoder, cache, tokens, np.full(batch, context))
+        readings.append(((layers, batch, context), seconds))
     return readings
+
+
+def _decode(decoder: Decoder, cache: KVCache, tokens: Tensor, places: NDArray[np.int64]) -> None:
+    attend = cache.decode(places, None)
+    hidden = decoder.forward(tokens, torch.from_numpy(places), attend)
+    torch.multinomial(torch.softmax(decoder.logits(hidden), -1), 1)
 
 
 def measure_collectives(device: str) -> tuple[float, float]:
@@ -175,39 +180,26 @@ def collectives_rank(out: Path) -> None:
         readings = []
         for _ in range(10):
             dist.barrier()
-            readings.append(seconds_of(lambda: dist.all_reduce(message)))
+            readings.append(seconds_of(partial(dist.all_reduce, message)))
         seconds.append(statistics.median(readings))
     if dist.get_rank() == 0:
         out.write_text(" ".join(map(str, seconds)))
     dist.destroy_process_group()
 
 
-def solve(
+def solved(
     machine: Machine,
     names: Sequence[str],
     readings: Sequence[Reading],
     predict: Callable[[Machine, tuple[float, ...]], float],
 ) -> Machine:
     """`machine` with those of its constants under which predictions come nearest to readings."""
-    bounds = {one: Constants.__dataclass_fields__[one].metadata for one in names}
-    low = [math.log(max(1e-6 * bounds[one]["high"], bounds[one]["low"])) for one in names]
-    high = [math.log(bounds[one]["high"]) for one in names]
 
-    def changed(values: Sequence[float]) -> Machine:
-        found = {
-            name: min(max(math.exp(value), bounds[name]["low"]), bounds[name]["high"])
-            for name, value in zip(names, values)
-        }
-        return replace(machine, constants=replace(machine.constants, **found))
+    def misses(constants: Constants) -> list[float]:
+        changed = replace(machine, constants=constants)
+        return [math.log(predict(changed, what) / time) for what, time in readings]
 
-    def misses(values: Sequence[float]) -> list[float]:
-        return [math.log(predict(changed(values), what) / time) for what, time in readings]
-
-    start = [
-        min(max(math.log(getattr(machine.constants, name)), a), b)
-        for name, a, b in zip(names, low, high)
-    ]
-    return changed(least_squares(misses, start, bounds=(low, high), loss="soft_l1").x)
+    return replace(machine, constants=solve(machine.constants, names, misses))
 
 
 def measured_machine() -> tuple[Machine, dict[str, Any]]:
@@ -229,7 +221,7 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     )  # fmt: skip
     machine = Machine(hardware, constants)
     cut = Cut(itemsize=itemsize)
-    machine = solve(
+    machine = solved(
         machine, ("product", "tile"), products, lambda one, what: product(one, *what, cut)
     )
     decoding = measure_decoding() if device == "cpu" else []
@@ -240,7 +232,7 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
             return sum(decode_step(one, sizes, tp=1, batch=what[1], context=what[2], itemsize=FP32))
 
         names = ("decode_memory", "decode_product", "decode_layer", "decode_sequence")
-        machine = solve(machine, names, decoding, step)
+        machine = solved(machine, names, decoding, step)
     return machine, {
         "products": products,
         "decode_steps": decoding,

@@ -53,10 +53,12 @@ def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
         config, train=replace(config.train, max_tokens_per_microbatch=tokens)
     )
     if config.advantage.uses_critic:
-        grpo = replace(config.advantage, advantage_estimator="grpo")
-        if grpo.reward_placement == "trajectory":
+        offload = "none" if layout.offload == "none" else "rollout"
+        if config.advantage.reward_placement == "trajectory":
             found["--advantage-estimator grpo (no critic; another algorithm)"] = replace(
-                config, advantage=grpo
+                config,
+                advantage=replace(config.advantage, advantage_estimator="grpo"),
+                parallel=replace(layout, offload=offload),
             )
     return found
 
@@ -162,7 +164,7 @@ def timeline(result: Mapping[str, Any], title: str, path: Path) -> None:
     names = sorted({name for terms in phases.values() for name in terms})
     colors = {name: pyplot.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
     shown = set()
-    for row, (phase, terms) in enumerate(phases.items()):
+    for row, terms in enumerate(phases.values()):
         for name, seconds in terms.items():
             if seconds > 0.002 * result["seconds"]:
                 label = None if name in shown else name

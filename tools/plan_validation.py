@@ -1,17 +1,19 @@
-"""How far the predictor is from published steps: constants fitted on half of the rows, judged on the
-other half.
+"""How far the predictor is from published steps: constants fitted on half of the rows, judged on
+the other half.
 """
 
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmark import table
 from command_line import ROOT
+from numpy.typing import NDArray
 from random_models import SHAPES
 from scipy.optimize import least_squares
 
@@ -148,29 +150,44 @@ def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
     return phases | {"step": (1 + machine.constants.overhead) * sum(phases.values())}
 
 
-def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
-    """Constants that come nearest to the points that may be fitted, in logarithms of predicted over
-    published, within the ranges of the constants. Points that nothing explains pull little.
+def solve(
+    start: Constants,
+    names: Sequence[str],
+    misses: Callable[[Constants], list[float]],
+    *,
+    weight: float = 0.0,
+) -> Constants:
+    """`start` with those constants of these names, within their ranges, under which `misses`,
+    logarithms of predicted over published, are nearest to 0; those that nothing explains pull
+    little. `weight` draws the constants to `start`.
     """
+    ranges = [one.metadata for name in names for one in fields(Constants) if one.name == name]
+    high = np.log([one["high"] for one in ranges])
+    low = np.log([max(1e-6 * one["high"], one["low"]) for one in ranges])
+    usual = np.clip(np.log([max(1e-12, getattr(start, name)) for name in names]), low, high)
+
+    def changed(logarithms: NDArray[np.float64]) -> Constants:
+        values = np.exp(np.clip(logarithms, low, high))
+        values = np.clip(values, [one["low"] for one in ranges], [one["high"] for one in ranges])
+        return replace(start, **dict(zip(names, map(float, values))))
+
+    def cost(values: NDArray[np.float64]) -> list[float]:
+        return [*misses(changed(values)), *(weight * (values - usual))]
+
+    found = least_squares(cost, usual, bounds=(low, high), loss="cauchy", f_scale=0.1)
+    return changed(found.x)
+
+
+def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
+    """Constants that come nearest to the points that may be fitted, to two digits."""
     for kind, names in FITTED.items():
         chosen = [point for point in points if point.kind == kind and point.is_fitted]
-        ranges = {one.name: one.metadata for one in fields(Constants) if one.name in names}
-        low = [math.log(max(1e-6 * ranges[name]["high"], ranges[name]["low"])) for name in names]
-        high = [math.log(ranges[name]["high"]) for name in names]
 
-        def with_constants(values: Sequence[float]) -> Constants:
-            return replace(start, **{k: math.exp(v) for k, v in zip(names, values)})
+        def misses(constants: Constants, chosen: Sequence[Point] = chosen) -> list[float]:
+            return [math.log(predicted(one, constants) / one.measured) for one in chosen]
 
-        usual = [math.log(getattr(start, name)) for name in names]
-
-        def misses(values: Sequence[float]) -> list[float]:
-            near = with_constants([min(max(v, a), b) for v, a, b in zip(values, low, high)])
-            drawn = [WEIGHT * (v - u) for v, u in zip(values, usual)]
-            return [math.log(predicted(p, near) / p.measured) for p in chosen] + drawn
-
-        found = least_squares(misses, usual, bounds=(low, high), loss="cauchy", f_scale=0.1)
-        rounded = {k: float(f"{math.exp(v):.2g}") for k, v in zip(names, found.x)}
-        start = replace(start, **rounded)
+        found = solve(start, names, misses, weight=WEIGHT)
+        start = replace(start, **{name: float(f"{getattr(found, name):.2g}") for name in names})
     return start
 
 

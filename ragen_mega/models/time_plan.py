@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
@@ -428,8 +427,8 @@ def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
 def step_seconds(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> dict[str, Terms]:
-    """Phase -> what -> seconds of a step of StarPO, in the order in which they happen. The filter is
-    taken to keep the share that it names, all groups if it names none.
+    """Phase -> what -> seconds of a step of StarPO, in the order in which they happen. The filter
+    is taken to keep the share that it names, all groups if it names none.
     """
     setting, sizes = Setting.from_config(config, num_gpus), Sizes.of(shape)
     cut, rolled = cut_of(config, setting), config.rollout
@@ -455,7 +454,6 @@ def step_seconds(
             tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
         )
     )  # fmt: skip
-    sampled = rolled.num_groups * rolled.group_size
     kept = config.filter.num_kept(rolled.num_groups) or rolled.num_groups
     trained = kept * rolled.group_size
     minibatch = min(config.train.minibatch_size, trained)
@@ -471,8 +469,7 @@ def step_seconds(
 
     forward = {"backward": 0.0, **micros(trained)}
     needs_old = config.loss.old_logprobs == "recompute" or (
-        config.loss.old_logprobs == "auto"
-        and (updates > 1 or config.advantages_need_logprobs)
+        config.loss.old_logprobs == "auto" and (updates > 1 or config.advantages_need_logprobs)
     )
     if needs_old:
         phases["old log-probabilities"] = passes(machine, sizes, cut, **forward)

@@ -87,9 +87,7 @@ def test_a_layout_pays_for_what_it_adds() -> None:
         assert plain[name] == 0
     forward = sum(layer(H100, sizes, Cut(), 8192, 2048).values()) * 8 * sizes.num_layers
     assert terms(recompute="full")["recomputation"] == pytest.approx(forward)
-    work = sum(
-        halves[name] for name in ("matrix products", "attention", "element-wise", "LM head")
-    )
+    work = sum(halves[name] for name in ("matrix products", "attention", "element-wise", "LM head"))
     assert halves["pipeline bubble"] == pytest.approx(work / 8)
     assert terms(pp=2, vp=2)["pipeline bubble"] == pytest.approx(work / 16)
     assert halves["stage imbalance"] == pytest.approx(halves["LM head"])  # one of two stages has it
@@ -254,7 +252,7 @@ def test_a_calibration_finds_the_machine_that_made_its_readings() -> None:
 
     readings = [(what, step(true, what)) for what in calibration.DECODED]
     names = ("decode_memory", "decode_layer", "decode_sequence")
-    found = calibration.solve(Machine(hardware), names, readings, step)
+    found = calibration.solved(Machine(hardware), names, readings, step)
     for name in ("decode_layer", "decode_sequence"):
         assert getattr(found.constants, name) == pytest.approx(getattr(constants, name), rel=0.05)
     for _, flags in calibration.CONFIGURATIONS.values():
