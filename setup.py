@@ -50,6 +50,11 @@ setup(
         "rich>=14",
         "tensorboard>=2.18",
         "matplotlib>=3.10",
+        # WebShop: search, stems, similar words, files that are read entry by entry
+        "bm25s>=0.3,<0.4",
+        "PyStemmer>=3,<4",
+        "rapidfuzz>=3.10,<4",
+        "ijson>=3.3,<4",
         "scipy>=1.14",  # intervals and fits of studies
         "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
@@ -59,6 +64,8 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "markdown-it-py>=3",  # to follow the links of the documentation
+            "pyte>=0.8.2",  # the terminal of tools/record_terminal.py
             "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.

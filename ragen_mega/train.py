@@ -125,8 +125,7 @@ def train(config: StarPOConfig) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
-    """Parse flags, build everything, train. What cannot go on is one line and exit code 2 of every
-    rank.
+    """Parse flags, build everything, train. A failure is one line and exit code 2 on every rank.
 
     SIGTERM, Ctrl-C and the end of the terminal leave at once while the run is built, and with a
     checkpoint from then on. So does the end of the launcher.

@@ -4,8 +4,8 @@
     python tools/baselines.py --environment frozen_lake --option success_rate=0.8 --max-turns 8 \\
         --json out.json
 
-Prompts are the boards of --boards, else the packaged boards that match the environment, else seeds
-123, 124, ...
+Prompts are the boards of --boards, else the packaged boards that match the environment, else its
+held-out tasks, else seeds 123, 124, ...
 """
 
 import argparse
@@ -16,10 +16,12 @@ from typing import Any
 
 from command_line import JSON, command, flag
 
+from ragen_mega.environments import calls
 from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import EpisodeConfig
+from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.reference_players import Baselines, baselines
-from ragen_mega.environments.registry import make, names
+from ragen_mega.environments.registry import held_out_options, make, names
 from ragen_mega.report.metrics import write_json
 
 _FIRST_SEED = 123  # RAGEN's validation seed
@@ -30,7 +32,7 @@ FLAGS = (
     flag("--boards", "boards to start from", type=Path, metavar="FILE.jsonl"),
     flag("--num-prompts", "the first N boards or seeds (default: all, 256)", type=int, metavar="N"),
     *(
-        flag(f"--{name.replace('_', '-')}", "of an episode", getattr(EpisodeConfig(), name))
+        flag(f"--{name.replace('_', '-')}", "of an episode; default: the environment's", type=int)
         for name in BUDGET
     ),
     flag(
@@ -64,8 +66,14 @@ def choose_prompts(
     """The prompts and where they come from. Raises ValueError if there are not so many."""
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, not {num_prompts}")
-    if path is None and not has_packaged_boards(make(environment_name, **options)):
-        seeds = range(_FIRST_SEED, _FIRST_SEED + (num_prompts or _DEFAULT_NUM_SEEDS))
+    environment = make(environment_name, **options)
+    calls.close(environment)
+    if path is None and not has_packaged_boards(environment):
+        num_tasks = getattr(environment, "num_tasks", None)
+        first = 0 if num_tasks else _FIRST_SEED
+        count = num_prompts or _DEFAULT_NUM_SEEDS
+        count = min(count, num_tasks or count)
+        seeds = range(first, first + count)
         return list(seeds), f"seeds {seeds[0]} to {seeds[-1]}"
     boards = load_boards(path, environment_name, **options)
     source = f"packaged boards {boards[0].set}" if path is None else str(path)
@@ -76,9 +84,13 @@ def choose_prompts(
     return boards[:num_prompts], source
 
 
-def text(result: Baselines, protocol: EpisodeConfig, source: str) -> str:
+def text(result: Baselines, budget: Budget, source: str) -> str:
     """The result for people."""
-    interval = f"{result.random_ci_low:.1%} to {result.random_ci_high:.1%}"
+    interval = (
+        "not known"
+        if result.random is None
+        else f"{result.random_ci_low:.1%} to {result.random_ci_high:.1%}"
+    )
     rows = (
         ("random", result.random, f"one trajectory per prompt, 95%: {interval}"),
         ("optimum", result.optimum, "seeing the state once per turn"),
@@ -89,8 +101,8 @@ def text(result: Baselines, protocol: EpisodeConfig, source: str) -> str:
         for name, value, about in rows
     )
     head = (
-        f"{result.environment}: {result.num_prompts} prompts ({source}), {protocol.max_turns} turns"
-        f" of at most {protocol.max_actions_per_turn} actions, {protocol.max_actions} in total"
+        f"{result.environment}: {result.num_prompts} prompts ({source}), {budget.max_turns} turns"
+        f" of at most {budget.max_actions_per_turn} actions, {budget.max_actions} in total"
     )
     return "\n".join((head, *lines))
 
@@ -99,16 +111,19 @@ def text(result: Baselines, protocol: EpisodeConfig, source: str) -> str:
 def main(arguments: argparse.Namespace) -> None:
     if arguments.json.is_dir() or not arguments.json.parent.is_dir():  # before the computation
         raise ValueError(f"--json {arguments.json} must be a file in an existing folder")
-    options = dict(map(parse_option, arguments.option))
-    budget = {name: getattr(arguments, name) for name in BUDGET}
-    protocol = EpisodeConfig(**budget)
+    options = held_out_options(arguments.environment) | dict(map(parse_option, arguments.option))
+    protocol = EpisodeConfig(**{name: getattr(arguments, name) for name in BUDGET})
     prompts, source = choose_prompts(
         arguments.environment, options, arguments.boards, arguments.num_prompts
     )
     result = baselines(arguments.environment, prompts, protocol, options)
-    about = {"protocol": budget, "options": options, "prompts": source}
+    environment = make(arguments.environment, **options)
+    budget = protocol.budget(environment)
+    calls.close(environment)
+    limits = {name: getattr(budget, name) for name in BUDGET}
+    about = {"protocol": limits, "options": options, "prompts": source}
     write_json(arguments.json, asdict(result) | about)
-    print(text(result, protocol, source))
+    print(text(result, budget, source))
 
 
 if __name__ == "__main__":

@@ -94,9 +94,9 @@ def play_with_generate(
         going_on = []
         for (episode, context), answer in zip(playing, output[:, longest:].tolist(), strict=True):
             num_sampled += len(answer)
-            message = episode.respond(renderer.decode_action(answer)).message
-            if message is not None:
-                going_on.append((episode, context + answer + renderer.observe(message, False)))
+            messages = episode.respond(renderer.decode_action(answer)).messages
+            if messages:
+                going_on.append((episode, context + answer + renderer.observe(messages, False)))
         playing = going_on
     return num_sampled
 

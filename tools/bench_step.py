@@ -142,8 +142,8 @@ def train(
 
 @contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a run at the end of the block, before it writes its last checkpoint and its export,
-    which nobody wants and are many GB.
+    """Kill a run at the end of the block, before it writes its last checkpoint and its export: many
+    GB that nobody wants.
     """
     try:
         yield

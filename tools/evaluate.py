@@ -2,6 +2,7 @@
 player.
 
     python tools/evaluate.py --load runs/NAME --environment frozen_lake --json out.json
+    python tools/evaluate.py --load runs/NAME --environment sokoban,sokoban_large,frozen_lake
     torchrun --nproc-per-node 2 tools/evaluate.py --load Qwen/Qwen2.5-0.5B-Instruct \\
         --environment sokoban --json out.json
 
@@ -13,10 +14,10 @@ import argparse
 
 from command_line import JSON, command, flag
 
-from ragen_mega import evaluate
 from ragen_mega.data import distributed
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import write_json
+from ragen_mega.run.evaluation import evaluate_sets
 
 RULES = (
     flag("--max-turns", "default: the run's, else 5", type=int),
@@ -30,7 +31,7 @@ FLAGS = (
     flag(
         "--load", "a run, a Hugging Face or megatron-format directory, or a hub name", required=True
     ),
-    flag("--environment", "e.g. bandit, frozen_lake, sokoban", required=True),
+    flag("--environment", "one, or several: sokoban,sokoban_large,frozen_lake", required=True),
     flag("--boards", "boards file (JSON lines); default: the 256 packaged boards"),
     flag("--num-prompts", "boards or seeds to start from", 256),
     flag("--samples-per-prompt", "episodes from each; gives pass@k up to it", 8),
@@ -43,11 +44,12 @@ FLAGS = (
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
-    names = [name.removeprefix("--").replace("-", "_") for name, _ in RULES]
-    rules = {name: getattr(arguments, name) for name in names}
-    result = evaluate(
+    settings = [name.removeprefix("--").replace("-", "_") for name, _ in RULES]
+    rules = {name: getattr(arguments, name) for name in settings}
+    names = [name.strip() for name in arguments.environment.split(",")]
+    results = evaluate_sets(
         arguments.load,
-        arguments.environment,
+        names,
         boards=arguments.boards,
         num_prompts=arguments.num_prompts,
         samples_per_prompt=arguments.samples_per_prompt,
@@ -57,11 +59,13 @@ def main(arguments: argparse.Namespace) -> None:
     )
     console = Console(is_writer=distributed.is_main(), num_steps=0)
     title = f"{arguments.load}, temperature {arguments.temperature}"
-    console.evaluations(title, {arguments.environment: result.to_dict()})
-    for key, value in result.pass_at_k.items():
-        console.say(f"{key}: {value:.1%}")
+    sets = {name: result.to_dict() for name, result in results.items()}
+    console.evaluations(title, sets)
+    for name, result in results.items():
+        for key, value in result.pass_at_k.items():
+            console.say(f"{key}: {value:.1%}" if len(sets) == 1 else f"{name} {key}: {value:.1%}")
     if arguments.json and distributed.is_main():
-        write_json(arguments.json, result.to_dict())
+        write_json(arguments.json, sets[names[0]] if len(sets) == 1 else {"sets": sets})
     distributed.stop()
 
 

@@ -81,7 +81,7 @@ class Replay(Run):
 
         return on_main(read)
 
-    def finish_step(self, step: int, metrics: Metrics) -> None:
+    def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
         self.advance(metrics)
         self.replayed = metrics.result()
 
@@ -201,7 +201,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
 
 
 def find_start(directory: Path, step: int) -> Checkpoint | None:
-    """The newest intact checkpoint at or before `step`; damaged ones are said and passed over."""
+    """The newest intact checkpoint at or before `step`; damaged ones are reported and skipped."""
     for path in sorted(directory.glob("step_*"), reverse=True):
         if int(path.name.removeprefix("step_")) <= step:
             try:

@@ -139,7 +139,9 @@ def estimate_advantages(
 def _checked(
     name: str, answer: object, batch: TokenBatch, *, uses_critic: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages and, with a critic, returns: as promised, and 0 where nothing was sampled."""
+    """Advantages and, with a critic, returns: of the right shape, finite, and 0 where nothing was
+    sampled.
+    """
     mask = batch.loss_mask
     pair = answer if isinstance(answer, tuple) else (answer,)
     is_right = [

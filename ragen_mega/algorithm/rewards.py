@@ -2,24 +2,33 @@
 
 A reward is a pure function of a trajectory as it was played,
 
-    reward(trajectory) -> rewards of its turns, or one number, which its last turn earns.
+    reward(trajectory) -> rewards of its turns, or one number, which its last turn earns,
 
+or, where its parameter is called `group`, of a `TrajectoryGroup`: one such answer for each member.
 Every rank computes all of them, so equal trajectories must earn the same everywhere. The rollout on
-the disk stays as it was played. Success is never shaped.
+the disk stays as it was played. Success is never shaped, and what is trained on is compared with
+it.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import torch
 
-from ragen_mega.algorithm.tables import REWARDS, PlugInError, call
+from ragen_mega.algorithm.tables import REWARDS, PlugInError, call, is_judge
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 
 IDENTITY = {"environment": 1.0}
 """Terms under which nothing changes."""
+TURN_DISCOUNT = 0.95
+REPEATED = 4
+"""Tokens in a row that count as repeated if they come again in the same turn."""
+VERDICTS = "verdicts"
+"""Key of the last turn's info: URL of a judge -> its score, None where it gave none."""
 
 
 def environment(trajectory: Trajectory) -> list[float]:
@@ -43,19 +52,64 @@ def response_length(trajectory: Trajectory) -> list[float]:
     return [float(turn.end - turn.start) for turn in trajectory.turns]
 
 
+def repetition(trajectory: Trajectory) -> list[float]:
+    """1 / (number of turns) x the share of each turn's 4-grams of tokens that it has said before;
+    a penalty under a negative weight.
+    """
+    shares = []
+    for turn in trajectory.turns:
+        said = trajectory.tokens[turn.start : turn.end]
+        grams = list(zip(*(said[offset:] for offset in range(REPEATED))))
+        shares.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
+    return [share / len(trajectory.turns) for share in shares]
+
+
+def action_effectiveness(trajectory: Trajectory) -> list[float]:
+    """1 / (number of turns) for every turn that changed the state: the share of them."""
+    share = 1 / max(1, len(trajectory.turns))
+    return [share * bool(turn.info.get("is_action_effective")) for turn in trajectory.turns]
+
+
+def grounded_thought(trajectory: Trajectory) -> list[float]:
+    """1 / (number of turns) x the share of the claims in each turn's thought that are true of the
+    state it speaks about (RAGEN's reasoning-aware reward); a thought without claims earns 0.
+    """
+    claims = [turn.info.get("claims", (0, 0)) for turn in trajectory.turns]
+    return [true / max(1, total) / len(claims) for true, total in claims]
+
+
+def turn_discounted(trajectory: Trajectory) -> list[float]:
+    """What turn k earned in the environment times 0.95^k: the same success sooner earns more."""
+    return [TURN_DISCOUNT**k * turn.reward for k, turn in enumerate(trajectory.turns)]
+
+
+def group_relative(group: TrajectoryGroup) -> list[float]:
+    """The environment's return less the mean of the group's others; 0 for a group of one."""
+    returns, size = group.total_rewards, len(group.trajectories)
+    return [(one - fmean(returns)) * size / max(1, size - 1) for one in returns]
+
+
 def shape_trajectory(trajectory: Trajectory, terms: Mapping[str, float]) -> Trajectory:
+    """`shape_group` of a group of one."""
+    return shape_group(TrajectoryGroup(trajectory.group_id, [trajectory]), terms).trajectories[0]
+
+
+def shape_group(group: TrajectoryGroup, terms: Mapping[str, float]) -> TrajectoryGroup:
     """A copy whose turns earn the sum of `terms` (name -> weight); what each term gave to a turn is
     its `info["rewards"]`.
 
     Raises PlugInError, in one line, for a reward that fails or answers with something else.
     """
-    by_term = {name: _turn_rewards(name, trajectory) for name in terms}
-    turns = []
-    for index, turn in enumerate(trajectory.turns):
-        parts = {name: weight * by_term[name][index] for name, weight in terms.items()}
-        info = turn.info | {"rewards": parts}
-        turns.append(replace(turn, reward=math.fsum(parts.values()), info=info))
-    return replace(trajectory, turns=turns)
+    by_term = {name: _turn_rewards(name, group) for name in terms}
+    shaped = []
+    for member, trajectory in enumerate(group.trajectories):
+        turns = []
+        for index, turn in enumerate(trajectory.turns):
+            parts = {name: weight * by_term[name][member][index] for name, weight in terms.items()}
+            info = turn.info | {"rewards": parts}
+            turns.append(replace(turn, reward=math.fsum(parts.values()), info=info))
+        shaped.append(replace(trajectory, turns=turns))
+    return replace(group, trajectories=shaped)
 
 
 def shape_rewards(
@@ -64,25 +118,67 @@ def shape_rewards(
     """The groups as the terms reward them, and what there is to log.
 
     Metrics, means over trajectories: what each term contributed (weight included) under its name,
-    and `total`, their sum. With the environment's reward alone: the same groups, no metrics.
+    and `total`, their sum; `success_ranking`, see there, unless all succeed or all fail. With the
+    environment's reward alone: the same groups, no metrics.
     """
     if dict(terms) == IDENTITY:
         return list(groups), {}
-    shaped = [
-        replace(group, trajectories=[shape_trajectory(one, terms) for one in group.trajectories])
-        for group in groups
-    ]
+    shaped = [shape_group(group, terms) for group in groups]
     trajectories = [one for group in shaped for one in group.trajectories]
     metrics = {
         name: fmean(sum(turn.info["rewards"][name] for turn in one.turns) for one in trajectories)
         for name in terms
     }
+    ranking = success_ranking(trajectories)
+    metrics |= {} if ranking is None else {"success_ranking": ranking}
     return shaped, {"total": fmean(one.total_reward for one in trajectories)} | metrics
 
 
-def _turn_rewards(name: str, trajectory: Trajectory) -> list[float]:
-    answer = call(REWARDS, name, REWARDS.get(name), trajectory)
-    num_turns = len(trajectory.turns)
+def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
+    """How often a solved trajectory earned more than an unsolved one, ties half (the area under the
+    ROC curve); None unless there are both. 1: the reward teaches success, 0.5: it does not see it,
+    below: it pays for failing.
+    """
+    solved = [one.total_reward for one in trajectories if one.success]
+    unsolved = [one.total_reward for one in trajectories if not one.success]
+    if not solved or not unsolved:
+        return None
+    return fmean((good > bad) + (good == bad) / 2 for good in solved for bad in unsolved)
+
+
+def judge(url: str, group: TrajectoryGroup) -> list[float]:
+    """The verdicts that came with the rollout. Where there is none, the mean of the group's: that
+    trajectory then stands neither above nor below the others for it.
+    """
+    verdicts = [
+        one.turns[-1].info.get(VERDICTS, {}).get(url) if one.turns else None
+        for one in group.trajectories
+    ]
+    known = [verdict for verdict in verdicts if verdict is not None]
+    neutral = fmean(known) if known else 0.0
+    return [neutral if verdict is None else verdict for verdict in verdicts]
+
+
+def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
+    """Rewards of the turns of each member."""
+    if is_judge(name):
+        answers = judge(name, group)
+    elif "group" in call(REWARDS, name, inspect.signature, reward := REWARDS.get(name)).parameters:
+        answers = call(REWARDS, name, reward, group)
+    else:
+        answers = [call(REWARDS, name, reward, one) for one in group.trajectories]
+    if not hasattr(answers, "__len__") or len(answers) != len(group.trajectories):
+        raise PlugInError(
+            f"reward {name} must return an answer for each of the {len(group.trajectories)}"
+            f" trajectories of a group, not {answers!r:.200}; mend it"
+        )
+    return [
+        _per_turn(name, answer, len(one.turns))
+        for answer, one in zip(answers, group.trajectories, strict=True)
+    ]
+
+
+def _per_turn(name: str, answer: Any, num_turns: int) -> list[float]:
     try:
         rewards = torch.as_tensor(answer, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):

@@ -3,7 +3,7 @@ metrics.
 
 A name, an import path (`my_module:my_thing`, also of a file in the working directory), an entry
 point of the table's group or `register` fills a table. Nothing here imports torch, so that the
-configuration checks names at once. `docs/algorithm.md` has the signatures and formulas.
+configuration checks names at once. `docs/extending.md` has the signatures.
 """
 
 import inspect
@@ -22,7 +22,7 @@ OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
 
 _TERM = re.compile(
     r"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*\*\s*)?"
-    r"(?P<name>[A-Za-z_]\w*(?:\.\w+)*(?::\w+(?:\.\w+)*)?)\s*"
+    r"(?P<name>https?://[^\s+*]+|[A-Za-z_]\w*(?:\.\w+)*(?::\w+(?:\.\w+)*)?)\s*"
 )
 _FAILURES = (
     ArithmeticError,
@@ -147,9 +147,16 @@ REWARDS = Registry(
         "success": f"{_REWARDS}:success",
         "format": f"{_REWARDS}:well_formed",
         "response_length": f"{_REWARDS}:response_length",
+        "repetition": f"{_REWARDS}:repetition",
+        "action_effectiveness": f"{_REWARDS}:action_effectiveness",
+        "grounded_thought": f"{_REWARDS}:grounded_thought",
+        "turn_discounted": f"{_REWARDS}:turn_discounted",
+        "group_relative": f"{_REWARDS}:group_relative",
     },
 )
-"""`reward(trajectory) -> rewards of its turns, or one number, which its last turn earns`."""
+"""`reward(trajectory) -> rewards of its turns, or one number, which its last turn earns`; or
+`reward(group) -> one such answer for each of its trajectories`.
+"""
 METRICS = Registry(
     "metric",
     "--metrics",
@@ -176,6 +183,11 @@ def find_filter(name: str) -> Filter:
     return found if isinstance(found, Filter) else Filter(found)
 
 
+def is_judge(name: str) -> bool:
+    """Whether a reward is what a server says: its name is the server's URL."""
+    return name.startswith(("http://", "https://"))
+
+
 def parse_reward(text: str) -> dict[str, float]:
     """`environment + 0.1*format - my_module:my_reward` -> {"environment": 1.0, "format": 0.1, ...}.
 
@@ -193,7 +205,8 @@ def parse_reward(text: str) -> dict[str, float]:
                 f"reward must be a sum of distinct terms, not {text!r} (at {text[position:]!r});"
                 ' write e.g. --reward "environment + 0.1*format"'
             )
-        REWARDS.check(term["name"])
+        if not is_judge(term["name"]):
+            REWARDS.check(term["name"])
         terms[term["name"]] = weight
         position = term.end()
     return terms

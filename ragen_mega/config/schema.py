@@ -13,7 +13,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -25,7 +25,9 @@ from ragen_mega.algorithm.tables import (
     parse_reward,
 )
 from ragen_mega.environments import calls
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.pool import Worker
+from ragen_mega.environments.protocol import Budget
+from ragen_mega.environments.registry import held_out_options, make
 
 OffloadMode = Literal["none", "rollout", "turns"]
 
@@ -53,7 +55,7 @@ Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
 
 
 class Section:
-    """A part of the configuration; what is built of it keeps its bounds and rules."""
+    """A section of the configuration, checked against its bounds and rules when it is built."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that is not finite or out of bounds, or a broken rule."""
@@ -70,7 +72,9 @@ class Section:
                 raise ValueError(message)
 
     def rules(self) -> Sequence[tuple[bool, str]]:
-        """What must not be, each with what the error says. May raise ValueError itself."""
+        """Conditions that must not hold, each with the text of its error. May raise ValueError
+        itself.
+        """
         return ()
 
 
@@ -129,8 +133,8 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    """How model and optimizer are laid out over the ranks, what computes the layers and in which
-    numbers.
+    """How model and optimizer are laid out over the ranks, and which layers compute in which
+    precision.
     """
 
     tensor_model_parallel_size: Count = 1
@@ -166,8 +170,8 @@ class ParallelConfig(Section):
     placement: Literal["colocated"] = "colocated"
     """Who has the devices: engines and trainer share them, in turns."""
     offload: OffloadMode = "none"
-    """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer
-    state; or furthermore actor and critic in turns, each while the other one computes.
+    """What is moved to host memory: nothing; parameters, gradients and optimizer state during
+    rollouts; or, besides, actor and critic in turns, each while the other one computes.
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
@@ -244,6 +248,10 @@ class EnvironmentConfig(Section):
     """Environments and their shares of the groups of a step, e.g. `frozen_lake`,
     `sokoban:4,frozen_lake:4` or, of a file my_module.py, `my_module:MyEnvironment`.
     """
+    eval_environments: str = ""
+    """Further environments, separated by commas, that are evaluated beside those that are trained,
+    e.g. `sokoban_large,frozen_lake`.
+    """
     environment_options: str = "{}"
     """JSON object of options per environment, e.g. '{"sokoban": {"observation": "grid_coord"}}'."""
     curriculum: str = "{}"
@@ -251,15 +259,17 @@ class EnvironmentConfig(Section):
     that step on. Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30":
     {}}'.
     """
-    max_turns: Count = 5
-    """Turns per trajectory (K)."""
-    max_actions_per_turn: Count = 5
-    """Actions executed per turn; more are dropped."""
-    max_actions: Count = 10
-    """Actions per trajectory."""
-    format_penalty: Annotated[float, Bounds("at most 0", -math.inf, 0)] = -0.1
+    max_turns: Count | None = None
+    """Turns per trajectory, K (default: the environment's, else 5)."""
+    max_actions_per_turn: Count | None = None
+    """Actions executed per turn; more are dropped (default: the environment's, else 5)."""
+    max_actions: Count | None = None
+    """Actions per trajectory (default: the environment's, else 10; without limit where it sets its
+    own turns or takes text).
+    """
+    format_penalty: Annotated[float, Bounds("at most 0", -math.inf, 0)] | None = None
     """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it
-    earned.
+    earned (default: the environment's, else -0.1).
     """
     think: bool = True
     """Force a `<think>` at the start of every turn."""
@@ -268,7 +278,12 @@ class EnvironmentConfig(Section):
     """
     environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
-    any time).
+    no limit).
+    """
+
+    environment_processes: Natural = 0
+    """Processes of each rank in which environments live that hold the interpreter while they
+    compute (0: none, they live in threads).
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
@@ -291,22 +306,46 @@ class EnvironmentConfig(Section):
                 f"{flag} must map environment names to objects, not {options!r}; "
                 'write e.g. \'{"sokoban": {"observation": "grid"}}\''
             )
-        if unknown := set(options) - set(self.shares):
+        if unknown := set(options) - set(self.evaluated):
             raise ValueError(
                 f"{flag} names {', '.join(sorted(unknown))}, which is not trained"
                 f" ({', '.join(self.shares)}); drop it or add it to --environments"
             )
-        for name in self.shares:
-            calls.close(make(name, **base.get(name, {}) | options.get(name, {})))
+        for name in self.evaluated:
+            build = partial(make, name, **base.get(name, {}) | options.get(name, {}))
+            worker = Worker(self.environment_timeout)  # for it may not return
+            worker.end(partial(calls.close, worker.build(name, build)))
+
+    @property
+    def expected_turns(self) -> int:
+        """Turns of a trajectory at most, as far as flags say it."""
+        return self.max_turns or Budget().max_turns
 
     @property
     def shares(self) -> dict[str, int]:
         """Environment name -> share of the groups."""
         return parse_shares(self.environments)
 
+    @property
+    def evaluated(self) -> list[str]:
+        """Names of the environments that are trained, then of those that are only evaluated."""
+        others = [name for part in self.eval_environments.split(",") if (name := part.strip())]
+        if len({*self.shares, *others}) < len(self.shares) + len(others):
+            raise ValueError(
+                f"eval_environments must be distinct and not among {', '.join(self.shares)}, which"
+                f" are evaluated anyway; they are {self.eval_environments!r}"
+            )
+        return [*self.shares, *others]
+
     def options(self, name: str) -> dict[str, Any]:
         """Options of one environment's constructor."""
         return json.loads(self.environment_options).get(name, {})
+
+    def evaluation_options(self, name: str) -> dict[str, Any]:
+        """The options under which it is evaluated: on tasks that are not trained on, where it tells
+        them apart and `options` do not say otherwise.
+        """
+        return held_out_options(name) | self.options(name)
 
     def training_options(self, name: str, step: int) -> dict[str, Any]:
         """The options under which a training step plays: those of `options` and of the curriculum's
@@ -319,16 +358,21 @@ class EnvironmentConfig(Section):
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    """How many trajectories are sampled in a step, and how."""
+    """How many trajectories a step samples, and how."""
 
     num_groups: Count = 8
     """Initial states per step (P)."""
     group_size: Count = 16
     """Trajectories per initial state (N)."""
-    max_response_length: Count = 400
-    """Tokens that may be sampled in one turn."""
+    max_response_length: Count | None = None
+    """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
     max_context_length: Count = 3600
     """Tokens of a trajectory; one that would grow longer is closed as truncated."""
+    context_window: Natural = 0
+    """Turns that the policy sees: the present one and those before it, behind the task. Every turn
+    whose prompt does not go on from the last one is then a sample of its own (0: the whole
+    trajectory). --max-context-length bounds each of them.
+    """
     temperature: Positive = 1.0
     """Sampling temperature; the trainer divides its logits by the same. A greedy policy (0) would
     explore nothing.
@@ -346,7 +390,7 @@ class RolloutConfig(Section):
     --sglang-arguments='--mem-fraction-static 0.85'; their own parser checks them before training.
     """
     sglang_start_timeout: Positive | None = None
-    """Seconds in which a server must be ready (default: 300, with --rollout-fp8 1800, because its
+    """Seconds in which a server must be ready (default: 300, and 1800 for FP8 rollouts, whose
     kernels are compiled at the first start).
     """
     kv_cache_tokens: int | None = None
@@ -372,8 +416,13 @@ class RolloutConfig(Section):
     GPUs and `file` on a CPU.
     """
 
+    @property
+    def expected_response_length(self) -> int:
+        """Tokens of a turn at most, as far as flags say it."""
+        return self.max_response_length or Budget().max_response_length
+
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
-        """Engines of a job. Raises ValueError unless every one has its ranks on one node."""
+        """Number of engines of a job. Raises ValueError unless each has its ranks on one node."""
         size = self.rollout_tensor_parallel_size
         if ranks_per_node % size or world_size % size:
             raise ValueError(
@@ -473,8 +522,9 @@ class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     reward: str = "environment"
-    """What a trajectory earns: a weighted sum of environment, success, format, response_length and
-    rewards of your own, e.g. "environment + 0.1*format + my_module:my_reward".
+    """What a trajectory earns: a weighted sum of environment, success, format, response_length,
+    repetition, action_effectiveness, grounded_thought, turn_discounted, group_relative, judges by
+    their URLs and rewards of your own, e.g. "environment + 0.1*format + my_module:my_reward".
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
@@ -501,7 +551,7 @@ class AdvantageConfig(Section):
     kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy subtracted from the reward of each token."""
     kl_reward_coef: float = 0.0
-    """Its coefficient."""
+    """Coefficient of the KL in the rewards."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         parse_reward(self.reward)
@@ -578,7 +628,7 @@ class LossConfig(Section):
     kl_kind: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy as a loss term."""
     kl_coef: NonNegative = 0.0
-    """Its coefficient."""
+    """Coefficient of the KL in the loss."""
     entropy_coef: float = 0.001
     """Coefficient of the entropy bonus."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = (
@@ -595,7 +645,7 @@ class LossConfig(Section):
     importance_cap: Positive | None = None
     """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
     value_clip: Positive | None = 0.5
-    """Clip range of the critic's change of value."""
+    """Clip range of the critic's values around the old ones."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         return (
@@ -626,7 +676,7 @@ class TrainConfig(Section):
     updates_per_rollout: Count = 1
     """Passes over the kept trajectories of a rollout (Online-k)."""
     max_tokens_per_microbatch: Count = 16384
-    """Positions in one forward pass."""
+    """Token positions in one forward pass, at most."""
     lr: Positive = 1e-6
     """Learning rate of the policy."""
     critic_lr: Positive = 1e-5
@@ -636,8 +686,11 @@ class TrainConfig(Section):
     lr_warmup: Natural = 0
     """Steps of linear warm-up of both learning rates."""
     weight_decay: NonNegative = 0.01
+    """Decoupled weight decay, as in AdamW."""
     adam_beta1: Share = 0.9
+    """Decay of Adam's mean of gradients."""
     adam_beta2: Share = 0.999
+    """Decay of Adam's mean of squared gradients."""
     adam_eps: Positive = 1e-8
     """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
     gradient descent with momentum, which leaves weights with little gradient where they are: noisy
@@ -648,8 +701,8 @@ class TrainConfig(Section):
     critic_warmup: Natural = 0
     """First steps in which only the critic is updated."""
     max_nonfinite_updates: Count = 3
-    """Updates of one model in a row that a non-finite loss or gradient may cost; after that many
-    the run stops.
+    """Updates of one model in a row that may be skipped for a non-finite loss or gradient; after
+    that many the run stops.
     """
     max_empty_steps: Natural = 10
     """Steps in a row of which the filter may keep nothing; after that many the run stops and says
@@ -666,6 +719,10 @@ class WarmStartConfig(Section):
     warm_start_first_turn_steps: Natural = 300
     """Optimizer steps of behaviour cloning on first turns of scripted play (only without --load).
     """
+    warm_start_first_turns: Count = 1
+    """How many turns of an episode are its first ones: as many as it takes to meet every kind of
+    state.
+    """
     warm_start_steps: Natural = 300
     """Further steps on whole scripted trajectories."""
     warm_start_batch: Count = 16
@@ -681,7 +738,7 @@ class WarmStartConfig(Section):
     with a critic).
     """
     warm_start_critic_lr: Positive = 1e-3
-    """Peak learning rate of that."""
+    """Peak learning rate of that regression."""
     warm_start_temperature: Positive = 1.0
     """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what
     is certain there, and as open where the play is random: reinforcement learning then shifts
@@ -728,7 +785,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True)
 class LoggingConfig(Section):
-    """Where a run writes, and what besides the usual numbers."""
+    """Where a run writes, and what it logs besides the usual numbers."""
 
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).

@@ -4,6 +4,7 @@ forward pass.
 The shift from tokens to labels happens here and nowhere else.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -17,8 +18,8 @@ from ragen_mega.data.types import Microbatch, TokenBatch, Trajectory, move, offs
 
 
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
-    """Pack S trajectories of L_s tokens into T = sum(L_s - 1) positions; position t predicts the
-    next token.
+    """Pack S trajectories of L_s tokens into T = sum(L_s - 1) positions (less with several segments
+    each); position t predicts the next token.
 
     Two turns (see `Trajectory`), one trajectory:
 
@@ -28,28 +29,31 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     """
     if not trajectories:
         raise ValueError("cannot pack zero trajectories; the filter kept no group, skip the update")
-    whole = torch.tensor([len(trajectory) for trajectory in trajectories])
-    lengths = whole - 1
+    lengths = torch.tensor([len(one) - 1 - len(one.breaks) for one in trajectories])
     cu_seqlens = offsets_of(lengths)
-    starts = cu_seqlens[:-1].long()
-    tokens = flatten((t.tokens for t in trajectories), np.int64)  # [T + S]
+    spans = [end - start for one in trajectories for start, end in one.segments]
+    whole = torch.tensor(spans)  # [G]
+    cu_segments = offsets_of(whole - 1)
+    tokens = flatten((t.tokens for t in trajectories), np.int64)  # [T + G]
     is_label = torch.ones_like(tokens, dtype=torch.bool)
-    is_label[whole.cumsum(0) - whole] = False  # the first token of each trajectory
+    is_label[whole.cumsum(0) - whole] = False  # the first token of each segment
     is_input = torch.ones_like(is_label)
     is_input[whole.cumsum(0) - 1] = False  # and its last
-    turn_ids, rewards = _of_turns(trajectories, starts, int(cu_seqlens[-1]))
+    turn_ids, rewards = _of_turns(trajectories, cu_seqlens[:-1].long(), int(cu_seqlens[-1]))
     mask = flatten((t.loss_mask for t in trajectories), np.bool_)
     logprobs = flatten((t.rollout_logprobs for t in trajectories), np.float32)
+    starts = cu_segments[:-1].long().repeat_interleave(whole - 1)
     return TokenBatch(
         tokens=tokens[is_input],
         labels=tokens[is_label],
-        position_ids=torch.arange(len(turn_ids)) - starts.repeat_interleave(lengths),
+        position_ids=torch.arange(len(turn_ids)) - starts,
         cu_seqlens=cu_seqlens,
         loss_mask=mask[is_label],
         turn_ids=turn_ids,
         rewards=rewards,
         group_ids=torch.tensor([t.group_id for t in trajectories]),
         rollout_logprobs=logprobs[is_label],
+        cu_segments=cu_segments if len(spans) > len(trajectories) else None,
     )
 
 
@@ -63,7 +67,9 @@ def _of_turns(
     rewards = torch.zeros(num_positions)
     counts = torch.tensor([len(trajectory.turns) for trajectory in trajectories])
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    bounds = [(turn.start, turn.end) for turn in turns]
+    # The first token of every further segment is nobody's label.
+    lost = [bisect_right(one.breaks, turn.start) for one in trajectories for turn in one.turns]
+    bounds = [(turn.start - n, turn.end - n) for turn, n in zip(turns, lost, strict=True)]
     spans = torch.tensor(bounds, dtype=torch.int64).reshape(-1, 2)
     spans += starts.repeat_interleave(counts)[:, None] - 1  # token t is the label of position t - 1
     sizes = spans[:, 1] - spans[:, 0]
@@ -160,6 +166,7 @@ def pad(batch: TokenBatch, multiple: int) -> TokenBatch:
     if num_padding == 0:
         return batch
     added = {"cu_seqlens": batch.cu_seqlens[-1:] + num_padding}
+    added["cu_segments"] = added["cu_seqlens"]
     added["group_ids"] = batch.group_ids.new_full((1,), -1)
     added["turn_ids"] = batch.turn_ids.new_full((num_padding,), -1)
     return replace(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -88,6 +89,9 @@ class Trajectory:
         loss_mask          0  0  0   1  1   0  0   1
         rollout_logprobs   0  0  0  -1 -2   0  0  -1
         turns             [Turn(3, 5), Turn(7, 8)]
+
+    Where the policy sees a window of its turns only, the prompt of a turn may be none that the last
+    one began: it starts a new segment, in which earlier answers are context like any other.
     """
 
     group_id: int
@@ -100,15 +104,18 @@ class Trajectory:
     loss_mask: list[bool] = field(default_factory=list)  # [L] True where the policy sampled
     rollout_logprobs: list[float] = field(default_factory=list)  # [L] 0.0 where loss_mask is False
     turns: list[Turn] = field(default_factory=list)  # [<= K]
+    breaks: list[int] = field(default_factory=list)  # where segments start, besides the first
     terminated: bool = False
     """The task ended: solved, lost, or nothing left to do."""
     truncated: bool = False
     """Turns, actions or context ran out before the task ended."""
 
-    def append_observation(self, tokens: Sequence[int]) -> None:
+    def append_observation(self, tokens: Sequence[int], *, afresh: bool = False) -> None:
         """Append tokens that the policy did not sample: prompt, observation, chat markers, a forced
-        `<think>`.
+        `<think>`. `afresh`: they are the whole prompt of what comes next, and start a segment.
         """
+        if afresh and self.tokens:
+            self.breaks.append(len(self))
         self.tokens.extend(tokens)
         self.loss_mask.extend([False] * len(tokens))
         self.rollout_logprobs.extend([0.0] * len(tokens))
@@ -127,6 +134,11 @@ class Trajectory:
         self.loss_mask.extend([True] * len(completion.tokens))
         self.rollout_logprobs.extend(completion.logprobs)
         return self.turns[-1]
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """Spans of `tokens` that the policy saw as one text each, in order."""
+        return list(pairwise((0, *self.breaks, len(self))))
 
     @property
     def total_reward(self) -> float:
@@ -164,19 +176,23 @@ class TokenBatch:
     """S trajectories packed into T positions; position t predicts `labels[t]`, every [T] field is
     about `labels[t]`.
 
-    Position t holds `tokens[t]`. The last token of a trajectory is only ever a label, so a
-    trajectory of L tokens takes L - 1 positions. `cu_seqlens` delimits the trajectories; positions
-    behind `cu_seqlens[S]`, if any, are padding.
+    Position t holds `tokens[t]`. The last token of a segment (mostly: of a trajectory, see
+    `Trajectory`) is only ever a label, so a segment of L tokens takes L - 1 positions. `cu_seqlens`
+    delimits the trajectories; positions behind `cu_seqlens[S]`, if any, are padding.
     """
 
     tokens: Tensor  # [T] int64
     labels: Tensor  # [T] int64, tokens shifted by one inside each trajectory
-    position_ids: Tensor  # [T] int64, restart at 0 with each trajectory
+    position_ids: Tensor  # [T] int64, restart at 0 with each segment
     cu_seqlens: Tensor  # [S + 1] int32
     loss_mask: Tensor  # [T] bool, True where the policy sampled labels[t]
     turn_ids: Tensor  # [T] int32, turn of labels[t], -1 where it was not sampled
     rewards: Tensor  # [T] float32, nonzero only on the last sampled label of a turn
     group_ids: Tensor  # [S] int64
+    cu_segments: Tensor | None = None
+    """[G + 1] int32 offsets of the segments; None: every trajectory is one. A token attends to its
+    segment alone; rewards, advantages and statistics are the trajectory's.
+    """
     rollout_logprobs: Tensor  # [T] float32
     old_logprobs: Tensor | None = None  # [T] float32, under the weights at the start of the update
     ref_logprobs: Tensor | None = None  # [T] float32, under the frozen reference policy
@@ -249,11 +265,28 @@ class TokenBatch:
         selected = {
             name: value[positions] for name, value in self.tensors() if name in _TOKEN_FIELDS
         }
+        if self.cu_segments is not None:
+            starts = torch.zeros(self.num_positions + 1, dtype=torch.int32)
+            starts[self.cu_segments.long()] = 1
+            found = starts[positions].nonzero()[:, 0]
+            selected["cu_segments"] = torch.cat([found, found.new_tensor([len(positions)])]).int()
         return replace(
             self,
             cu_seqlens=offsets_of(self.lengths[ids]),
             group_ids=self.group_ids[ids],
             **selected,
+        )
+
+    def by_segment(self) -> TokenBatch:
+        """The same positions as a batch of segments, for what computes every one by itself."""
+        if self.cu_segments is None:
+            return self
+        num_segments = torch.bucketize(self.cu_seqlens, self.cu_segments).diff()
+        return replace(
+            self,
+            cu_seqlens=self.cu_segments,
+            cu_segments=None,
+            group_ids=self.group_ids.repeat_interleave(num_segments),
         )
 
     def to(self, device: torch.device) -> TokenBatch:

@@ -1,12 +1,19 @@
-"""Turn a model's text into actions: `<think> ... </think> <answer> a || b </answer>`.
+"""Turn a model's text into steps of an environment: actions in answer tags, free text there, tool
+calls, or whatever the environment's own parser reads.
 
-The accepted language is RAGEN's (arXiv:2504.20073, appendix B); the search is linear in the text
-instead of a backtracking expression, whose cost on repeated tags grows with the cube of the length.
+`<think> ... </think> <answer> a || b </answer>` is RAGEN's language (arXiv:2504.20073, appendix B);
+the search is linear in the text instead of a backtracking expression, whose cost on repeated tags
+grows with the cube of the length. Tool calls are written as Qwen's chat templates ask for them (the
+Hermes format).
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from ragen_mega.environments import calls
 
 ACTION_SEPARATOR = "||"
 
@@ -20,22 +27,72 @@ _MARKERS = re.compile(r"</?think>|</?answer>|<\|im_start\|>|<\|im_end\|>")
 class ParsedResponse:
     """The part of a response that the environment may see."""
 
-    actions: tuple[str, ...]
-    """Legal action names in the environment's spelling, in order, at most `max_actions`."""
-    thought: str
-    is_format_valid: bool
-    """The tags were found in the required order."""
-    has_invalid_action: bool
+    actions: tuple[Any, ...] = ()
+    """Steps, in order, at most as many as a turn may have: legal names in the environment's
+    spelling, texts, or what a parser made of them.
+    """
+    thought: str = ""
+    is_format_valid: bool = False
+    """The tags were found in the required order, or the parser could read the answer."""
+    has_invalid_action: bool = False
     """At least one of the actions inside the cap was unknown and dropped."""
 
     @property
     def is_action_valid(self) -> bool:
         return bool(self.actions) and not self.has_invalid_action
 
-    @property
-    def is_penalised(self) -> bool:
-        """The format penalty is due: no tags, no legal action, or any unknown action."""
-        return not (self.is_format_valid and self.is_action_valid)
+
+def read_response(environment: Any, text: str, *, think: bool, max_actions: int) -> ParsedResponse:
+    """What the policy wrote in one turn, as this environment reads it: by its `parse`, as tool
+    calls, as names of its actions, or as free text. With `think` it follows a forced `<think>`.
+
+    Raises whatever the environment's parser raises but ValueError, which says that an answer is
+    malformed.
+    """
+    if hasattr(environment, "parse"):
+        return _read(lambda rest: calls.parse(environment, rest), text, think, max_actions)
+    if getattr(environment, "tools", None):
+        return _read(tool_calls, text, think, max_actions)
+    if (legal := getattr(environment, "actions", None)) is not None:
+        return parse_response(text, legal_actions=legal, think=think, max_actions=max_actions)
+    if (spans := _split(text, think)) is None:
+        return ParsedResponse()
+    thought, answer = spans
+    return ParsedResponse((answer,) if answer else (), thought, is_format_valid=True)
+
+
+def _read(
+    parse: Callable[[str], Sequence[Any]], text: str, think: bool, max_actions: int
+) -> ParsedResponse:
+    """By a parser of what follows the thought."""
+    thought, end, rest = text.partition("</think>") if think else ("", "</think>", text)
+    thought = _MARKERS.sub("", thought).strip()
+    if not end:
+        return ParsedResponse()
+    try:
+        actions = tuple(parse(rest.strip()))
+    except (ValueError, RecursionError):  # of JSON that is nested too deeply
+        return ParsedResponse(thought=thought)
+    return ParsedResponse(actions[:max_actions], thought, is_format_valid=True)
+
+
+def tool_calls(text: str) -> list[dict[str, Any]]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` once or several times -> the
+    objects. Raises ValueError if there is none or one is no such object.
+    """
+    found = []
+    for part in text.split("<tool_call>")[1:]:
+        body, end, _ = part.partition("</tool_call>")
+        if not end:
+            raise ValueError("a <tool_call> does not end")
+        found.append(json.loads(body))
+    for call in found:
+        is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
+        if not is_call or not isinstance(call.setdefault("arguments", {}), dict):
+            raise ValueError(f"a tool call is an object with name and arguments, not {call!r:.60}")
+    if not found:
+        raise ValueError("no <tool_call> ... </tool_call>")
+    return found
 
 
 def parse_response(
@@ -47,14 +104,9 @@ def parse_response(
     `max_actions` pieces of the answer count; unknown ones among them are dropped and the rest still
     runs.
     """
-    # Each tag may be matched at its first occurrence: whatever follows a later occurrence also
-    # follows the first one.
-    opening = (_THOUGHT_TO_ANSWER if think else _ANSWER).search(text)
-    answer_end = text.find("</answer>", opening.end()) if opening else -1
-    if answer_end < 0:
-        return ParsedResponse((), "", is_format_valid=False, has_invalid_action=False)
-    spans = (text[: opening.start()] if think else "", text[opening.end() : answer_end])
-    thought, answer = (_MARKERS.sub("", span).strip() for span in spans)
+    if (spans := _split(text, think)) is None:
+        return ParsedResponse()
+    thought, answer = spans
     spelling = {name.lower(): name for name in legal_actions}
     pieces = [piece for part in answer.split(ACTION_SEPARATOR) if (piece := part.strip())]
     pieces = pieces[:max_actions]
@@ -62,3 +114,16 @@ def parse_response(
     return ParsedResponse(
         known, thought, is_format_valid=True, has_invalid_action=len(known) < len(pieces)
     )
+
+
+def _split(text: str, think: bool) -> tuple[str, str] | None:
+    """Thought and answer without tags; None unless the tags are there in the required order."""
+    # Each tag may be matched at its first occurrence: whatever follows a later occurrence also
+    # follows the first one.
+    opening = (_THOUGHT_TO_ANSWER if think else _ANSWER).search(text)
+    answer_end = text.find("</answer>", opening.end()) if opening else -1
+    if answer_end < 0:
+        return None
+    spans = (text[: opening.start()] if think else "", text[opening.end() : answer_end])
+    thought, answer = (_MARKERS.sub("", span).strip() for span in spans)
+    return thought, answer

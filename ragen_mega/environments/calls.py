@@ -6,14 +6,21 @@ Environments are anyone's code: what they do wrong is an error that says which r
 
 import asyncio
 import inspect
+import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from numbers import Real
 from typing import Any
 
-from ragen_mega.environments.protocol import Environment, StepResult
+from ragen_mega.environments.protocol import Environment, Message, Observation, StepResult
+
+MAX_OBSERVATION = 1_000_000
+"""Characters of an observation; no context holds as much."""
+ROLES = ("system", "user", "tool", "assistant")
+"""Of messages that an environment may give."""
 
 
 def reset(
@@ -22,25 +29,27 @@ def reset(
     *,
     outcome_seed: int | None = None,
     board: Sequence[str] | None = None,
-) -> str:
-    """Start an episode: the first observation. `outcome_seed` is left out where `reset` does not
-    take it.
+) -> Observation:
+    """Start an episode: the first observation, a text or a tuple of `Message`. `outcome_seed` is
+    left out where `reset` does not take it.
 
-    Raises ValueError for a board where it takes none, TypeError if it returns no text.
+    Raises ValueError for a board where it takes none, and for an observation that is too long or no
+    Unicode; TypeError if it is neither text nor messages.
     """
     taken = _keywords(type(environment).reset)
     if board is not None and "board" not in taken:
         raise ValueError(f"{type(environment).__name__} does not start from boards; use seeds")
     keywords = {"outcome_seed": outcome_seed, "board": board}
-    return _text(
+    return _observation(
         "reset",
         _settled(environment.reset(seed, **{name: keywords[name] for name in taken})),
     )
 
 
-def step(environment: Environment, action: str) -> StepResult:
-    """Do one action. Raises TypeError for an answer of the wrong kind, and FloatingPointError for a
-    reward that is not finite.
+def step(environment: Environment, action: Any) -> StepResult:
+    """Do one action; messages come back as a tuple of `Message`. Raises TypeError for an answer of
+    the wrong kind, FloatingPointError for a reward that is not finite, and ValueError for an
+    observation that is too long or no Unicode.
     """
     result = _settled(environment.step(action))
     if isinstance(result, tuple) and len(result) == 5:
@@ -50,7 +59,7 @@ def step(environment: Environment, action: str) -> StepResult:
             "step must return a StepResult or (observation, reward, terminated, truncated, info),"
             f" not {result!r:.60}"
         )
-    _text("step", result.observation)
+    observation = _observation("step", result.observation)
     if not isinstance(result.reward, Real):
         raise TypeError(f"the environment's reward must be a number, not {result.reward!r:.60}")
     if not math.isfinite(result.reward):
@@ -59,7 +68,29 @@ def step(environment: Environment, action: str) -> StepResult:
         )
     if not isinstance(result.info, dict):
         raise TypeError(f"the info of a step must be a dict, not {result.info!r:.60}")
-    return result
+    return replace(
+        result,
+        observation=observation,
+        terminated=bool(result.terminated),
+        truncated=bool(result.truncated),
+    )
+
+
+def parse(environment: Any, text: str) -> list[Any]:
+    """What the environment's own parser makes of an answer: its steps. Raises ValueError where the
+    parser does, TypeError for steps that are neither text nor JSON objects.
+    """
+    answer = _settled(environment.parse(text))
+    steps = [answer] if isinstance(answer, (str, Mapping)) else answer
+    are_steps = isinstance(steps, (list, tuple)) and all(
+        isinstance(one, str) or (isinstance(one, dict) and _is_json(one)) for one in steps
+    )
+    if not are_steps:
+        raise TypeError(
+            f"parse must return a step or a list of them, each a text or a JSON object, not"
+            f" {answer!r:.60}; raise ValueError for an answer that cannot be read"
+        )
+    return list(steps)
 
 
 def close(environment: Any) -> None:
@@ -76,12 +107,50 @@ def _keywords(method: Any) -> tuple[str, ...]:
     return tuple(name for name in ("outcome_seed", "board") if takes_all or name in parameters)
 
 
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _observation(method: str, observation: Any) -> Observation:
+    """Text as it is; messages in any of their forms as a tuple of `Message`."""
+    if isinstance(observation, str):
+        return _text(method, observation)
+    pairs = observation if isinstance(observation, (list, tuple)) else ()
+    messages = []
+    for one in pairs:
+        if isinstance(one, Mapping):
+            one = (one.get("role"), one.get("content"))
+        role, content = (one.role, one.content) if isinstance(one, Message) else one
+        if role not in ROLES:
+            raise ValueError(
+                f"a message of {method} must have one of the roles {', '.join(ROLES)}, not"
+                f" {role!r:.60}; the policy's answers are added for it"
+            )
+        messages.append(Message(role, _text(method, content)))
+    if not messages:
+        raise TypeError(
+            f"the observation of {method} must be text (str) or messages (role, content), not"
+            f" {observation!r:.60}; convert it in the environment"
+        )
+    return tuple(messages)
+
+
 def _text(method: str, observation: Any) -> str:
     if not isinstance(observation, str):
         raise TypeError(
             f"the observation of {method} must be text (str), not {observation!r:.60}; convert it"
             " in the environment"
         )
+    if len(observation) > MAX_OBSERVATION:
+        raise ValueError(
+            f"the observation of {method} has {len(observation)} characters, and no context holds"
+            f" more than {MAX_OBSERVATION}; shorten it in the environment"
+        )
+    observation.encode()  # a lone surrogate is no character, and no tokenizer takes it
     return observation
 
 

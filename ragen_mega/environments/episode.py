@@ -8,34 +8,43 @@ the budget that is enforced.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, parse_response
+from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, read_response
 from ragen_mega.environments.calls import reset, step
-from ragen_mega.environments.protocol import Budget, Environment, StepResult
+from ragen_mega.environments.claims import check_claims
+from ragen_mega.environments.protocol import (
+    Action,
+    Budget,
+    Environment,
+    Message,
+    Observation,
+    StepResult,
+)
 
 PromptStyle = Literal["full", "system", "compact"]
 
+_MALFORMED = "Your answer could not be read. Keep to the format."
 _TOKENS_PER_WORD = 2
 """With the tags of an answer, at most, so that what prompts allow is not cut."""
 ERROR = "error"
 """Key of a turn's info under which a trajectory that its environment ended says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One chat message."""
-
-    role: str
-    content: str
+FORMAT_PENALTY = -0.1
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeConfig(Budget):
-    """Budgets, format rules and wording of an episode."""
+class EpisodeConfig:
+    """Budgets, format rules and wording of episodes. What is None is as the environment says, by an
+    attribute of the same name, or else as `Budget` and `FORMAT_PENALTY` do.
+    """
 
-    format_penalty: float = -0.1
+    max_turns: int | None = None
+    max_actions_per_turn: int | None = None
+    max_actions: int | None = None
+    format_penalty: float | None = None
     """Added to the reward of every turn without a well-formed answer or with an unknown action."""
     think: bool = True
     """The response follows a forced `<think>`; otherwise it is an answer alone."""
@@ -45,19 +54,44 @@ class EpisodeConfig(Budget):
     """
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_actions_per_turn", "max_actions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not math.isfinite(self.format_penalty) or self.format_penalty > 0:
-            raise ValueError(
-                "format_penalty is added to the reward and must be finite and <= 0, not"
-                f" {self.format_penalty}; write -0.1 for a penalty of 0.1"
-            )
+        self.budget(None)
+        self.penalty(None)
         if self.prompt_style not in get_args(PromptStyle):
             raise ValueError(
                 f"prompt_style must be one of {', '.join(get_args(PromptStyle))}, not"
                 f" {self.prompt_style!r}"
             )
+
+    def budget(self, environment: Any) -> Budget:
+        """How much a trajectory of this environment may do. Free text is one step a turn. Where
+        nobody limits the actions, an environment that sets its own turns or has no `actions` may
+        use all of its turns.
+        """
+        limits = {item.name: self._setting(item.name, environment) for item in fields(Budget)}
+        limits = {name: limit for name, limit in limits.items() if limit is not None}
+        if environment is None:
+            return Budget(**limits)
+        if not any(hasattr(environment, name) for name in ("actions", "tools", "parse")):
+            limits["max_actions_per_turn"] = 1
+        if hasattr(environment, "max_turns") or not hasattr(environment, "actions"):
+            known = Budget(**limits)
+            limits.setdefault("max_actions", known.max_turns * known.max_actions_per_turn)
+        return Budget(**limits)
+
+    def penalty(self, environment: Any) -> float:
+        """What a malformed answer costs. Raises ValueError unless it is finite and <= 0."""
+        own = self._setting("format_penalty", environment)
+        penalty = FORMAT_PENALTY if own is None else own
+        if not math.isfinite(penalty) or penalty > 0:
+            raise ValueError(
+                "format_penalty is added to the reward and must be finite and <= 0, not"
+                f" {penalty}; write -0.1 for a penalty of 0.1"
+            )
+        return penalty
+
+    def _setting(self, name: str, environment: Any) -> Any:
+        own = getattr(self, name, None)
+        return getattr(environment, name, None) if own is None else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,100 +100,137 @@ class TurnResult:
 
     reward: float
     """Sum of the rewards of the executed actions, plus the format penalty if it is due."""
-    message: Message | None
-    """The next user message, None when the episode is over."""
+    messages: tuple[Message, ...]
+    """What the policy sees next, nothing when the episode is over."""
     terminated: bool
     truncated: bool
     info: dict[str, Any]
     """success, is_format_valid, is_action_valid, is_action_effective, num_actions, actions,
-    thought.
+    thought; claims: how many in the thought hold and how many there are, where that can be checked.
     """
 
 
 def failed_turn(error: Exception) -> TurnResult:
     """The end of a trajectory whose environment did not answer, with the reason as data."""
     info = {ERROR: str(error), "success": False}
-    return TurnResult(reward=0.0, message=None, terminated=False, truncated=True, info=info)
+    return TurnResult(reward=0.0, messages=(), terminated=False, truncated=True, info=info)
 
 
 class Episode:
     """Drives one environment through one trajectory at a time."""
 
     def __init__(self, environment: Environment, config: EpisodeConfig) -> None:
+        """Raises ValueError for a limit that the environment sets wrongly."""
         self.environment = environment
         self.config = config
-        self.max_response_length = 400
+        self.budget = config.budget(environment)
+        self._penalty = config.penalty(environment)
+        self.tools: list[dict[str, Any]] | None = getattr(environment, "tools", None)
+        """JSON schemas for the chat template."""
+        self.max_response_length = self.budget.max_response_length
         """Tokens that an answer may have; whoever plays the episode knows, prompts announce it."""
         self.done = True
         self._num_turns = 0
         self._num_actions = 0
-        self.observation = ""
+        self.observation: Observation = ""
         """The latest."""
+        self._opening: tuple[Message, ...] | None = None  # of an environment that has its own words
+        self._task = ""
+
+    @property
+    def takes_names(self) -> bool:
+        """Whether an answer is a list of names of actions, and not free text or what a parser
+        reads.
+        """
+        environment = self.environment
+        return hasattr(environment, "actions") and not (self.tools or hasattr(environment, "parse"))
 
     @property
     def actions_left(self) -> int:
         """Actions that can still be executed: the budget, or what the remaining turns can hold if
         that is less.
         """
-        turns_left = self.config.max_turns - self._num_turns
+        turns_left = self.budget.max_turns - self._num_turns
         return min(
-            self.config.max_actions - self._num_actions,
-            turns_left * self.config.max_actions_per_turn,
+            self.budget.max_actions - self._num_actions,
+            turns_left * self.budget.max_actions_per_turn,
         )
 
     def start(
         self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None
     ) -> list[Message]:
-        """Reset the environment; an optional system message and the first user message."""
+        """Reset the environment; what the policy sees first: its messages, or an optional system
+        message and a user message around its text.
+        """
         self.observation = reset(self.environment, seed, outcome_seed=outcome_seed, board=board)
         self._num_turns = self._num_actions = 0
         self.done = False
-        prompt = self._turn_prompt()
+        self._task = "" if self.config.prompt_style == "compact" else self._task_prompt()
+        if isinstance(self.observation, str):
+            self._opening = None
+            return self.beginning([Message("user", self._turn_prompt(self.observation))])
+        self._opening = self.observation
+        return list(self._opening)
+
+    def beginning(self, messages: Sequence[Message]) -> list[Message]:
+        """What the policy sees where its context begins with the `messages` of a turn: the task
+        stands before them, as in the first turn. Of an environment that speaks in messages itself
+        these are its first ones.
+        """
+        if self._opening is not None:
+            return [*self._opening, *messages]
         if self.config.prompt_style == "compact":
-            return [Message("user", prompt)]
+            return list(messages)
         if self.config.prompt_style == "system":
-            return [Message("system", self._task_prompt()), Message("user", prompt)]
+            return [Message("system", self._task), *messages]
+        task = self._task
+        if messages[0].role == "user":
+            task, messages = task + messages[0].content, messages[1:]
         return [
             Message("system", "You're a helpful assistant."),
-            Message("user", self._task_prompt() + prompt),
+            Message("user", task),
+            *messages,
         ]
 
     def respond(self, text: str) -> TurnResult:
         """Execute the model's text of this turn. Any text is legal.
 
-        Raises RuntimeError if the episode is over, and what `calls.step` does for an answer that
-        breaks a rule.
+        Raises RuntimeError if the episode is over, and what `calls.step` and the environment's
+        parser do for an answer that breaks a rule.
         """
         if self.done:
             raise RuntimeError("the episode is over; call start before the next response")
-        parsed = parse_response(
+        parsed = read_response(
+            self.environment,
             text,
-            legal_actions=self.environment.actions,
             think=self.config.think,
-            max_actions=self.config.max_actions_per_turn,
+            max_actions=self.budget.max_actions_per_turn,
         )
+        claims = check_claims(self.environment, parsed.thought) if parsed.thought else None
         results = self._execute(parsed.actions)
+        info = _turn_info(parsed, results)
+        if claims is not None:
+            info["claims"] = (sum(claims), len(claims))
         self._num_turns += 1
-        environment_reward = math.fsum(result.reward for result in results)
+        reward = math.fsum(result.reward for result in results)
         terminated = bool(results) and results[-1].terminated
         truncated = not terminated and (
             (bool(results) and results[-1].truncated) or self.actions_left == 0
         )
         self.done = terminated or truncated
-        message = None if self.done else Message("user", self._next_prompt(environment_reward))
+        is_understood = info["is_format_valid"] and info["is_action_valid"]
         return TurnResult(
-            reward=environment_reward
-            + (self.config.format_penalty if parsed.is_penalised else 0.0),
-            message=message,
+            reward=reward + (0.0 if is_understood else self._penalty),
+            messages=() if self.done else self._next_messages(results, reward),
             terminated=terminated,
             truncated=truncated,
-            info=_turn_info(parsed, results),
+            info=info,
         )
 
-    def _execute(self, actions: Sequence[str]) -> list[StepResult]:
+    def _execute(self, actions: Sequence[Action]) -> list[StepResult]:
         """Run the actions in order until the environment ends or the budget does."""
         results: list[StepResult] = []
-        for action in actions[: self.config.max_actions - self._num_actions]:
+        for action in actions[: self.budget.max_actions - self._num_actions]:
             result = step(self.environment, action)
             results.append(result)
             self._num_actions += 1
@@ -168,34 +239,59 @@ class Episode:
                 break
         return results
 
-    def _next_prompt(self, reward: float) -> str:
-        if self.config.prompt_style == "compact":
-            return self._turn_prompt()
-        return f"Reward:\n{round(reward, 6):g}\n{self._turn_prompt()}"
+    def _next_messages(self, results: Sequence[StepResult], reward: float) -> tuple[Message, ...]:
+        """What the environment said: the messages of all steps of the turn, or the latest text."""
+        told = [one.observation for one in results if not isinstance(one.observation, str)]
+        if told and not isinstance(self.observation, str):
+            return tuple(message for messages in told for message in messages)
+        if not isinstance(self.observation, str):  # nothing was done, so nothing is new
+            return (Message("user", _MALFORMED),)
+        prompt = self._turn_prompt(self.observation)
+        if self.config.prompt_style != "compact":
+            prompt = f"Reward:\n{round(reward, 6):g}\n{prompt}"
+        return (Message("user", prompt),)
 
-    def _turn_prompt(self) -> str:
-        actions_left = self.actions_left
-        if self.config.prompt_style == "compact":
-            return f"{self.observation}\n{actions_left} left"
-        actions_now = min(actions_left, self.config.max_actions_per_turn)
-        thoughts = "<think> [Your thoughts] </think> " if self.config.think else ""
+    def _turn_prompt(self, observation: str) -> str:
+        actions_left, config = self.actions_left, self.config
+        turns_left = min(self.budget.max_turns - self._num_turns, actions_left)
+        if config.prompt_style == "compact":
+            return f"{observation}\n{actions_left if self.takes_names else turns_left} left"
+        left = f"{_count(turns_left, 'turn')} left"
+        if self.takes_names:
+            actions_now = min(actions_left, self.budget.max_actions_per_turn)
+            left = (
+                f"{_count(actions_left, 'action')} left and may use at most {actions_now} in this"
+                " turn"
+            )
+        thoughts = "<think> [Your thoughts] </think> " if config.think else ""
         return (
-            f"Turn {self._num_turns + 1}:\nState:\n{self.observation}\nYou have"
-            f" {_count(actions_left, 'action')} left and may use at most {actions_now} in this"
-            f" turn. Always output: {thoughts}<answer> [your answer] </answer> with no extra text."
-            f" Strictly follow this format. Max response length:"
-            f" {max(1, self.max_response_length // _TOKENS_PER_WORD)} words (tokens).\n"
+            f"Turn {self._num_turns + 1}:\nState:\n{observation}\nYou have {left}. Always output:"
+            f" {thoughts}{self._answer_format()} with no extra text. Strictly follow this format."
+            f" Max response length: {max(1, self.max_response_length // _TOKENS_PER_WORD)} words"
+            " (tokens).\n"
         )
 
+    def _answer_format(self) -> str:
+        if self.tools:
+            default = '<tool_call> {"name": [name], "arguments": [arguments]} </tool_call>'
+        elif hasattr(self.environment, "parse"):
+            default = "[your answer]"
+        else:
+            default = "<answer> [your answer] </answer>"
+        return getattr(self.environment, "answer_format", default)
+
     def _task_prompt(self) -> str:
-        config = self.config
-        per_turn = min(config.max_actions_per_turn, config.action_budget)
-        actions = "Your available actions are:\n" + ", ".join(self.environment.actions)
+        instruction, turns = getattr(self.environment, "instruction", None), self.budget.max_turns
+        if not self.takes_names:
+            return f"{instruction}\nYou have {_count(turns, 'turn')}.\n".removeprefix("None\n")
+        if instruction is None:
+            instruction = "Your available actions are:\n" + ", ".join(self.environment.actions)
+        per_turn = min(self.budget.max_actions_per_turn, self.budget.action_budget)
         return (
-            f"{getattr(self.environment, 'instruction', actions)}\n"
-            f"You have {_count(config.max_turns, 'turn')}. You can make up to"
+            f"{instruction}\n"
+            f"You have {_count(turns, 'turn')}. You can make up to"
             f" {_count(per_turn, 'action')} in one turn "
-            f"and {_count(config.action_budget, 'action')} in total, separated by the action"
+            f"and {_count(self.budget.action_budget, 'action')} in total, separated by the action"
             " separator "
             f'" {ACTION_SEPARATOR} "\n'
         )
@@ -214,7 +310,8 @@ def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult]) -> dict[st
     return {
         "success": bool(results) and is_success(results[-1]),
         "is_format_valid": parsed.is_format_valid,
-        "is_action_valid": parsed.is_action_valid,
+        "is_action_valid": parsed.is_action_valid
+        and all(bool(result.info.get("is_action_valid", True)) for result in results),
         "is_action_effective": any(
             bool(result.info.get("is_action_effective")) for result in results
         ),

@@ -28,7 +28,7 @@ def guarded(function: Callable[[], T]) -> T:
     """What `function` returns. Raises EnvironmentFailed, whatever it raises."""
     try:
         return function()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
 
 
@@ -43,7 +43,7 @@ class Worker:
     """
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: how long a call may take; 0: any time."""
+        """`seconds`: how long a call may take; 0: no limit."""
         self._seconds = seconds
         self._calls: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = (
             queue.SimpleQueue()
@@ -69,13 +69,25 @@ class Worker:
         except TimeoutError:
             raise EnvironmentFailed(f"took longer than {self._seconds:g} s") from None
 
+    def build(self, name: str, function: Callable[[], T]) -> T:
+        """As `wait`, of what builds environment `name`. What it starts in this thread cannot hold
+        up the end of the process either. Raises ValueError, in one line, and ends if it fails.
+        """
+        try:
+            return self.wait(function)
+        except EnvironmentFailed as error:
+            self.end(lambda: None)
+            if isinstance(error.__cause__, ValueError):
+                raise error.__cause__ from None
+            raise ValueError(f"environment {name} cannot be built: {error}") from error
+
     def end(self, last: Callable[[], Any]) -> None:
         """Call `last` when everything before has returned, and let the thread end."""
         self._submit(last)
         self._calls.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, at most so long."""
+        """Wait for the thread to end, at most so long."""
         self._thread.join(seconds)
 
     def _submit(self, function: Callable[[], T]) -> Future[T]:

@@ -16,9 +16,16 @@ import numpy as np
 
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import Board
-from ragen_mega.environments.episode import EpisodeConfig, is_success
+from ragen_mega.environments.episode import Episode, EpisodeConfig, is_success
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded
-from ragen_mega.environments.protocol import Environment, References, Solver, stable_seed
+from ragen_mega.environments.protocol import (
+    Action,
+    Environment,
+    References,
+    Solver,
+    stable_seed,
+)
+from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
 from ragen_mega.environments.registry import make
 
 _EPISODES_PER_PROMPT = 32  # of the random player in environments without an exact solution
@@ -53,11 +60,12 @@ class Baselines:
 
 def baselines(
     name: str,
-    boards_or_seeds: Iterable[int | Board | Sequence[str]],
+    boards_or_seeds: Iterable[int | Board | Prompt | Sequence[str]],
     protocol: EpisodeConfig,
     options: Mapping[str, Any] | None = None,
 ) -> Baselines:
-    """Baselines of environment `name` on the given prompts: seeds, boards or rows of boards.
+    """Baselines of environment `name` on the given prompts: seeds, boards, rows of boards, or
+    seeds with rows or None.
 
     `protocol` gives the budget (`max_turns`, `max_actions_per_turn`, `max_actions`); the random
     player uses all of it. Raises ValueError for an unknown environment, option or board, if there
@@ -66,16 +74,21 @@ def baselines(
     prompts = [_prompt(prompt) for prompt in boards_or_seeds]
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
-    environment = make(name, **(options or {}))
+    # In a thread, for it may not return, and is called where it was built.
+    worker = Worker(MAX_SECONDS + 1.0)
+    episode = worker.build(name, lambda: Episode(make(name, **(options or {})), protocol))
+    environment = episode.environment
     solver: Solver | None = getattr(environment, "solver", None)
-    if solver is None:
-        solved = [References(_measure_random(name, environment, protocol, prompts), None, None)]
-    else:
-        solved = []
-        for seed, rows in prompts:
-            calls.reset(environment, seed, board=rows)
-            solved.append(solver.references(environment, protocol))
-        calls.close(environment)
+    try:
+        if solver is None:
+            solved = [References(_measure_random(name, worker, episode, prompts), None, None)]
+        else:
+            solved = []
+            for seed, rows in prompts:
+                calls.reset(environment, seed, board=rows)
+                solved.append(solver.references(environment, episode.budget))
+    finally:
+        worker.end(partial(calls.close, environment))
     random = _mean_if_known([one.random for one in solved])
     interval = (
         (None, None) if random is None else wilson_interval(random * len(prompts), len(prompts))
@@ -87,21 +100,26 @@ def baselines(
         *interval,
         optimum=_mean_if_known([one.optimum for one in solved]),
         optimum_closed_loop=_mean_if_known([one.optimum_closed_loop for one in solved]),
-        is_exact=solver is not None,
+        is_exact=solver is not None and all(one.is_exact for one in solved),
     )
 
 
-def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list[str]:
+def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list[Action]:
     """What an optimal player does next, given the true state and a budget of `actions_left`
     actions; empty if the episode is over. Raises ValueError for an environment without a solver.
     """
+    return find_solver(environment).optimal_actions(environment, actions_left)
+
+
+def find_solver(environment: Environment) -> Solver:
+    """The environment's solver. Raises ValueError if it has none."""
     solver: Solver | None = getattr(environment, "solver", None)
     if solver is None:
         raise ValueError(
             f"no solver for {type(environment).__name__}; give the class an attribute `solver`, or"
             " set --warm-start-skill 0"
         )
-    return solver.optimal_actions(environment, actions_left)
+    return solver
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
@@ -120,22 +138,27 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     return max(0.0, centre - half_width), min(1.0, centre + half_width)
 
 
-def _prompt(prompt: int | Board | Sequence[str]) -> Prompt:
+def _prompt(prompt: int | Board | Prompt | Sequence[str]) -> Prompt:
     if isinstance(prompt, int):
         return prompt, None
+    if isinstance(prompt, tuple) and isinstance(prompt[0], int):
+        return prompt
     if isinstance(prompt, Board):
         return prompt.seed, prompt.rows
     return 0, tuple(prompt)
 
 
 def _measure_random(
-    name: str, environment: Environment, protocol: EpisodeConfig, prompts: Sequence[Prompt]
+    name: str, worker: Worker, episode: Episode, prompts: Sequence[Prompt]
 ) -> float | None:
-    """Success rate of uniformly random actions over sampled episodes; None if that takes too long.
+    """Success rate of uniformly random actions over sampled episodes; None if that takes too long
+    or if nobody knows what there is to choose from.
 
     An episode that the environment fails in counts as lost. Raises ValueError if all do.
     """
     deadline = time.monotonic() + MAX_SECONDS
+    if not is_drawn(episode):
+        return None
     failures: list[EnvironmentFailed] = []
 
     def measure() -> float | None:
@@ -146,34 +169,36 @@ def _measure_random(
                 if time.monotonic() > deadline:
                     return None
                 try:
-                    successes += guarded(
-                        partial(_play_randomly, environment, protocol, seed, rows, rng)
-                    )
+                    successes += guarded(partial(_play_randomly, episode, seed, rows, rng))
                 except EnvironmentFailed as error:
                     failures.append(error)
         return successes / (_EPISODES_PER_PROMPT * len(prompts))
 
-    worker = Worker(MAX_SECONDS + 1.0)
     try:
         rate = worker.wait(measure)
     except EnvironmentFailed:  # a call does not return
         rate = None
-    worker.end(partial(calls.close, environment))
     if len(failures) == _EPISODES_PER_PROMPT * len(prompts):
         raise ValueError(f"environment {name} fails whatever is done: {failures[0]}")
     return rate
 
 
 def _play_randomly(
-    environment: Environment,
-    protocol: EpisodeConfig,
-    seed: int,
-    rows: Sequence[str] | None,
-    rng: np.random.Generator,
+    episode: Episode, seed: int, rows: Sequence[str] | None, rng: np.random.Generator
 ) -> bool:
     """One episode; whether it succeeded."""
-    calls.reset(environment, seed, outcome_seed=int(rng.integers(2**62)), board=rows)
-    for _ in range(protocol.action_budget):
+    outcome_seed = int(rng.integers(2**62))
+    if not episode.takes_names:
+        episode.start(seed, outcome_seed=outcome_seed, board=rows)
+        opening = "</think>" if episode.config.think else ""
+        while True:
+            answer = write_answer(episode, random_steps(episode, rng, count=1))
+            result = episode.respond(opening + answer)
+            if episode.done:
+                return result.info["success"]
+    environment = episode.environment
+    calls.reset(environment, seed, outcome_seed=outcome_seed, board=rows)
+    for _ in range(episode.budget.action_budget):
         actions = environment.actions
         result = calls.step(environment, actions[int(rng.integers(len(actions)))])
         if result.terminated or result.truncated:

@@ -27,6 +27,7 @@ ENVIRONMENTS = Registry(
         "sokoban_large": _SOKOBAN,
         "sokoban_new_vocabulary": _SOKOBAN,
         "frozen_lake": f"{_WORLDS}.frozen_lake.world:FrozenLake",
+        "webshop": f"{_WORLDS}.webshop.world:WebShop",
     },
 )
 # RAGEN's script names and paper names of the two transfer bandits are swapped; the scripts' reading
@@ -41,7 +42,7 @@ _IMPLIED: dict[str, dict[str, Any]] = {
 }
 """Options that a name stands for."""
 
-_RESERVED = ("actions", "instruction", "board_set", "solver", "narrator")
+_RESERVED = ("actions", "instruction", "board_set", "solver", "narrator", "tools", "splits")
 """Class attributes that are part of the protocol, and no options."""
 
 
@@ -56,6 +57,14 @@ def register(name: str, environment: Any, **options: Any) -> None:
     """
     ENVIRONMENTS.register(name, environment)
     _IMPLIED[name] = options
+
+
+def held_out_options(name: str) -> dict[str, Any]:
+    """The options under which environment `name` is evaluated: of the names in its class attribute
+    `splits`, of which the first is trained on, the second as its option `split`.
+    """
+    splits = getattr(ENVIRONMENTS.get(name), "splits", ())
+    return {"split": splits[1]} if len(splits) > 1 else {}
 
 
 def make(name: str, **options: Any) -> Environment:
@@ -95,15 +104,26 @@ def _check_members(name: str, environment: Any) -> None:
     missing = [
         method for method in ("reset", "step") if not callable(getattr(environment, method, None))
     ]
-    actions = getattr(environment, "actions", None)
-    if missing or isinstance(actions, str) or not actions:
+    if missing:
         raise ValueError(
-            f"environment {name} has no {' and no '.join(missing or ['actions'])}; an environment"
-            " is a class with reset(seed), step(action) and actions, a sequence of names"
-            " (docs/environments.md)"
+            f"environment {name} has no {' and no '.join(missing)}; an environment is a class with"
+            " reset(seed) and step(action) (docs/environments.md)"
         )
-    if not all(isinstance(action, str) and action.strip() for action in actions):
-        raise ValueError(f"the actions of environment {name} must be names, not {actions!r:.60}")
+    for member, kind, rule in (
+        ("actions", str, "names; leave them out for free text"),
+        ("tools", dict, "JSON schemas; leave them out if there are none"),
+    ):
+        if not hasattr(environment, member):
+            continue
+        values = getattr(environment, member)
+        if (
+            isinstance(values, (str, dict))
+            or not values
+            or not all(isinstance(value, kind) and value for value in values)
+        ):
+            raise ValueError(
+                f"{member} of environment {name} must be a sequence of {rule}, not {values!r:.60}"
+            )
 
 
 def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list[str]:

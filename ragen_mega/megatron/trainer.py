@@ -123,6 +123,7 @@ class Trainer:
         """[T] of `compute` over all trajectories of `batch`, without gradients, equal on every
         rank.
         """
+        batch = batch.by_segment()
         self.memory.require("parameters")
         result = torch.zeros(batch.num_positions)
         parts = self._share(batch)
@@ -160,7 +161,7 @@ class Trainer:
             num_tokens=int(batch.loss_mask.sum()),
             num_trajectories=batch.num_trajectories,
         )
-        batch = batch.with_fields(weights=weights)
+        batch = batch.with_fields(weights=weights).by_segment()
         parts = self._share(batch)
         # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
         if not parts:

@@ -24,13 +24,13 @@ FP32 = 4
 MOMENTS = 2 * FP32
 """Adam's two moments of an element."""
 CUDA_CONTEXT = int(1.5 * GIB)
-"""Assumed, of trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
+"""Assumed, for trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
 COMMUNICATOR = 1 * GIB
 """Assumed: NCCL's buffers for a kind of group (TP, PP, DP) with more than one rank."""
 ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
 """Assumed: SGLang's CUDA graphs, which it keeps asleep, and its activations."""
 FRAGMENTATION = 0.05
-"""Assumed share of activations that the allocator loses."""
+"""Assumed share of activations that is lost to fragmentation."""
 # of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
 LOGITS_CHUNK = 600 * 2**20
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and

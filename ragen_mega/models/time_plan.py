@@ -498,7 +498,7 @@ def default_play(config: StarPOConfig, response: float | None = None, **changes:
     """What trajectories are taken to be like: `response` tokens a turn, or half of what a turn may
     have; observations fill the longest trajectory.
     """
-    turns, limit = config.environment.max_turns, config.rollout.max_response_length
+    turns, limit = config.environment.expected_turns, config.rollout.expected_response_length
     room = config.rollout.max_context_length / turns - limit
     return Play(
         turns=turns,

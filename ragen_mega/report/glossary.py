@@ -19,6 +19,8 @@ GLOSSARY = {
     " environment ended.",
     "rollout/tokens_per_second": "Sampled tokens a second of rollout and weight sync.",
     "reward/*": "Mean over trajectories of what this reward term contributed, its weight included.",
+    "reward/success_ranking": "How often a solved trajectory earned more than an unsolved one, ties"
+    " half: 1 teaches success, 0.5 does not see it, less pays for failing.",
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",
     "filter/kept_groups": "Groups that the filter kept for training.",
     "filter/kept_fraction": "Kept groups over all groups.",
@@ -74,6 +76,11 @@ GLOSSARY = {
     "engine/reissued": "Requests that were asked again for that.",
     "eval/success": "Share of held-out prompts that were solved at this evaluation.",
     "eval/reward": "Mean total reward at this evaluation.",
+    "eval/random": "Success of a uniformly random player on the same prompts.",
+    "eval/optimum": "Success of the best possible player on the same prompts.",
+    "eval/initial": "The same before the first step (eval/initial_success and so on).",
+    "eval/initial_success": "Share of held-out prompts that were solved before the first step.",
+    "eval/initial_reward": "Mean total reward before the first step.",
     "custom/*": "A metric of your own, or one of --metrics.",
 }
 """Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry of their own. A
@@ -82,6 +89,6 @@ key with an environment behind it, as `eval/success_sokoban`, means the same.
 
 
 def explain(key: str) -> str | None:
-    """What a metric key means, None if nobody has said."""
+    """What a metric key means, None for one without an entry."""
     known = [name for name in GLOSSARY if key == name or key.startswith((f"{name}/", f"{name}_"))]
     return GLOSSARY.get(max(known, key=len, default=f"{key.split('/')[0]}/*"))

@@ -197,10 +197,10 @@ def _channels(
     sampled = [at for turn in trajectory.turns for at in range(turn.start, turn.end)]
     channels = {"engine log-probability": [trajectory.rollout_logprobs[at] for at in sampled]}
     if batch is not None and row is not None:
-        start = int(batch.cu_seqlens[row]) - 1  # position t is about token t + 1
+        span = slice(*batch.cu_seqlens[row : row + 2].tolist())
         for field, name in _CHANNELS.items():
             if (values := getattr(batch, field)) is not None:
-                channels[name] = values[[start + at for at in sampled]].tolist()
+                channels[name] = values[span][batch.loss_mask[span]].tolist()
     return {name: [_short(value) for value in values] for name, values in channels.items()}
 
 

@@ -11,14 +11,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
 from ragen_mega.environments import calls
-from ragen_mega.environments.episode import Episode, Message, TurnResult, failed_turn
+from ragen_mega.environments.episode import ERROR, Episode, TurnResult, failed_turn
 from ragen_mega.environments.pool import (
     MAX_THREADS,
     EnvironmentFailed,
@@ -26,7 +26,8 @@ from ragen_mega.environments.pool import (
     guarded,
     is_instant,
 )
-from ragen_mega.environments.protocol import text_seed
+from ragen_mega.environments.protocol import Message, text_seed
+from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -87,15 +88,17 @@ def tasks_for_group(
 class PlaySettings:
     """How trajectories are sampled; names and meaning are those of the flags."""
 
-    max_response_length: int
-    """Tokens of one turn."""
+    max_response_length: int | None
+    """Tokens of one turn; None: as the environment says."""
     max_context_length: int
-    """Tokens of a trajectory."""
+    """Tokens that the policy may see and sample behind them."""
     temperature: float
     seed: int
     top_p: float = 1.0
+    context_window: int = 0
+    """Turns that the policy sees (0: all)."""
     environment_timeout: float = EnvironmentConfig.environment_timeout
-    """Seconds for one call of an environment that is not instant; 0: any time."""
+    """Seconds for one call of an environment that is not instant; 0: no limit."""
 
 
 def collect(
@@ -124,17 +127,6 @@ def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
 
 
 @dataclass(slots=True)
-class _Kind:
-    """The tasks that share their environments."""
-
-    spare: Episode | None
-    is_instant: bool
-    waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
-    """Session, how many tasks before it sample the same, task."""
-    num_players: int = 0
-
-
-@dataclass(slots=True)
 class _Seat:
     """One open environment, which plays one trajectory after the other, and where it is called."""
 
@@ -143,13 +135,25 @@ class _Seat:
     is_broken: bool = False
 
 
+@dataclass(slots=True)
+class _Kind:
+    """The tasks that share their environments."""
+
+    spare: _Seat | None
+    is_instant: bool
+    waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
+    """Session, how many tasks before it sample the same, task."""
+    num_players: int = 0
+
+
 class Collection(contextlib.AbstractContextManager["Collection"]):
     """Trajectories under way, one per task, with an engine that is awake.
 
     What a task samples depends on the weights, the seed and the task alone, whatever order
     environments answer in: the tasks of a group may be collected in parts. An environment that
-    raises or takes too long for a turn ends its trajectory as truncated, with the error in the info
-    of the last turn. Leaving the context closes environments, ends threads and releases sessions.
+    raises or takes too long for a turn ends its trajectory as truncated, with the error in the
+    info of the last turn; one that cannot begin has a turn without tokens to say so. Leaving
+    the context closes environments, ends threads and releases sessions.
     """
 
     def __init__(
@@ -201,7 +205,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         the engine has lost its weights: give it weights and call this once more. Trajectories go
         on where they were.
 
-        Raises ValueError if an episode cannot start or its first prompt leaves no room to answer,
+        Raises ValueError if no episode can start or has room to answer its first prompt,
         EngineError if the engine fails, FloatingPointError if its weights have diverged, and what
         `advance` raises.
         """
@@ -224,7 +228,15 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._players.done():
             self._players.result()
+            self._check_starts()
         return self._players.done() or not self._lost.done()
+
+    def _check_starts(self) -> None:
+        """Raise ValueError if nothing could be played: that is no accident."""
+        played = self._trajectories.values()
+        if played and not any(trajectory.num_sampled_tokens for trajectory in played):
+            first = min(self._trajectories)
+            raise ValueError(self._trajectories[first].turns[0].info.get(ERROR, "no token sampled"))
 
     def _seat_new(self) -> list[asyncio.Task[None]]:
         """A player for every task that has none, or fewer that take one task after the other where
@@ -233,13 +245,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         players = []
         for session, task in enumerate(self._tasks[self._num_seated :], self._num_seated):
             if task.make_episode not in self._kinds:
-                try:
-                    first = guarded(task.make_episode)
-                except EnvironmentFailed as error:
-                    raise ValueError(
-                        f"environment {task.environment} cannot be built: {error}"
-                    ) from error
-                self._kinds[task.make_episode] = _Kind(first, is_instant(first.environment))
+                self._kinds[task.make_episode] = self._first(task)
             kind = self._kinds[task.make_episode]
             # Members may share their outcomes, never their samples.
             key = (task.group_id, task.outcome_seed)
@@ -250,6 +256,15 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 players.append(asyncio.create_task(self._play_in_turn(kind)))
         self._num_seated = len(self._tasks)
         return players
+
+    def _first(self, task: Task) -> _Kind:
+        """A kind of environments, with one that is built where it will be called."""
+        worker = Worker(self._settings.environment_timeout)
+        episode = worker.build(task.environment, task.make_episode)
+        if is_instant(episode.environment):
+            worker.end(lambda: None)
+            return _Kind(_Seat(episode, None), is_instant=True)
+        return _Kind(_Seat(episode, worker), is_instant=False)
 
     async def _play_in_turn(self, kind: _Kind) -> None:
         """Play tasks of one kind until none waits, with one environment as long as it works."""
@@ -267,17 +282,19 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     @contextlib.contextmanager
     def _seat(self, kind: _Kind) -> Iterator[_Seat]:
         """An environment of this kind, which is closed in the end."""
-        worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
-        seat, kind.spare = _Seat(kind.spare, worker), None
+        seat, kind.spare = kind.spare, None
+        if seat is None:
+            worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
+            seat = _Seat(None, worker)
         try:
             yield seat
         finally:
-            if worker is None:
+            if seat.worker is None:
                 with contextlib.suppress(EnvironmentFailed):
                     guarded(partial(_close, seat))
             else:
-                worker.end(partial(_close, seat))
-                self._workers.append(worker)
+                seat.worker.end(partial(_close, seat))
+                self._workers.append(seat.worker)
 
     async def _sample(self, session: int, repetition: int, task: Task, seat: _Seat) -> Trajectory:
         """Render, generate, append, respond; until the episode or the context is over."""
@@ -290,50 +307,71 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             outcome_seed=task.outcome_seed,
             weight_version=self._engine.weight_version,
         )
-        observation = renderer.start(await self._start(task, seat))
-        if len(observation) >= max_context:
-            raise ValueError(
-                f"the first prompt of {task.environment} has {len(observation)} tokens and"
-                f" max_context_length is {max_context}; raise --max-context-length or shorten the"
-                " prompt"
-            )
+        try:
+            messages = await self._start(task, seat)
+            context = Context(renderer, seat.episode, settings.context_window)
+            trajectory.append_observation(context.begin(messages))
+            if len(trajectory) >= max_context:
+                raise EnvironmentFailed(
+                    f"the first prompt of {task.environment} has {len(trajectory)} tokens and"
+                    f" max_context_length is {max_context}; raise --max-context-length or shorten"
+                    " the prompt"
+                )
+        except EnvironmentFailed as error:
+            return self._unplayed(trajectory, error)
+        max_tokens = seat.episode.max_response_length
         stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, repetition)
         while True:
-            trajectory.append_observation(observation)
             sampling = SamplingParams(
-                max_tokens=min(settings.max_response_length, max_context - len(trajectory)),
+                max_tokens=min(max_tokens, max_context - len(context.tokens)),
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 stop_token_ids=renderer.stop_token_ids,
                 seed=text_seed(repr((*stream, len(trajectory.turns)))),
             )
-            completion = await self._generate(list(trajectory.tokens), sampling, session)
+            completion = await self._generate(context.tokens[:], sampling, session)
             turn = trajectory.append_action(completion)
+            context.answer(completion.tokens)
             turn.info["finish_reason"] = completion.finish_reason
             result = await self._respond(seat, renderer.decode_action(completion.tokens))
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
-            is_over = result.message is None
+            is_over = not result.messages
             if not is_over:
-                finished_cleanly = completion.tokens[-1:] == [renderer.end_of_turn]
-                observation = renderer.observe(result.message, finished_cleanly)
-                if len(trajectory) + len(observation) >= max_context:
+                observation, afresh = context.go_on(result.messages)
+                if len(context.tokens) >= max_context:
                     turn.info["context_overflow"] = trajectory.truncated = is_over = True
             self._advance(len(completion.tokens), is_over)
             if is_over:
                 return trajectory
+            trajectory.append_observation(observation, afresh=afresh)
+            if afresh:  # its cache is of another prompt
+                self._engine.release(session)
+
+    def _unplayed(self, trajectory: Trajectory, error: EnvironmentFailed) -> Trajectory:
+        """The trajectory of an environment that could not begin: nothing was sampled."""
+        nothing = self._renderer.start([Message("user", "")])
+        trajectory = replace(trajectory, tokens=[], loss_mask=[], rollout_logprobs=[])
+        trajectory.append_observation(nothing)
+        turn = trajectory.append_action(Completion([], [], "abort"))
+        turn.info.update(failed_turn(error).info)
+        trajectory.truncated = True
+        self._advance(0, True)
+        return trajectory
 
     async def _start(self, task: Task, seat: _Seat) -> list[Message]:
         def start() -> list[Message]:
             seat.episode = seat.episode or task.make_episode()
-            seat.episode.max_response_length = self._settings.max_response_length
+            if self._settings.max_response_length is not None:
+                seat.episode.max_response_length = self._settings.max_response_length
             return seat.episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
 
         try:
             return await self._ask(seat, start)
         except EnvironmentFailed as error:
-            raise ValueError(
+            seat.is_broken = True
+            raise EnvironmentFailed(
                 f"environment {task.environment} cannot start from seed {task.seed}: {error}"
             ) from error
 

@@ -17,7 +17,7 @@ from ragen_mega.rollout.all_ranks import collect_on_all_ranks
 from ragen_mega.rollout.collector import Advance, PlaySettings
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
+from ragen_mega.rollout.tasks import episode_config, evaluation_prompts, evaluation_tasks
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def reference_players(
     """The uniform-random and the optimal player on the same initial states under the same
     budget.
     """
-    prompts = boards[:num_prompts] if boards else range(123, 123 + num_prompts)
-    return baselines(name, prompts, episode_config(config), config.options(name))
+    prompts = evaluation_prompts(config, name, boards, num_prompts)
+    return baselines(name, prompts, episode_config(config), config.evaluation_options(name))
 
 
 def mean_references(

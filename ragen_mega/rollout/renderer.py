@@ -5,13 +5,16 @@ that the model was trained with. Cuts fall on special tokens, which tokenisation
 across.
 """
 
+import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ragen_mega.environments.episode import Message
+from ragen_mega.environments.protocol import Message
 
 _THINK = "<think>"
 _ANSWER = "ANSWER-OF-THE-ASSISTANT"
@@ -33,10 +36,10 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         forced = _THINK if think else ""
         self._between = lru_cache(maxsize=4096)(
-            lambda message: self._encode(self._delta(message) + forced)
+            lambda messages: self._encode(self._delta(*messages) + forced)
         )
         self._beginning = lru_cache(maxsize=256)(  # a group's members begin alike
-            lambda messages: self._encode(self._template(messages) + forced)
+            lambda messages, tools: self._encode(self._beginning_text(messages, tools) + forced)
         )
         marker = self._encode(self._delta(_PROBES[1]))[0]
         self.end_of_turn = marker
@@ -46,16 +49,21 @@ class ChatRenderer:
         self.stop_token_ids = tuple(sorted(end_ids))
         """Sampling one of them ends a completion."""
 
-    def start(self, messages: Sequence[Message]) -> list[int]:
-        """The first messages and everything up to the first sampling position."""
-        return list(self._beginning(tuple(messages)))
+    def start(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """The first messages and everything up to the first sampling position; `tools` are JSON
+        schemas. Raises ValueError if the chat template has no place for them.
+        """
+        return list(self._beginning(tuple(messages), json.dumps(tools) if tools else None))
 
-    def observe(self, message: Message, finished_cleanly: bool) -> list[int]:
+    def observe(self, messages: Sequence[Message], finished_cleanly: bool) -> list[int]:
         """What stands between the last sampled token of a turn and the first of the next.
 
         `finished_cleanly`: the model sampled `end_of_turn` itself; otherwise it is supplied here.
+        Raises ValueError if the chat template does not take the messages.
         """
-        between = self._between(message)
+        between = self._between(tuple(messages))
         return list(between[1:] if finished_cleanly else between)
 
     def decode_action(self, tokens: Sequence[int]) -> str:
@@ -72,9 +80,20 @@ class ChatRenderer:
             key=lambda size: "</think>" in self.decode_action(tokens[:size]),
         )
 
-    def _delta(self, message: Message) -> str:
-        """Text behind an assistant's answer that `message` follows, up to the next answer."""
-        conversation = [_PROBES[0], Message("assistant", _ANSWER), message]
+    def _beginning_text(self, messages: Sequence[Message], tools: str | None) -> str:
+        if tools is None:
+            return self._template(messages)
+        text = self._template(messages, tools=json.loads(tools))
+        if text == self._template(messages):
+            raise ValueError(
+                "the chat template leaves out the environment's tools; use a model whose template"
+                " takes them, or describe them in the environment's instruction"
+            )
+        return text
+
+    def _delta(self, *messages: Message) -> str:
+        """Text behind an assistant's answer that `messages` follow, up to the next answer."""
+        conversation = [_PROBES[0], Message("assistant", _ANSWER), *messages]
         before, found, delta = self._template(conversation).partition(_ANSWER)
         if not found:
             raise ValueError(
@@ -112,11 +131,17 @@ class ChatRenderer:
             tokens += self._encode(_ANSWER) + self._encode(piece)
         return tokens
 
-    def _template(self, messages: Sequence[Message]) -> str:
+    def _template(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        return self.tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                conversation, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise ValueError(
+                f"the chat template does not take messages with the roles {roles}: {error}"
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

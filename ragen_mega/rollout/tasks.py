@@ -2,7 +2,9 @@
 fixed ones in evaluation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.processes import HostedEnvironment
+from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import PlaySettings, Task, tasks_for_group
 
@@ -32,14 +36,24 @@ def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
 
 
 def episode_maker(
-    config: EnvironmentConfig, name: str, step: int | None = None
+    config: EnvironmentConfig,
+    name: str,
+    step: int | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[[], Episode]:
     """A function that builds one episode of environment `name`, under the curriculum of a training
-    `step` if given.
+    `step` or other `options` if given.
     """
     rules = episode_config(config)
-    options = config.options(name) if step is None else config.training_options(name, step)
-    return lambda: Episode(make(name, **options), rules)
+    if options is None:
+        options = config.options(name) if step is None else config.training_options(name, step)
+    if config.environment_processes:
+        hosting = (config.environment_processes, config.environment_timeout)
+        build = partial(HostedEnvironment, name, options, *hosting)
+    else:
+        build = partial(make, name, **options)
+    return lambda: Episode(build(), rules)
 
 
 def play_settings(
@@ -49,6 +63,7 @@ def play_settings(
     return PlaySettings(
         max_response_length=rollout.max_response_length,
         max_context_length=rollout.max_context_length,
+        context_window=rollout.context_window,
         temperature=temperature,
         seed=seed,
         environment_timeout=environment.environment_timeout,
@@ -121,7 +136,7 @@ def evaluation_boards(
 
     Raises ValueError if a file is given that holds none for this environment.
     """
-    options = config.options(name)
+    options = config.evaluation_options(name)
     if path is None:
         environment = make(name, **options)
         calls.close(environment)
@@ -138,15 +153,25 @@ def evaluation_tasks(
     num_prompts: int,
     samples_per_prompt: int = 1,
 ) -> list[list[Task]]:
-    """`num_prompts` fixed initial states: the given boards, or seeds 123, 124, ... where an
-    environment has no boards.
-    """
-    maker = episode_maker(config, name)
-    if boards:
-        states = [(board.seed, board.rows) for board in boards[:num_prompts]]
-    else:
-        states = [(seed, None) for seed in range(123, 123 + num_prompts)]
+    """`num_prompts` fixed initial states, as `evaluation_prompts` says."""
+    maker = episode_maker(config, name, options=config.evaluation_options(name))
+    prompts = evaluation_prompts(config, name, boards, num_prompts)
     return [
         tasks_for_group(index, name, seed, maker, group_size=samples_per_prompt, board=rows)
-        for index, (seed, rows) in enumerate(states)
+        for index, (seed, rows) in enumerate(prompts)
     ]
+
+
+def evaluation_prompts(
+    config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
+) -> list[Prompt]:
+    """Seeds and rows of at most `num_prompts` initial states: the given boards; the seeds 0, 1, ...
+    of an environment that says how many tasks it has (`num_tasks`); or the seeds 123, 124, ...
+    """
+    if boards:
+        return [(board.seed, board.rows) for board in boards[:num_prompts]]
+    environment = make(name, **config.evaluation_options(name))
+    num_tasks = getattr(environment, "num_tasks", None)
+    calls.close(environment)
+    seeds = range(min(num_tasks, num_prompts)) if num_tasks else range(123, 123 + num_prompts)
+    return [(seed, None) for seed in seeds]

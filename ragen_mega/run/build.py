@@ -62,11 +62,13 @@ def build(config: StarPOConfig) -> Run:
     something cannot work.
     """
     groups = initialize(config.parallel, config.train.seed)
+    names, trained = config.environment.evaluated, config.environment.shares
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
-    names = config.environment.shares
     boards = {
-        name: evaluation_boards(config.environment, name, config.evaluation.boards)
+        name: evaluation_boards(
+            config.environment, name, config.evaluation.boards if name in trained else None
+        )
         for name in names
     }
     check_model_and_engine(config)

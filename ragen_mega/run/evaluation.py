@@ -3,7 +3,7 @@ model of the hub, played by the embedded engine.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
 
 MAX_SESSIONS = 256
-"""Trajectories that are decoded at once."""
+"""Trajectories that are decoded at a time."""
 
 
 def evaluate(
@@ -43,40 +43,71 @@ def evaluate(
     fields of `EnvironmentConfig` that replace them. `boards` is a file of initial states. Raises
     ValueError on bad input.
     """
+    (result,) = evaluate_sets(
+        load,
+        [environment],
+        boards=boards,
+        num_prompts=num_prompts,
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        seed=seed,
+        rules=rules,
+    ).values()
+    return result
+
+
+def evaluate_sets(
+    load: str | Path,
+    environments: Sequence[str],
+    *,
+    boards: str | None = None,
+    num_prompts: int = 256,
+    samples_per_prompt: int = 8,
+    temperature: float = 0.5,
+    seed: int = 0,
+    rules: Mapping[str, Any] | None = None,
+) -> dict[str, EvaluationResult]:
+    """As `evaluate`, of several environments with one engine: name -> result."""
     if num_prompts < 1 or samples_per_prompt < 1:
         raise ValueError(
             f"num_prompts ({num_prompts}) and samples_per_prompt ({samples_per_prompt}) must be"
             " positive"
         )
     distributed.start()
-    directory, config, rollout = _settings(load, environment, rules or {})
-    states = evaluation_boards(config, environment, boards)
-    hf = load_config(str(directory))
+    played = {name: _settings(load, name, rules or {}) for name in environments}
+    states = {
+        name: evaluation_boards(config, name, boards) for name, (_, config, _) in played.items()
+    }
+    directory, config, rollout = next(iter(played.values()))
     reader = open_model(directory)
-    num_states = min(len(states), num_prompts) if states else num_prompts
+    num_states = max(min(len(one), num_prompts) if one else num_prompts for one in states.values())
     per_rank = -(-num_states * samples_per_prompt // distributed.world_size())
     engine = EmbeddedEngine(
-        hf, max_context=rollout.max_context_length, max_sessions=min(per_rank, MAX_SESSIONS)
+        load_config(str(directory)),
+        max_context=rollout.max_context_length,
+        max_sessions=min(per_rank, MAX_SESSIONS),
     )
     console = Console(is_writer=distributed.is_main(), num_steps=0)
-    title = f"evaluate {environment}"
-    with (
-        engine.awake(),
-        console.progress(title, per_rank, max_turns=config.max_turns) as progress,
-    ):
+    renderer = ChatRenderer(load_tokenizer(str(directory)), think=config.think)
+    results = {}
+    with engine.awake():
         engine.load_weights((name, reader(name)) for name in reader.names())
         engine.start()
-        return play(
-            engine,
-            ChatRenderer(load_tokenizer(str(directory)), think=config.think),
-            config,
-            environment,
-            play_settings(rollout, config, temperature=temperature, seed=seed),
-            boards=states,
-            num_prompts=num_prompts,
-            samples_per_prompt=samples_per_prompt,
-            advance=progress.turn,
-        )
+        for name, (_, config, rollout) in played.items():
+            title, max_turns = f"evaluate {name}", config.expected_turns
+            with console.progress(title, per_rank, max_turns=max_turns) as progress:
+                results[name] = play(
+                    engine,
+                    renderer,
+                    config,
+                    name,
+                    play_settings(rollout, config, temperature=temperature, seed=seed),
+                    boards=states[name],
+                    num_prompts=num_prompts,
+                    samples_per_prompt=samples_per_prompt,
+                    advance=progress.turn,
+                )
+    return results
 
 
 def _settings(
@@ -84,6 +115,9 @@ def _settings(
 ) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
     """Model directory, rules of play and limits of what is to be evaluated."""
     directory = Path(load)
+    if "environment_options" in rules:  # those of other sets are theirs
+        own = {environment: json.loads(rules["environment_options"]).get(environment, {})}
+        rules = {**rules, "environment_options": json.dumps(own)}
     if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
         played = EnvironmentConfig(environments=environment)
         return local_directory(str(load)), replace(played, **rules), RolloutConfig()
@@ -92,6 +126,7 @@ def _settings(
     played = replace(
         config.environment,
         environments=environment,
+        eval_environments="",
         environment_options=json.dumps({environment: own} if own else {}),
         curriculum="{}",
     )

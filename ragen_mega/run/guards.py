@@ -89,7 +89,7 @@ def nothing_to_learn(groups: Sequence[TrajectoryGroup], config: StarPOConfig) ->
     malformed = sum(not turn.info.get("is_format_valid") for turn in turns)
     failed = len(environment_errors(groups))
     earned = f"{returns[0]:g}" if len(returns) == 1 else f"{returns[0]:g} to {returns[-1]:g}"
-    limit = config.rollout.max_response_length
+    limit = config.rollout.expected_response_length
     for is_so, why in (
         (
             failed == len(trajectories),

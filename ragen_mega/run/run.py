@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from ragen_mega import __version__
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor
 from ragen_mega.algorithm.filters import filter_groups
-from ragen_mega.algorithm.tables import PlugInError
+from ragen_mega.algorithm.tables import PlugInError, is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import checksum_each
@@ -42,6 +43,7 @@ from ragen_mega.rollout.evaluate import EvaluationResult, evaluate, mean_referen
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
+from ragen_mega.rollout.verifier import Verifiers
 from ragen_mega.run.guards import FAULTS, UpdateGuard
 from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
@@ -51,6 +53,8 @@ from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
+EVALUATED = ("success", "reward", "random", "optimum")
+"""Of an evaluated set, logged as eval/..."""
 _PROBES = 8
 """Prompts of every evaluation that are kept for readers."""
 Tasks = Sequence[Sequence[Task]]
@@ -103,6 +107,9 @@ class Run:
             keep_best=config.checkpoint.keep_best,
         )
         self.rollouts = RolloutStore(directory / ROLLOUTS)
+        self.verifiers = Verifiers(
+            config.advantage.reward_terms, timeout=config.environment.environment_timeout or None
+        )
         self.traces = TraceWriter(
             directory / TRACES, self.renderer.tokenizer.decode, config.environment
         )
@@ -142,6 +149,7 @@ class Run:
             "environment": values["environment"],
             "rollout": values["rollout"],
             "seed": self.config.train.seed,
+            "judges": [name for name in self.config.advantage.reward_terms if is_judge(name)],
             "versions": {name: version(name) for name in ("torch", "transformers")}
             | {"ragen_mega": __version__},
         }
@@ -163,7 +171,10 @@ class Run:
         """
         config, num_tasks = self.config, sum(len(group) for group in tasks)
         failure = None
-        max_turns, num_here = config.environment.max_turns, num_tasks // count_engines(self.engine)
+        max_turns, num_here = (
+            config.environment.expected_turns,
+            num_tasks // count_engines(self.engine),
+        )
         with self.console.progress("rollout", num_here, max_turns=max_turns) as progress:
 
             def advance(num_tokens: int, is_over: bool) -> None:
@@ -189,6 +200,8 @@ class Run:
         self.stop_if_asked()
         if failure is not None:
             raise failure
+        if missing := self.verifiers.judge(groups, self.renderer):
+            self.console.say(f"step {self.step}: {missing} verdicts of judges are missing")
         self.timers.sampled_tokens = sum(
             trajectory.num_sampled_tokens for group in groups for trajectory in group.trajectories
         )
@@ -222,7 +235,7 @@ class Run:
                 on_main(lambda: self.traces.write_step(step, shown, kept, batch))
 
     def note(self, step: int, text: str) -> None:
-        """Say something that happened in a step, and keep it in events.jsonl."""
+        """Report something that happened in a step, and keep it in events.jsonl."""
         self.console.say(f"step {step}: {text}")
         self.logger.note(step, text)
 
@@ -312,13 +325,15 @@ class Run:
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if step == 0:
-            metrics.add("eval", _scores(self.warm_start, "initial_"))
+            metrics.add("eval", self._scores(self.warm_start, "initial_"))
         if is_last:
             self.evaluated = self.evaluate(step + 1, metrics, self.config.evaluation.eval_samples)
         elif interval and (step + 1) % interval == 0:
-            success = _mean_success(self.evaluate(step + 1, metrics))
+            success = self._mean_success(self.evaluate(step + 1, metrics))
         metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
+        if result.get("reward/success_ranking", 1.0) < 0.5:
+            self.note(step, "the reward pays more for failing than for success (--reward)")
         if num_lost := round(result["engine/restarts"]):
             self.note(
                 step,
@@ -355,7 +370,9 @@ class Run:
     def evaluate(
         self, step: int, metrics: Metrics | None = None, samples: int = 1
     ) -> dict[str, EvaluationResult]:
-        """Evaluate every trained environment on its held-out boards under the current weights."""
+        """Evaluate every trained environment, and those of --eval-environments, on their held-out
+        initial states under the current weights.
+        """
         config = self.config.evaluation
         num_episodes = config.eval_prompts * samples // count_engines(self.engine)
         settings = play_settings(
@@ -369,8 +386,8 @@ class Run:
             self.engine.load_weights(self.policy.export_weights(self.engine.shard))
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()
-            for name in self.config.environment.shares:
-                title, max_turns = f"evaluate {name}", self.config.environment.max_turns
+            for name in self.config.environment.evaluated:
+                title, max_turns = f"evaluate {name}", self.config.environment.expected_turns
                 with self.console.progress(title, num_episodes, max_turns=max_turns) as progress:
                     results[name] = evaluate(
                         self.engine,
@@ -389,8 +406,24 @@ class Run:
         for name, result in results.items():
             self.console.say(f"after {step} steps, {name}: {result}", "bold")
         if metrics is not None:
-            metrics.add("eval", _scores({name: r.to_dict() for name, r in results.items()}))
+            metrics.add("eval", self._scores({name: r.to_dict() for name, r in results.items()}))
         return results
+
+    def _scores(
+        self, results: Mapping[str, Mapping[str, float | None]], prefix: str = ""
+    ) -> dict[str, float]:
+        """Evaluated sets, as they are logged; what nobody knows is left out."""
+        shares = self.config.environment.shares
+        return {
+            f"{prefix}{what}" + ("" if len(shares) == 1 and name in shares else f"_{name}"): value
+            for name, result in results.items()
+            for what in EVALUATED
+            if (value := result[what]) is not None
+        }
+
+    def _mean_success(self, results: dict[str, EvaluationResult]) -> float:
+        """Of the environments that are trained."""
+        return fmean(results[name].success for name in self.config.environment.shares)
 
     def _trace_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
         """Keep one trajectory of each of the first prompts, which are the same at every time."""
@@ -410,7 +443,7 @@ class Run:
         evaluated = self.evaluated or self.evaluate(
             self.step, samples=self.config.evaluation.eval_samples
         )
-        self.save(_mean_success(evaluated))
+        self.save(self._mean_success(evaluated))
         self.checkpoints.wait()  # it must not be lost with an export that the disk has no room for
         results = {name: result.to_dict() for name, result in evaluated.items()}
         export(
@@ -509,19 +542,6 @@ class Run:
 
     def _is_best(self, success: float | None) -> bool:
         return success is not None and (self.best_success is None or success > self.best_success)
-
-
-def _mean_success(results: dict[str, EvaluationResult]) -> float:
-    return sum(result.success for result in results.values()) / len(results)
-
-
-def _scores(results: Mapping[str, Mapping[str, float]], prefix: str = "") -> dict[str, float]:
-    """Success and reward of evaluated environments, as they are logged."""
-    return {
-        f"{prefix}{what}" + ("" if len(results) == 1 else f"_{name}"): result[what]
-        for name, result in results.items()
-        for what in ("success", "reward")
-    }
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:

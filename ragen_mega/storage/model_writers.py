@@ -46,8 +46,8 @@ def num_bytes(kind: Kind) -> int:
 
 
 class TensorFile:
-    """A safetensors file whose tensors are written one by one, in any order. Until it is closed
-    another name is in the directory.
+    """A safetensors file whose tensors are written one by one, in any order. Until it is closed it
+    has another name.
     """
 
     def __init__(

@@ -144,7 +144,10 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
         "turns": torch.tensor([(t.start, t.end) for t in turns], dtype=torch.int32).reshape(-1, 2),
         "rewards": torch.tensor([turn.reward for turn in turns], dtype=torch.float64),  # [sum K]
     }
-    facts = [[t.environment, [_to_json(dict(turn.info)) for turn in t.turns]] for t in trajectories]
+    facts = [
+        [t.environment, [_to_json(dict(turn.info)) for turn in t.turns], t.breaks]
+        for t in trajectories
+    ]
     return tensors, facts
 
 
@@ -157,9 +160,10 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
     )
     turns = zip(values["turns"], values["rewards"], strict=True)
     trajectories = []
-    for group_id, (environment, infos), seeds, (terminated, truncated), (length, num_turns) in zip(
+    for group_id, fact, seeds, (terminated, truncated), (length, num_turns) in zip(
         group_ids, facts, values["seeds"], values["ends"], values["lengths"], strict=True
     ):
+        environment, infos, *breaks = fact  # rollouts of earlier versions have none
         seed, outcome_seed, weight_version = seeds
         trajectory = Trajectory(
             group_id=group_id,
@@ -174,6 +178,7 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
                 Turn(*at, reward, _from_json(info))
                 for info, (at, reward) in zip(infos, islice(turns, num_turns), strict=True)
             ],
+            breaks=[at for row in breaks for at in row],
             terminated=terminated,
             truncated=truncated,
         )

@@ -5,90 +5,161 @@ The scripted player's actions are as good as chance (or as `skill` says): what i
 answer and how to describe the state, never how to play.
 """
 
+import queue
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 
+from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.packing import minibatches
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments import calls
-from ragen_mega.environments.episode import Episode, Message, TurnResult, failed_turn
-from ragen_mega.environments.pool import EnvironmentFailed, guarded
+from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
+from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_instant
+from ragen_mega.environments.protocol import Message
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.warm_start.scripted import scripted_response
+from ragen_mega.warm_start.scripted import check_skill, scripted_response
 
 FitStep = Callable[[TokenBatch], dict[str, float]]
 """One optimizer step on a minibatch, cloning or value regression -> its metrics."""
+NUM_PLAYERS = 64
+"""Episodes of environments that take time which are played at a time."""
+
+
+@dataclass(slots=True)
+class ScriptedEpisode:
+    """What was said in an episode, up to where its environment failed, if it did."""
+
+    seed: int
+    messages: list[Message] = field(default_factory=list)
+    """The first; none if the environment could not begin."""
+    tools: list[dict[str, Any]] | None = None
+    turns: list[tuple[str, TurnResult]] = field(default_factory=list)
+    """What the player said, and what it led to."""
+    error: str | None = None
+
+
+class _Player:
+    """Plays one episode after the other with one environment, in a thread and within time limits
+    unless it is instant.
+    """
+
+    def __init__(self, make_episode: Callable[[], Episode], timeout: float) -> None:
+        self._worker = Worker(timeout)
+        self.episode = self._worker.build("of the warm start", make_episode)
+        self.is_instant = is_instant(self.episode.environment)
+        self._ask = guarded if self.is_instant else self._worker.wait
+
+    def play(self, played: ScriptedEpisode, skill: float, max_turns: int | None) -> None:
+        """Write an episode into `played`. Raises EnvironmentFailed where the environment does."""
+        episode, seed = self.episode, played.seed
+        start = partial(episode.start, seed, outcome_seed=seed)
+        played.messages, played.tools = self._ask(start), episode.tools
+        generator = np.random.default_rng([seed, 1])
+        say = partial(scripted_response, episode, generator, skill=skill)
+        while not episode.done and len(played.turns) != max_turns:
+            response = self._ask(say)
+            try:
+                result = self._ask(partial(episode.respond, response))
+            except EnvironmentFailed as error:
+                played.turns.append((response, failed_turn(error)))
+                raise
+            played.turns.append((response, result))
+
+    def close(self) -> None:
+        self._worker.end(partial(calls.close, self.episode.environment))
+
+
+def scripted_episodes(
+    make_episode: Callable[[], Episode],
+    seeds: Sequence[int],
+    *,
+    skill: float,
+    timeout: float = EnvironmentConfig.environment_timeout,
+    max_turns: int | None = None,
+) -> Iterator[ScriptedEpisode]:
+    """The first `max_turns` turns (None: all) of scripted episodes, in order of their seeds.
+
+    Environments that are not instant play many at a time, within `timeout` seconds a call, and are
+    used again. Raises ValueError if the environment cannot be built or none of the first episodes
+    has a turn.
+    """
+    first = _Player(make_episode, timeout)
+    kind = type(first.episode.environment).__name__
+    check_skill(first.episode.environment, skill)
+    free: queue.SimpleQueue[_Player] = queue.SimpleQueue()
+    free.put(first)
+
+    def play(seed: int) -> ScriptedEpisode:
+        played, player = ScriptedEpisode(seed), None
+        try:
+            player = _Player(make_episode, timeout) if free.empty() else free.get()
+            player.play(played, skill, max_turns)
+            free.put(player)
+        except (EnvironmentFailed, ValueError) as error:
+            played.error = str(error)
+            if player is not None:
+                player.close()
+        return played
+
+    try:
+        with ThreadPoolExecutor(1 if first.is_instant else NUM_PLAYERS) as threads:
+            answered = 0
+            for index, played in enumerate(threads.map(play, seeds), start=1):
+                answered += len(played.turns) > (played.error is not None)
+                if not answered and index in (NUM_PLAYERS, len(seeds)):
+                    raise ValueError(
+                        f"environment {kind} fails whatever is done, e.g. from seed {played.seed}:"
+                        f" {played.error}"
+                    )
+                yield played
+    finally:
+        while not free.empty():
+            free.get().close()
 
 
 def scripted_texts(
-    make_episode: Callable[[], Episode], seeds: Sequence[int], *, skill: float
+    make_episode: Callable[[], Episode],
+    seeds: Sequence[int],
+    *,
+    skill: float,
+    timeout: float = EnvironmentConfig.environment_timeout,
 ) -> list[str]:
     """Everything that is said in scripted episodes, one string per message: the corpus of the
     tokenizer.
     """
     # The chat template's words, as frequent as they will be.
     texts = ["system\nuser\nassistant\n"] * len(seeds)
-    episode = make_episode()
-    for seed in seeds:
-        texts.extend(message.content for message in _start(episode, seed))
-        for response, result in _scripted_turns(episode, seed, skill):
+    for played in scripted_episodes(make_episode, seeds, skill=skill, timeout=timeout):
+        texts.extend(message.content for message in played.messages)
+        for response, result in played.turns:
             texts.append(response)
-            if result.message is not None:
-                texts.append(result.message.content)
-    calls.close(episode.environment)
+            texts.extend(message.content for message in result.messages)
     return texts
 
 
-def scripted_trajectory(
-    episode: Episode,
-    renderer: ChatRenderer,
-    name: str,
-    seed: int,
-    *,
-    skill: float,
-    max_turns: int | None = None,
-) -> Trajectory:
-    """The first `max_turns` turns (None: all) of a scripted episode; the loss mask covers what the
-    player says. The episode's environment is closed.
-    """
+def as_trajectory(played: ScriptedEpisode, renderer: ChatRenderer, name: str) -> Trajectory:
+    """The episode in tokens; the loss mask covers what the player says."""
+    seed = played.seed
     trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
-    trajectory.append_observation(renderer.start(_start(episode, seed)))
-    for response, result in _scripted_turns(episode, seed, skill):
+    observation = renderer.start(played.messages, played.tools)
+    for response, result in played.turns:
+        trajectory.append_observation(observation)
         tokens = [
             *renderer.tokenizer.encode(response, add_special_tokens=False),
             renderer.end_of_turn,
         ]
         turn = trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
         turn.reward, turn.info = result.reward, result.info
-        if result.message is None or len(trajectory.turns) == max_turns:
-            break
-        trajectory.append_observation(renderer.observe(result.message, finished_cleanly=True))
-    calls.close(episode.environment)
+        if result.messages:
+            observation = renderer.observe(result.messages, finished_cleanly=True)
     return trajectory
-
-
-def _start(episode: Episode, seed: int) -> list[Message]:
-    try:
-        return guarded(lambda: episode.start(seed, outcome_seed=seed))
-    except EnvironmentFailed as error:
-        kind = type(episode.environment).__name__
-        raise ValueError(f"environment {kind} cannot start from seed {seed}: {error}") from error
-
-
-def _scripted_turns(episode: Episode, seed: int, skill: float) -> Iterator[tuple[str, TurnResult]]:
-    """What the player says and what it leads to; an environment that fails ends the episode."""
-    generator = np.random.default_rng([seed, 1])
-    while not episode.done:
-        response = scripted_response(episode, generator, skill=skill)
-        try:
-            yield response, guarded(partial(episode.respond, response))
-        except EnvironmentFailed as error:
-            yield response, failed_turn(error)
-            return
 
 
 def fit(

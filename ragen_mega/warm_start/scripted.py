@@ -11,8 +11,9 @@ import textwrap
 import numpy as np
 
 from ragen_mega.environments.episode import Episode
-from ragen_mega.environments.protocol import Narrator
-from ragen_mega.environments.reference_players import optimal_actions
+from ragen_mega.environments.protocol import Environment, Narrator, text_of
+from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
+from ragen_mega.environments.reference_players import find_solver, optimal_actions
 
 MAX_REPEATED = 120
 """Characters of an observation that a thought repeats."""
@@ -25,36 +26,42 @@ def scripted_response(
     """What the scripted player says in this turn, after a forced `<think>` where the episode asks
     for thoughts.
 
-    Each action is the optimal one with probability `skill`, else uniformly random. Raises
-    ValueError if `skill` needs a solver that the environment does not have.
+    Each action is the optimal one with probability `skill`, else uniformly random.
     """
     environment, config = episode.environment, episode.config
     narrator: Narrator | None = getattr(environment, "narrator", None)
     per_turn = 1 if narrator is None else narrator.actions_per_turn
-    count = min(per_turn, config.max_actions_per_turn, episode.actions_left)
+    count = min(per_turn, episode.budget.max_actions_per_turn, episode.actions_left)
     plan = optimal_actions(environment)[:count] if skill > 0 else []
     actions = [
         (
             plan[index]
             if index < len(plan) and generator.random() < skill
-            else str(generator.choice(environment.actions))
+            else random_steps(episode, generator, count=1)[0]
         )
-        for index in range(count)
+        for index in range(count if episode.takes_names else 1)
     ]
-    answer = "<answer> " + " || ".join(actions) + "</answer>"
+    answer = write_answer(episode, actions)
     if not config.think:
         return answer
     if narrator is not None:
         return f"{narrator.describe(environment, actions)}</think>{answer}"
-    seen = episode.observation.translate(_BRACKETS)
+    seen = text_of(episode.observation).translate(_BRACKETS)
     return f" {textwrap.shorten(seen, MAX_REPEATED, placeholder=' ...')}</think>{answer}"
+
+
+def check_skill(environment: Environment, skill: float) -> None:
+    """Raise ValueError if a player of that skill needs a solver that the environment lacks."""
+    if skill > 0:
+        find_solver(environment)
 
 
 def narration_note(name: str, episode: Episode) -> str | None:
     """One line where the thoughts about an environment are no narrator's."""
     if not episode.config.think or getattr(episode.environment, "narrator", None) is not None:
         return None
+    drawn = "uniformly drawn actions" if is_drawn(episode) else "any word of the observation"
     return (
-        f"warm start: {name} has no narrator; cloned are well-formed answers with uniformly drawn"
-        " actions, whose thought repeats the observation"
+        f"warm start: {name} has no narrator; cloned are well-formed answers with {drawn}, whose"
+        " thought repeats the observation"
     )

@@ -16,6 +16,7 @@ from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
+from ragen_mega.environments import calls
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
@@ -26,7 +27,13 @@ from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE
-from ragen_mega.warm_start.clone import FitStep, fit, scripted_texts, scripted_trajectory
+from ragen_mega.warm_start.clone import (
+    FitStep,
+    as_trajectory,
+    fit,
+    scripted_episodes,
+    scripted_texts,
+)
 from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -82,14 +89,20 @@ def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
 
 def write_small_model(config: StarPOConfig, directory: Path) -> None:
     """Train the tokenizer on scripted play and write a randomly initialised model beside it."""
-    texts = []
+    texts: list[str] = []
+    vocabulary: list[str] = []
     for name in config.environment.shares:
+        make_episode = episode_maker(config.environment, name)
         texts += scripted_texts(
-            episode_maker(config.environment, name),
+            make_episode,
             range(200),
             skill=config.warm_start.warm_start_skill,
+            timeout=config.environment.environment_timeout,
         )
-    tokenizer = train_tokenizer(texts)
+        environment = make_episode().environment
+        vocabulary += getattr(environment, "vocabulary", ())
+        calls.close(environment)
+    tokenizer = train_tokenizer(texts, vocabulary=vocabulary)
     # So that no layout needs padded vocabulary rows.
     rows = config.parallel.tensor_model_parallel_size * 8
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
@@ -123,10 +136,16 @@ def warm_start(
     )
     student.load_weights(open_model(config.run_directory / BASE))
     for name in config.environment.shares:
-        if note := narration_note(name, episode_maker(config.environment, name)()):
+        episode = episode_maker(config.environment, name)()
+        calls.close(episode.environment)
+        if note := narration_note(name, episode):
             console.say(note)
     first_turns = scripted_play(
-        config, renderer, console, 4 * warm.warm_start_trajectories, max_turns=1
+        config,
+        renderer,
+        console,
+        4 * warm.warm_start_trajectories,
+        max_turns=warm.warm_start_first_turns,
     )
     episodes = scripted_play(config, renderer, console, warm.warm_start_trajectories)
     stages = [
@@ -205,25 +224,24 @@ def scripted_play(
     """
     names, world_size = list(config.environment.shares), distributed.world_size()
     mine = range(distributed.rank(), count, world_size)
-    written: list[Trajectory] = []
+    written: dict[int, Trajectory | None] = {}
     with console.progress("scripted play", len(mine)) as progress:
-        for index in mine:
-            name = names[index % len(names)]
-            episode = episode_maker(config.environment, name)()
-            episode.max_response_length = config.rollout.max_response_length
-            written.append(
-                scripted_trajectory(
-                    episode,
-                    renderer,
-                    name,
-                    WARM_START_SEEDS + index,
-                    skill=config.warm_start.warm_start_skill,
-                    max_turns=max_turns,
-                )
+        for place, name in enumerate(names):
+            indices = [index for index in mine if index % len(names) == place]
+            episodes = scripted_episodes(
+                episode_maker(config.environment, name),
+                [WARM_START_SEEDS + index for index in indices],
+                skill=config.warm_start.warm_start_skill,
+                timeout=config.environment.environment_timeout,
+                max_turns=max_turns,
             )
-            progress.advance()
+            for index, played in zip(indices, episodes, strict=True):
+                # An environment that failed before the first answer leaves nothing to imitate.
+                written[index] = as_trajectory(played, renderer, name) if played.turns else None
+                progress.advance()
     parts = distributed.gather_objects(written)
-    return [parts[index % world_size][index // world_size] for index in range(count)]
+    ordered = (parts[index % world_size][index] for index in range(count))
+    return [trajectory for trajectory in ordered if trajectory is not None]
 
 
 def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:

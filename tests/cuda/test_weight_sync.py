@@ -10,12 +10,11 @@ from torch import nn
 from transformers import Qwen2Config
 
 pytest.importorskip("fake_cuda_device", reason="needs the fake CUDA device")
-from tests.fake_cuda.counts import counted  # noqa: E402
-
 from ragen_mega.engines.sglang import weight_loader  # noqa: E402
 from ragen_mega.engines.sglang.weights import Bucket, IpcTransfer  # noqa: E402
 from ragen_mega.rollout.engine import EngineShard  # noqa: E402
 from ragen_mega.run.placement import Colocated, Phase  # noqa: E402
+from tests.fake_cuda.counts import counted  # noqa: E402
 
 MIB = 2**20
 CONFIG = Qwen2Config(

@@ -1,8 +1,8 @@
 """Imported before torch: torch finds CUDA devices, Transformer Engine its native module, and Triton
 interprets.
 
-The number of devices is RAGEN_FAKE_CUDA. Nothing heavy is imported here: every Python of a job comes
-by, also those that never import torch.
+The number of devices is RAGEN_FAKE_CUDA. Nothing heavy is imported here: every Python of a job
+comes by, also those that never import torch.
 """
 
 import ctypes
@@ -87,14 +87,24 @@ def _install_stand_in(common: ModuleType) -> None:
 def _interpret(triton: ModuleType) -> None:
     from tests.fake_cuda import kernels
 
-    kernels.install()
+    kernels.count_interpreted(triton)
+
+
+def _in_plain_torch(dispatch: ModuleType) -> None:
+    from tests.fake_cuda import kernels
+
+    kernels.in_plain_torch(dispatch)
 
 
 def _activate() -> None:
+    if reason := build.obstacle():
+        print(f"error: RAGEN_FAKE_CUDA is set, and {reason}", file=sys.stderr)
+        os._exit(2)  # Python takes an exception here for a fault of its own
     libraries = build.libraries()
     ctypes.CDLL(str(libraries / build.ACCELERATOR), mode=ctypes.RTLD_GLOBAL)
     sys.path.append(str(libraries))  # of the extension module
     sys.meta_path.insert(0, _Around("torch", _install_device, _load_device))
+    sys.meta_path.insert(0, _Around("ragen_kernels.dispatch", _in_plain_torch))
     if importlib.util.find_spec("triton"):
         os.environ["TRITON_INTERPRET"] = "1"  # triton decides while it is imported
         sys.meta_path.insert(0, _Around("triton", _interpret))

@@ -1,8 +1,8 @@
 """The libraries of the fake device, made once for each version of torch, and Transformer Engine's
-Python: `python tests/fake_cuda/build.py`. What is made lies in the repository's `build/fake_cuda/`.
+Python: `python tests/fake_cuda/build.py`. What is made lies in `build/fake_cuda/`.
 
-Prints why where it cannot be: no compiler, a torch that has CUDA already, no package index. The tests
-that need it then skip with that reason.
+Prints why where it cannot be: no compiler, a torch that has CUDA already, no package index. The
+tests that need it then skip.
 """
 
 import hashlib
@@ -43,9 +43,9 @@ def transformer_engine() -> Path | None:
 
 
 def obstacle() -> str | None:
-    """Why there is no fake device in this environment, None if there is one."""
+    """Why there is no fake device for this torch, None if there is one."""
     if not (libraries() / DEVICE).exists():
-        return f"the fake CUDA device is not built: python {HERE.name}/build.py says why"
+        return "the fake CUDA device is not built: python tests/fake_cuda/build.py says why"
     return None
 
 
@@ -71,7 +71,14 @@ def _compile(compiler: str, torch: Path, folder: Path) -> None:
         torch / "include/torch/csrc/api/include",
         sysconfig.get_path("include"),
     )
-    command = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in includes)]
+    command = [
+        compiler,
+        "-O1",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        *(f"-I{path}" for path in includes),
+    ]
     _run([*command, str(HERE / "accelerator.cpp"), "-o", str(folder / ACCELERATOR)])
     _run(
         [

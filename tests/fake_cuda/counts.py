@@ -2,15 +2,31 @@
 copied, peak memory.
 """
 
+import functools
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import fake_cuda_device as native
 
 from tests.fake_cuda.build import HERE
+
+
+def one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in for one kernel: what it does inside is not counted, only that it ran."""
+
+    @functools.wraps(function)
+    def launch(*args: Any, **options: Any) -> Any:
+        native.enter_kernel()
+        try:
+            return function(*args, **options)
+        finally:
+            native.leave_kernel()
+
+    return launch
 
 
 @dataclass
@@ -41,7 +57,7 @@ def counted() -> Iterator[Counts]:
             for frame in traceback.extract_stack()
             if "/torch/" not in frame.filename and not frame.filename.startswith(str(HERE))
         ]
-        result.sites[f"{reason} at {' < '.join(frames[: -4 : -1])}"] += 1
+        result.sites[f"{reason} at {' < '.join(frames[:-4:-1])}"] += 1
 
     before = native.counts()
     native.reset_peak()

@@ -664,9 +664,10 @@ bool makes_host_wait(const std::string& name, const std::vector<IValue>& argumen
   if (always.count(name)) return true;
   if (name == "aten::repeat_interleave") return arguments.size() > 1 && arguments.back().isNone();
   if (!takes_host_indices(name)) return false;
+  const bool looks_for_nonzero = name != "aten::index";  // which calls aten::nonzero by itself
   bool waits = false;
   each_tensor(arguments[1], [&](const at::Tensor& index) {
-    waits |= index.scalar_type() == at::kBool || index.scalar_type() == at::kByte || !index.is_cuda();
+    waits |= !index.is_cuda() || (looks_for_nonzero && index.scalar_type() == at::kBool);
   });
   return waits;
 }

@@ -9,13 +9,19 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+from weakref import WeakValueDictionary
 
 import fake_cuda_device as native
 import torch
 import torch.cuda
+import torch.cuda.nccl
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.multiprocessing.reductions import reduce_tensor
+
+from tests.fake_cuda.counts import one_operation
 
 NUM_DEVICES = int(os.environ["RAGEN_FAKE_CUDA"])
 TOTAL_MEMORY = 80 * 2**30
@@ -55,13 +61,42 @@ def install() -> None:
     torch._C._cuda_getDevice = lambda: native.get_device()
     torch._C._cuda_getDeviceCount = lambda: NUM_DEVICES
     torch._C._cuda_getCurrentRawStream = lambda device=0: 0
+    torch.cuda.nccl.version = lambda: (2, 28, 3)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: None)
+    # what a compiler would fuse is pointwise here, so one kernel
     torch.compile = lambda function=None, *args, **options: (
-        function if function is not None else lambda decorated: decorated
+        one_operation if function is None else one_operation(function)
     )
+    _install_attention()
     _install_storages()
     _install_nccl()
+
+
+def _install_attention() -> None:
+    """16-bit attention takes the flash kernel, as on CUDA: torch's own choice for a device whose
+    kernels are not there is the quadratic one.
+    """
+    attend = torch.nn.functional.scaled_dot_product_attention
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if query.is_cuda and query.itemsize == 2 and attn_mask is None and not dropout_p:
+            return flash(query, key, value, is_causal=is_causal, scale=scale)[0]
+        return attend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
 
 
 @contextlib.contextmanager
@@ -187,6 +222,24 @@ def _install_storages() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize_
+    ForkingPickler.register(torch.Tensor, _reduce)
+
+
+_shared: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+
+def _reduce(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    """A CUDA tensor is pickled as a handle of its memory, as with CUDA IPC."""
+    if not tensor.is_cuda:
+        return reduce_tensor(tensor)
+    _shared[tensor.data_ptr()] = tensor
+    return _open_handle, (os.getpid(), tensor.data_ptr())
+
+
+def _open_handle(process: int, address: int) -> torch.Tensor:
+    if process != os.getpid():
+        raise RuntimeError("memory of the fake CUDA device is not shared between processes")
+    return _shared[address]
 
 
 # --------------------------------------------------------------------------------------------------

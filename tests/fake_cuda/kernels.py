@@ -1,21 +1,22 @@
-"""Triton kernels on the fake device: interpreted, each launch one operation."""
+"""The project's kernels on the fake device: in plain torch, or interpreted from Triton's code where
+a test sets `ragen_kernels.dispatch.KERNEL_DEVICES`; either way each launch is one operation.
+"""
 
-from typing import Any
+from types import ModuleType
 
-import fake_cuda_device
-
-from tests.kernels.interpreter_shim import interpreter
+from tests.fake_cuda.counts import one_operation
 
 
-def install() -> None:
+def in_plain_torch(dispatch: ModuleType) -> None:
+    """The interpreter takes milliseconds for each program, which whole steps have not."""
+    dispatch.KERNEL_DEVICES.clear()
+    for name, function in list(vars(dispatch).items()):
+        if hasattr(function, "__wrapped__"):
+            setattr(dispatch, name, one_operation(function))
+
+
+def count_interpreted(triton: ModuleType) -> None:
     """Count launches instead of what the interpreter does for them, such as copies to the host."""
-    launch = interpreter.GridExecutor.__call__
+    from tests.kernels.interpreter_shim import interpreter
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        fake_cuda_device.enter_kernel()
-        try:
-            launch(self, *args, **kwargs)
-        finally:
-            fake_cuda_device.leave_kernel()
-
-    interpreter.GridExecutor.__call__ = call
+    interpreter.GridExecutor.__call__ = one_operation(interpreter.GridExecutor.__call__)

@@ -291,8 +291,9 @@ def test_the_first_and_the_last_evaluation_are_in_the_log(output: Path) -> None:
         (rows[0], "eval/initial_", summary["warm_start"]["bandit"]),
         (rows[-1], "eval/", summary["sets"]["bandit"]),
     ):
-        assert (row[f"{key}success"], row[f"{key}reward"]) == (result["success"], result["reward"])
-    assert [len([key for key in row if key.startswith("eval/")]) for row in rows] == [2, 0, 0, 2]
+        for what in ("success", "reward", "random", "optimum"):
+            assert row[f"{key}{what}"] == result[what]
+    assert [len([key for key in row if key.startswith("eval/")]) for row in rows] == [4, 0, 0, 4]
     events = EventAccumulator(str(output / "straight" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("eval/initial_success")] == [0]
     assert [event.step for event in events.Scalars("eval/success")] == [3]

@@ -14,6 +14,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.run
 
 from ragen_mega.config import parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags
@@ -409,7 +411,7 @@ class TestSetup:
                 *"pip install"*)
                     if [ -e {copy}/fail-pip ]; then echo "ERROR: no route" >&2; exit 1; fi
                     if [ -e {copy}/full-disk ]; then cat /dev/zero >/dev/full; exit; fi
-                    if [ -e {copy}/interrupted ]; then kill -INT $$; sleep 60; fi ;;
+                    if [ -e {copy}/interrupted ]; then kill -TERM $$; sleep 60; fi ;;
                 "- "*) if [ -e {copy}/lacks ]; then echo numpy; exit 3; fi ;;
                 *) echo "started" ;;
                 esac
@@ -484,8 +486,8 @@ def test_ranks_are_bound_to_the_cpus_beside_their_gpu(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool, flags: tuple[str, ...], bound: str | None
 ) -> None:
     started = []
-    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(launch.run, "run", started.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.distributed.run, "run", started.append)
     monkeypatch.setattr(launch.logging, "disable", lambda level: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert launch.main(["--nproc-per-node", "2", *flags, "train.py"]) == 0

@@ -281,6 +281,6 @@ def test_model_outputs(seed: int, model: Path) -> None:
         result = episode.respond(text)
         assert torch.isfinite(torch.tensor(result.reward)) and result.info["num_actions"] <= 10
         if episode.done:
-            assert result.message is None
+            assert not result.messages
             return
-        assert renderer.observe(result.message, finished_cleanly=generator.random() < 0.5)
+        assert renderer.observe(result.messages, finished_cleanly=generator.random() < 0.5)

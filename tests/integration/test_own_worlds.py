@@ -30,6 +30,113 @@ class Digit:
 class Raises(Digit):
     def __init__(self):
         raise RuntimeError("no licence")
+
+
+class NeverBuilt(Digit):
+    def __init__(self):
+        import time
+
+        time.sleep(600)
+
+
+class Tools:
+    tools = [
+        {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+        {"name": "stop"},
+    ]
+    max_turns = 60
+    format_penalty = -0.01
+    is_instant = True
+
+    def reset(self, seed):
+        self.sum = 0
+        return [("system", "Reach ten."), ("user", "It is 0.")]
+
+    def step(self, call):
+        self.sum += call["arguments"].get("a", 0) if call["name"] == "add" else 0
+        done = call["name"] == "stop"
+        return [("tool", str(self.sum))], float(done and self.sum > 9), done, False, {}
+
+    def facts(self):
+        return {"sum": self.sum}
+
+
+class Guess:
+    max_turns = 3
+
+    def reset(self, seed):
+        self.number = random.Random(seed).randint(0, 9)
+        return "Your guess?"
+
+    def step(self, text):
+        return f"not {text}", 0.0, text == str(self.number), False, {"success": True}
+
+    def random_answer(self, draw):
+        return str(draw.randint(0, 9))
+
+
+class Slow(Guess):
+    def reset(self, seed):
+        import time
+
+        time.sleep(0.2)
+        return super().reset(seed)
+
+
+class Crashing(Guess):
+    luck = random.Random(3)
+
+    def reset(self, seed):
+        self.crash()
+        return super().reset(seed)
+
+    def step(self, text):
+        self.crash()
+        return super().step(text)
+
+    def crash(self):
+        if self.luck.random() < 0.05:
+            raise OSError("lost the\\nserver")
+
+
+class Leaky(Guess):
+    def reset(self, seed):
+        import threading
+
+        threading.Thread(target=threading.Event().wait).start()
+        return super().reset(seed)
+
+
+class Huge(Guess):
+    def reset(self, seed):
+        return "x" * 10_000_000
+
+
+class HugeLater(Guess):
+    def step(self, text):
+        return "x" * 10_000_000, 0.0, False, False, {}
+
+
+class Bytes(Guess):
+    def reset(self, seed):
+        return b"x"
+
+
+class Nothing(Guess):
+    def step(self, text):
+        return None
+
+
+class NotANumber(Guess):
+    def step(self, text):
+        return "x", float("nan"), False, False, {}
+
+
+class NeverAnswers(Guess):
+    def step(self, text):
+        import time
+
+        time.sleep(600)
 """
 FLAGS = """
     --output out --name mine --hidden-size 16 --ffn-hidden-size 32 --num-layers 1 --num-groups 2
@@ -66,6 +173,7 @@ def train(folder: Path, environments: str, *flags: str) -> subprocess.CompletedP
 def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     mine = "my_world:Digit"
     options = ["--environment-options", json.dumps({mine: {"largest": 4}})]
+    options += ["--eval-environments", "bandit"]
     first = train(folder, f"{mine}:2", *options, "--num-steps", "2")
     assert first.returncode == 0, first.stderr
     assert f"warm start: {mine} has no narrator" in first.stdout
@@ -77,15 +185,70 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["rollout/environment_errors"] == 0 for row in rows)
     assert not any("rollout/optimum" in row for row in rows)
-    summary = json.loads((folder / "out/mine/summary.json").read_text())["sets"][mine]
+    assert {"eval/success", "eval/random", "eval/success_bandit"} <= rows[0].keys()
+    assert rows[0]["eval/optimum_bandit"] == 1.0 and "eval/optimum" not in rows[0]
+    summary = json.loads((folder / "out/mine/summary.json").read_text())["sets"]
+    assert summary["bandit"]["random"] == 0.5
+    summary = summary[mine]
     assert summary["optimum"] is None and 0 < summary["random"] < 0.5
     evaluated = execute(
         folder, sys.executable, str(ROOT / "tools/evaluate.py"), "--load", "out/mine",
-        "--environment", mine, "--num-prompts", "4", "--samples-per-prompt", "2",
+        "--environment", f"{mine},bandit", "--num-prompts", "4", "--samples-per-prompt", "2",
         "--json", "evaluated.json",
     )  # fmt: skip
     assert evaluated.returncode == 0, evaluated.stderr
-    assert json.loads((folder / "evaluated.json").read_text())["optimum"] is None
+    sets = json.loads((folder / "evaluated.json").read_text())["sets"]
+    assert sets[mine]["optimum"] is None and sets["bandit"]["optimum"] == 1.0
+
+
+def test_tools_over_sixty_turns_in_a_window_of_two(folder: Path) -> None:
+    flags = "--context-window 2 --filter-keep-zero --max-turns 60 --max-response-length 24".split()
+    flags += ["--name", "tools"]
+    flags += ["--reward", "environment + 0.1*grounded_thought - 0.01*repetition"]
+    flags += "--num-steps 1 --group-size 2 --eval-interval 0 --eval-prompts 1".split()
+    done = train(folder, "my_world:Tools", *flags)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "out/tools/metrics.jsonl").open()]
+    assert {"reward/grounded_thought", "reward/repetition", "reward/total"} <= rows[0].keys()
+    assert rows[0]["rollout/num_turns"] > 2 and rows[0]["rollout/environment_errors"] == 0
+    assert rows[0]["mismatch/logprob_max_abs_diff"] < 1e-4, "trained on what was seen"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "errors"),
+    [
+        ("Guess", 0), ("Slow", 0), ("Leaky", 0), ("Crashing", 1), ("HugeLater", 8), ("Nothing", 8),
+        ("NotANumber", 8),
+    ],
+)  # fmt: skip
+def test_worlds_that_cost_a_trajectory_at_most(folder: Path, kind: str, errors: int) -> None:
+    """A run ends well, whatever they do; the warm start refuses those that never answer."""
+    done = train(folder, f"my_world:{kind}", "--num-steps", "2", "--name", kind)
+    assert "Traceback" not in done.stderr
+    if errors == 8:
+        assert done.returncode == 2 and "fails whatever is done" in done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / f"out/{kind}/metrics.jsonl").open()]
+    assert sum(row["rollout/environment_errors"] for row in rows) <= 16 * errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("NeverBuilt", "cannot be built: took longer than 5 s"),
+        ("NeverAnswers", "took longer than 5 s"),
+        ("Huge", "has 10000000 characters"),
+        ("Bytes", "must be text"),
+    ],
+)
+def test_worlds_that_cannot_be_played_are_one_line(folder: Path, kind: str, reason: str) -> None:
+    done = train(folder, f"my_world:{kind}", "--environment-timeout", "5", "--name", kind)
+    assert done.returncode == 2, done.stdout
+    assert reason in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_mistake_is_one_line_at_the_start(folder: Path) -> None:

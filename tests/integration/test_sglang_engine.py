@@ -153,6 +153,7 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.silicon
 def test_a_sleeping_server_gives_its_memory_back(tmp_path: Path) -> None:
     """Of the whole device, so that memory of the server's processes counts: asleep it lacks far
     less than awake.

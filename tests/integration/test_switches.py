@@ -296,8 +296,8 @@ class Watched:
         finish = self.run.finish_step
         self.rows: list[dict[str, float]] = []
 
-        def finish_step(step, metrics):
-            finish(step, metrics)
+        def finish_step(step, metrics, **why):
+            finish(step, metrics, **why)
             self.rows.append(metrics.result())
 
         self.run.finish_step = finish_step
@@ -446,7 +446,7 @@ def test_the_filter_ranks_raw_returns(start: Path, tmp_path: Path) -> None:
     grpo = "--advantage-estimator dr_grpo --num-steps 1 --keep-rollouts 0".split()
     for flags, count in (
         ("--filter-strategy top_k --filter-value 1", 1),
-        ("--filter-strategy top_k --filter-value 3 --soft-reweighting", 3),
+        ("--filter-strategy top_k --filter-value 3 --soft-reweighting --minibatch-size 4", 3),
         ("--filter-strategy top_fraction", 1),
         ("--filter-strategy none", 4),
     ):

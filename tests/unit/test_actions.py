@@ -35,13 +35,13 @@ def test_well_formed_response():
     parsed = parse("Box is above me.</think> <answer>up || RIGHT||  Down </answer>")
     assert parsed.actions == ("Up", "Right", "Down")
     assert parsed.thought == "Box is above me."
-    assert parsed.is_format_valid and not parsed.has_invalid_action and not parsed.is_penalised
+    assert parsed.is_format_valid and not parsed.has_invalid_action and parsed.is_action_valid
 
 
 def test_unknown_actions_are_dropped_and_the_rest_runs():
     parsed = parse("</think><answer>Up || jump || Left</answer>")
     assert parsed.actions == ("Up", "Left")
-    assert parsed.has_invalid_action and parsed.is_penalised
+    assert parsed.has_invalid_action and not parsed.is_action_valid
 
 
 def test_the_cap_comes_before_the_look_up():
@@ -59,7 +59,7 @@ def test_special_tokens_inside_the_tags_are_removed():
 
 def test_empty_answer_is_well_formed_but_penalised():
     parsed = parse("x</think><answer> || </answer>")
-    assert parsed.is_format_valid and not parsed.has_invalid_action and parsed.is_penalised
+    assert parsed.is_format_valid and not parsed.has_invalid_action and not parsed.is_action_valid
 
 
 def test_without_thinking_only_the_answer_counts():
@@ -73,7 +73,7 @@ def test_same_language_as_the_defining_expression(text, think, max_actions):
     match = FULL.search("<think>" + text) if think else ANSWER_ONLY.search(text)
     assert parsed.is_format_valid == (match is not None)
     if match is None:
-        assert parsed.actions == () and parsed.is_penalised
+        assert parsed.actions == () and not parsed.is_action_valid
         return
     answer = match.groups()[-1]
     for marker in ("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>"):

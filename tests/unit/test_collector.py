@@ -180,7 +180,7 @@ def test_between_turns_stands_what_the_environment_said(
         assert (turn.info["finish_reason"] == "stop") == ended
         between = tokenizer.decode(trajectory.tokens[turn.end : following.start])
         opening = "" if ended else "<|im_end|>"
-        said = f"\n<|im_start|>user\n{result.message.content}<|im_end|>\n"
+        said = f"\n<|im_start|>user\n{result.messages[0].content}<|im_end|>\n"
         said += "<|im_start|>assistant\n<think>"
         assert between == opening + said
     assert trajectory.truncated and not trajectory.terminated

@@ -30,8 +30,8 @@ def test_full_prompt():
     assert "You have 10 actions left and may use at most 5 in this turn." in user.content
     assert "<think> [Your thoughts] </think> <answer>" in user.content
     result = episode.respond(answer("Up", "Down"))
-    assert result.message.content.startswith("Reward:\n-0.2\nTurn 2:\nState:\n")
-    assert "You have 8 actions left" in result.message.content
+    assert result.messages[0].content.startswith("Reward:\n-0.2\nTurn 2:\nState:\n")
+    assert "You have 8 actions left" in result.messages[0].content
 
 
 def test_system_and_compact_prompts():
@@ -43,7 +43,7 @@ def test_system_and_compact_prompts():
     episode, messages = start(prompt_style="compact")
     assert [message.content for message in messages] == ["\n".join(ROOM) + "\n10 left"]
     assert (
-        episode.respond(answer("Up")).message.content
+        episode.respond(answer("Up")).messages[0].content
         == episode.environment.step("Up").observation + "\n9 left"
     )
 
@@ -52,8 +52,9 @@ def test_success_ends_the_episode_and_drops_the_rest_of_the_answer():
     episode, _ = start()
     result = episode.respond(answer("Right", "Left", "Left"))
     assert result.reward == pytest.approx(10.9)
-    assert result.terminated and not result.truncated and result.message is None and episode.done
+    assert result.terminated and not result.truncated and result.messages == () and episode.done
     assert result.info == {
+        "claims": (0, 0),
         "success": True,
         "is_format_valid": True,
         "is_action_valid": True,
@@ -75,7 +76,7 @@ def test_format_penalty_every_turn_until_the_turns_run_out():
     ]
     assert [result.reward for result in results] == [-0.1] * 5
     assert [result.truncated for result in results] == [False] * 4 + [True]
-    assert not results[-1].info["success"] and results[-1].message is None
+    assert not results[-1].info["success"] and results[-1].messages == ()
 
 
 def test_unknown_action_costs_the_penalty_and_the_rest_runs():
@@ -83,14 +84,16 @@ def test_unknown_action_costs_the_penalty_and_the_rest_runs():
     result = episode.respond(answer("Up", "jump"))
     assert result.reward == pytest.approx(-0.2) and result.info["num_actions"] == 1
     assert not result.info["is_action_valid"] and result.info["is_format_valid"]
-    assert "Reward:\n-0.1\n" in result.message.content, (
+    assert "Reward:\n-0.1\n" in result.messages[0].content, (
         "the penalty is no part of the environment's reward"
     )
 
 
 def test_action_budget_truncates_inside_a_turn():
     episode, _ = start(max_actions=7)
-    assert "may use at most 2 in this turn" in episode.respond(answer(*["Up"] * 5)).message.content
+    assert (
+        "may use at most 2 in this turn" in episode.respond(answer(*["Up"] * 5)).messages[0].content
+    )
     result = episode.respond(answer("Up", "Up", "Down", "Right"))
     assert result.info["num_actions"] == 2 and result.truncated and not result.terminated
 
@@ -164,8 +167,8 @@ def test_budgets_hold_whatever_the_model_says(responses, max_turns, per_turn, ma
         result = episode.respond(responses[turn - 1])
         executed += result.info["num_actions"]
         assert result.info["num_actions"] <= now
-        assert episode.done == (result.message is None) == (result.terminated or result.truncated)
-        if result.message is None:
+        assert episode.done == (not result.messages) == (result.terminated or result.truncated)
+        if result.messages == ():
             break
-        announced = result.message.content
+        announced = result.messages[0].content
     assert episode.done and executed <= max_actions

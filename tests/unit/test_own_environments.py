@@ -136,9 +136,12 @@ class Unlicensed(Bare):
     [
         ("Nothing", "cannot import .*Nothing .AttributeError"),
         ("Silent", "Silent has no step; an environment is a class with reset"),
-        ("Mute", "Mute has no actions; an environment"),
+        (
+            "Mute",
+            "actions of environment .*Mute must be a sequence of names; leave them out",
+        ),
         ("Unlicensed", "Unlicensed cannot be built: RuntimeError: no licence"),
-        ("Binary", "the observation of reset must be text .str., not b'Say 3.'"),
+        ("Binary", "the observation of reset must be text .str. or messages .* not b'Say 3.'"),
         ("Bare:0", "distinct names with positive shares"),
     ],
 )
@@ -454,7 +457,7 @@ def test_the_example_of_the_documentation_runs(
     monkeypatch.syspath_prepend(tmp_path)
     episode = Episode(make("documented_world:Digit", largest=0), COMPACT)
     assert "Name a digit." in episode.start(5)[0].content
-    assert episode.respond("</think><answer>7</answer>").message.content.startswith("lower")
+    assert episode.respond("</think><answer>7</answer>").messages[0].content.startswith("lower")
     result = episode.respond("</think><answer>0</answer>")
     assert result.info["success"] and result.reward == 1.0
     assert 0.5 < baselines("documented_world:Digit", range(8), EpisodeConfig()).random < 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ragen_mega.environments.episode import Message
+from ragen_mega.environments.protocol import Message
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -70,7 +70,7 @@ def test_deltas_add_up_to_the_whole_conversation(
     for answer, message in zip(ANSWERS, USER[1:], strict=True):
         sampled = tokenizer.encode(answer, add_special_tokens=False)
         tokens += sampled + ([renderer.end_of_turn] if finished_cleanly else [])
-        tokens += renderer.observe(message, finished_cleanly)
+        tokens += renderer.observe([message], finished_cleanly)
         messages += [Message("assistant", forced + answer), message]
     assert tokens == whole_conversation(tokenizer, messages) + tokenizer.encode(
         forced, add_special_tokens=False
@@ -80,14 +80,14 @@ def test_deltas_add_up_to_the_whole_conversation(
 def test_deltas_begin_and_end_where_the_policy_samples(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = ChatRenderer(tokenizer, think=True)
     assert tokenizer.decode(renderer.start(USER[:1])).endswith("<|im_start|>assistant\n<think>")
-    assert tokenizer.decode(renderer.observe(USER[1], False)).startswith(
+    assert tokenizer.decode(renderer.observe([USER[1]], False)).startswith(
         "<|im_end|>\n<|im_start|>user\nReward"
     )
-    assert tokenizer.decode(renderer.observe(USER[1], True)).startswith(
+    assert tokenizer.decode(renderer.observe([USER[1]], True)).startswith(
         "\n<|im_start|>user\nReward"
     )
-    renderer.observe(USER[1], True).append(0)  # a caller's list is the caller's
-    assert renderer.observe(USER[1], True)[-1] == tokenizer.convert_tokens_to_ids("<think>")
+    renderer.observe([USER[1]], True).append(0)  # a caller's list is the caller's
+    assert renderer.observe([USER[1]], True)[-1] == tokenizer.convert_tokens_to_ids("<think>")
 
 
 def test_decode_action_keeps_tags_and_drops_special_tokens(

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
+import torch
 
+from ragen_mega.algorithm.credit import estimate_advantages
+from ragen_mega.config import AdvantageConfig
+from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import EnvironmentFailed, Worker
@@ -95,12 +99,14 @@ def renderer() -> ChatRenderer:
 def play(renderer: ChatRenderer) -> Iterator[Callable]:
     register("flaky", Flaky)
 
-    def play(way: str, *, timeout: float, fail: Exception | None = None, group_size: int = 8):
+    def play(way: str, *, timeout: float, fail: Exception | None = None, only_bad: bool = False):
         def episode() -> Episode:
             return Episode(make("flaky", way=way), EpisodeConfig(prompt_style="compact"))
 
-        tasks = tasks_for_group(4, "flaky", 11, episode, group_size=group_size)
+        tasks = tasks_for_group(4, "flaky", 11, episode, group_size=8)
         assert {task.outcome_seed % 2 for task in tasks} == {0, 1}
+        if only_bad:
+            tasks = [task for task in tasks if task.outcome_seed % 2 == 0]
         engine = Talker(renderer, fail)
         return collect(
             engine,
@@ -185,11 +191,28 @@ def test_calls_that_do_not_return_wait_together() -> None:
     asyncio.run(work())
 
 
-def test_an_environment_that_cannot_start_names_its_seed(play: Callable) -> None:
+def test_an_environment_that_never_starts_names_its_seed(play: Callable) -> None:
     with pytest.raises(
         ValueError, match="environment flaky cannot start from seed 11: KeyError: 'no server'"
     ):
-        play("start", timeout=5.0)
+        play("start", timeout=5.0, only_bad=True)
+
+
+def test_an_environment_that_cannot_start_costs_its_trajectory(play: Callable) -> None:
+    (group,) = groups = play("start", timeout=5.0)
+    for trajectory in group.trajectories:
+        is_bad = trajectory.outcome_seed % 2 == 0
+        assert (trajectory.num_sampled_tokens == 0) == is_bad == trajectory.truncated
+    assert {"no server" in reason for _, reason in environment_errors(groups)} == {True}
+    batch = pack(group.trajectories)
+    for name in ("gae", "bilevel_gae", "grpo", "rloo", "reinforce_plus_plus"):
+        placement = "turn" if name == "bilevel_gae" else "trajectory"
+        credited = estimate_advantages(
+            batch.with_fields(values=torch.zeros(batch.num_positions)),
+            group.trajectories,
+            AdvantageConfig(advantage_estimator=name, reward_placement=placement),
+        )
+        assert bool(credited.advantages[~batch.loss_mask].eq(0).all())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError(), OSError("pipe")])

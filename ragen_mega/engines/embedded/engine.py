@@ -26,20 +26,17 @@ from ragen_mega.engines.embedded.slots import Prefill, SlotTable
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.rollout.engine import EngineCounts, RolloutEngine
 
-STEPS_AWAY = 32
-"""Decode steps that an answer from outside takes, however fast it comes."""
 MAX_PATIENCE = 30.0
-"""Seconds that the engine stands still for an answer which is due. One that takes longer counts
-when it comes, and what is sampled beside it may then differ in the last bits."""
+"""Seconds that the engine stands still for answers from outside. One that takes longer counts when
+it comes, and what is sampled beside it may then differ in the last bits."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Absence:
-    """A trajectory that waits for an answer from outside, and the step at which it goes on."""
+    """A trajectory that waits for an answer from outside."""
 
-    due: int
     answer: asyncio.Future[Any]
     is_over: asyncio.Future[None]
     is_overdue: bool = False
@@ -160,16 +157,14 @@ class EmbeddedEngine(RolloutEngine):
                 self._forget(session)
 
     async def meanwhile(self, answer: Coroutine[Any, Any, T]) -> T:
-        """What `answer` comes to, `STEPS_AWAY` decode steps from now, whenever it really came.
+        """What `answer` comes to, once nobody is left to decode, whenever it really came.
 
         Others are decoded meanwhile, and what they are decoded with does not depend on the speed of
-        the answer, and so not their log-probabilities to the bit either: with nothing to do, or an
-        answer that is due, the engine waits.
+        the answer, and so not their log-probabilities to the bit either. With nothing left to do
+        the engine waits for all answers together, so that slow ones take their time at once.
         """
         absence = _Absence(
-            self._step + STEPS_AWAY,
-            asyncio.ensure_future(answer),
-            asyncio.get_running_loop().create_future(),
+            asyncio.ensure_future(answer), asyncio.get_running_loop().create_future()
         )
         self._absences.append(absence)
         self._wake_scheduler()
@@ -254,35 +249,30 @@ class EmbeddedEngine(RolloutEngine):
             if self._step >= self._last_step:
                 self._stands_still.set_result(None)
                 return
-            if await self._end_absences():
-                continue
+            self._end_absences(overdue=True)
             admitted = self._admit()
             if self._running:
                 self._answer(self._slots.decode(self._decoder))
                 self._step += 1
                 self.counts.steps += 1
-            elif upcoming := [one.due for one in self._absences if not one.is_overdue]:
-                self._step = max(self._step, upcoming[0])
+            elif awaited := [one.answer for one in self._absences if not one.is_overdue]:
+                await asyncio.wait(awaited, timeout=MAX_PATIENCE)
+                self._end_absences(overdue=False)
             elif self._absences:
                 answers = [absence.answer for absence in self._absences]
                 await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
             elif not admitted:
                 return
 
-    async def _end_absences(self) -> bool:
-        """Let those go on whose step has come, in order; whether there were any."""
-        due = [absence for absence in self._absences if absence.due <= self._step]
-        awaited = [absence.answer for absence in due if not absence.is_overdue]
-        if awaited:
-            await asyncio.wait(awaited, timeout=MAX_PATIENCE)
-        ended = [absence for absence in due if absence.answer.done()]
-        for absence in due:
+    def _end_absences(self, *, overdue: bool) -> None:
+        """Let those go on whose answer has come, in order; the others are overdue from now on."""
+        for absence in [one for one in self._absences if one.is_overdue == overdue]:
             absence.is_overdue = True
-        for absence in ended:
+            if not absence.answer.done():
+                continue
             self._absences.remove(absence)
             if not absence.is_over.done():
                 absence.is_over.set_result(None)
-        return bool(ended)
 
     def _admit(self) -> bool:
         """Prefill every waiting request that has or finds a slot, equal beginnings first computed

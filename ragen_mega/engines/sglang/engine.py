@@ -46,7 +46,7 @@ class _Stage(enum.IntEnum):
 
 
 class SGLangEngine(RolloutEngine):
-    """Runs one server. It starts when the engine first awakes and stays, asleep, between rollouts.
+    """Runs one server. It starts when the engine first wakes and stays, asleep, between rollouts.
 
     Where several ranks share the server, this is the first of `group`, which they form; the others
     have an `SGLangFollower`. Sessions are not released: the radix cache forgets what is not used.

@@ -1,23 +1,34 @@
 """Gymnasium view of the environments: importing this module registers `ragen_mega/Sokoban-v0` and
 its siblings.
 
-Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032); actions are indices, observations
-are text.
+Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032); actions are indices, or text where
+the environment takes text; observations are text.
 """
 
-import string
+import re
 from typing import Any
 
 import gymnasium
 
 from ragen_mega.environments import calls
+from ragen_mega.environments.protocol import text_of
 from ragen_mega.environments.registry import make, names
 
 _MAX_EPISODE_STEPS = 100  # as in gym-sokoban and FrozenLake-v1
-_MAX_OBSERVATION_LENGTH = 4096
+_MAX_DRAWN = 64
 
 
-class TextWorld(gymnasium.Env[str, int]):
+class AnyText(gymnasium.spaces.Text):
+    """Every text, in any script and of any length; samples are short and ASCII."""
+
+    def __init__(self) -> None:
+        super().__init__(_MAX_DRAWN)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+
+class TextWorld(gymnasium.Env[str, int | str]):
     """One of our environments, one primitive action a step.
 
     The seed of `reset` is the prompt seed, so the episode is the native environment's. `reset`
@@ -33,10 +44,11 @@ class TextWorld(gymnasium.Env[str, int]):
             raise ValueError(f"render_mode must be ansi or None, not {render_mode!r}")
         self.world = make(environment_name, **options)
         self.render_mode = render_mode
-        self.action_space = gymnasium.spaces.Discrete(len(self.world.actions))
-        self.observation_space = gymnasium.spaces.Text(
-            _MAX_OBSERVATION_LENGTH, charset=frozenset(string.printable + "\u221a")
+        self.takes_text = not hasattr(self.world, "actions")
+        self.action_space = (
+            AnyText() if self.takes_text else gymnasium.spaces.Discrete(len(self.world.actions))
         )
+        self.observation_space = AnyText()
         self._observation = ""
 
     def reset(
@@ -51,19 +63,20 @@ class TextWorld(gymnasium.Env[str, int]):
                 " board"
             )
         prompt_seed = int(self.np_random.integers(2**31)) if seed is None else seed
-        self._observation = calls.reset(
-            self.world, prompt_seed, outcome_seed=outcome_seed, board=board
+        self._observation = text_of(
+            calls.reset(self.world, prompt_seed, outcome_seed=outcome_seed, board=board)
         )
         return self._observation, {"success": False}
 
-    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int | str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if not self.action_space.contains(action):
-            raise ValueError(
-                f"action must be an index into {', '.join(self.world.actions)}, not {action!r}"
-            )
-        result = calls.step(self.world, self.world.actions[int(action)])
-        self._observation = result.observation
-        return result.observation, result.reward, result.terminated, result.truncated, result.info
+            known = "text" if self.takes_text else f"an index into {', '.join(self.world.actions)}"
+            raise ValueError(f"action must be {known}, not {action!r:.60}")
+        result = calls.step(
+            self.world, action if self.takes_text else self.world.actions[int(action)]
+        )
+        self._observation = text_of(result.observation)
+        return self._observation, result.reward, result.terminated, result.truncated, result.info
 
     def close(self) -> None:
         calls.close(self.world)
@@ -74,15 +87,20 @@ class TextWorld(gymnasium.Env[str, int]):
 
 def environment_id(name: str) -> str:
     """Gymnasium's identifier of the environment `name`: sokoban_large is
-    ragen_mega/SokobanLarge-v0.
+    ragen_mega/SokobanLarge-v0. One that was registered after this module was imported gets its
+    identifier here.
     """
-    return f"ragen_mega/{''.join(part.capitalize() for part in name.split('_'))}-v0"
+    words = re.split(r"\W+|_", name)
+    identifier = f"ragen_mega/{''.join(word[:1].upper() + word[1:] for word in words)}-v0"
+    if identifier not in gymnasium.registry:
+        gymnasium.register(
+            identifier,
+            entry_point="ragen_mega.environments.adapters.gymnasium:TextWorld",
+            max_episode_steps=_MAX_EPISODE_STEPS,
+            kwargs={"environment_name": name},
+        )
+    return identifier
 
 
 for _name in names():
-    gymnasium.register(
-        environment_id(_name),
-        entry_point="ragen_mega.environments.adapters.gymnasium:TextWorld",
-        max_episode_steps=_MAX_EPISODE_STEPS,
-        kwargs={"environment_name": _name},
-    )
+    environment_id(_name)

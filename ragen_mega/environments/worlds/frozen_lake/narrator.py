@@ -56,4 +56,8 @@ def _distance(a: Cell, b: Cell) -> int:
     return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
-NARRATOR = Narrator(describe, actions_per_turn=2)
+NARRATOR = Narrator(
+    describe,
+    actions_per_turn=2,
+    statement=r"(?:Left|Down|Right|Up)(?: to\(\d+, \d+\))? (?:edge|hole|goal|closer|farther)\b",
+)

@@ -68,4 +68,7 @@ def _distance(a: Cell, b: Cell) -> int:
     return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
-NARRATOR = Narrator(describe)
+NARRATOR = Narrator(
+    describe,
+    statement=r"(?:Up|Down|Left|Right) to\(\d+, \d+\)(?: push\(\d+, \d+\))? [a-z]+",
+)

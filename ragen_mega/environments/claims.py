@@ -1,0 +1,59 @@
+"""Claims in a thought, checked against the true state, as a reward for grounded thoughts counts."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ragen_mega.environments.protocol import Narrator
+
+_SAID = r"(?P<copula>\s*(?:is|are|=|:))?\s*(?:at\s+|in\s+)?(?P<said>\([^()]*\)|-?\d+(?:\.\d+)?|\w+)"
+_TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def check_claims(environment: Any, thought: str) -> list[bool] | None:
+    """Whether each claim in a thought about the present state holds; None if nobody can tell.
+
+    By the environment's `claims(thought)`; else, with a narrator that has a `statement`, every
+    statement of that form is compared with what the narrator says; else by its `facts()`.
+    """
+    if hasattr(environment, "claims"):
+        return [bool(holds) for holds in environment.claims(thought)]
+    narrator: Narrator | None = getattr(environment, "narrator", None)
+    if narrator is not None and narrator.statement is not None:
+        true = set(re.findall(narrator.statement, narrator.describe(environment, ())))
+        return [claim in true for claim in re.findall(narrator.statement, thought)]
+    if hasattr(environment, "facts"):
+        return list(claims_about(environment.facts(), thought))
+    return None
+
+
+def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
+    """Whether each claim `<name of a fact> [is|are|=|:] [at|in] <value>` holds: of numbers, of
+    coordinates like `(1, 2)`, of truth values, and of words where a verb or sign comes between. Of
+    a collection one of its members is claimed: `hole (1, 2)`, `holes: (1, 2)`.
+    """
+    for name in sorted(facts, key=len, reverse=True):  # `low_arm` before `arm`
+        value, words = facts[name], re.escape(name.removesuffix("s")).replace("_", "[ _]")
+        form = re.compile(rf"\b{words}s?\b{_SAID}", re.IGNORECASE)
+        found, thought = list(form.finditer(thought)), form.sub(" ", thought)
+        for claim in found:
+            members = value if isinstance(value, (set, frozenset, list)) else [value]
+            if isinstance(value, tuple) and not all(isinstance(part, int) for part in value):
+                members = value
+            agrees = [_agrees(claim["said"], bool(claim["copula"]), one) for one in members]
+            if None not in agrees and agrees:
+                yield any(agrees)
+
+
+def _agrees(said: str, has_copula: bool, value: Any) -> bool | None:
+    """Whether `said` means `value`; None if it says nothing of the kind."""
+    if isinstance(value, bool):
+        return None if said.lower() not in _TRUTHS else _TRUTHS[said.lower()] is value
+    if isinstance(value, (int, float)):
+        return float(said) == value if re.fullmatch(r"-?\d+(\.\d+)?", said) else None
+    if isinstance(value, tuple):
+        is_cell = said.startswith("(")
+        return tuple(map(int, re.findall(r"-?\d+", said))) == value if is_cell else None
+    if isinstance(value, str):
+        return said.lower() == value.lower() if has_copula else None
+    return None

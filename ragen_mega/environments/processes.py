@@ -1,0 +1,152 @@
+"""Environments in processes of their own, for those that hold the interpreter while they compute.
+
+A host process has several environments and does one call after the other; what stands here in place
+of an environment hands every call to its host. A host that dies takes its environments with it, and
+the next one that is built starts another.
+"""
+
+import itertools
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ragen_mega.environments import calls
+from ragen_mega.environments.pool import EnvironmentFailed, guarded
+from ragen_mega.environments.protocol import Observation, StepResult
+from ragen_mega.environments.registry import make
+
+_METHOD = "a method"
+
+
+class HostedEnvironment:
+    """Environment `name` in one of `num_processes` host processes; it has whatever attributes the
+    environment has. Arguments, answers and attributes are pickled.
+    """
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], num_processes: int, timeout: float = 0.0
+    ) -> None:
+        """`timeout`: seconds for a call (0: any time), after which the host is ended. Raises
+        ValueError as `make` does.
+        """
+        self._host = _host(num_processes)
+        self._timeout = timeout
+        self._key: int | None = None
+        self._key = self._ask("make", name, dict(options))
+
+    def reset(self, seed: int, **keywords: Any) -> Observation:
+        return self._ask("reset", seed, keywords)
+
+    def step(self, action: Any) -> StepResult:
+        return self._ask("step", action)
+
+    def close(self) -> None:
+        self._ask("close")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value = self._ask("get", name)
+        return partial(self._ask, "call", name) if value == _METHOD else value
+
+    def _ask(self, *request: Any) -> Any:
+        return self._host.ask(self._timeout, self._key, *request)
+
+
+class _Host:
+    """The near end of a host process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")  # threads and devices do not survive a fork
+        self._pipe, far_end = context.Pipe()
+        self._lock = threading.Lock()
+        self._process = context.Process(target=_serve, args=(far_end,), daemon=True)
+        self._process.start()
+        far_end.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def ask(self, timeout: float, *request: Any) -> Any:
+        """The host's answer. Raises what the environment raised, where it is of Python's own kinds,
+        else RuntimeError; also if the host is gone, or ended because it took too long.
+        """
+        with self._lock:
+            try:
+                self._pipe.send(request)
+                if not self._pipe.poll(timeout or None):
+                    self._process.kill()
+                answer, error = self._pipe.recv()
+            except (OSError, EOFError) as gone:
+                self._process.kill()
+                self._process.join()
+                raise RuntimeError("the process of the environment is gone") from gone
+        if error is not None:
+            raise error
+        return answer
+
+
+_hosts: dict[int, _Host] = {}
+_places = itertools.count()
+_hosts_lock = threading.Lock()
+
+
+def _host(num_processes: int) -> _Host:
+    """The host of the next environment, in turns."""
+    with _hosts_lock:
+        place = next(_places) % num_processes
+        if place not in _hosts or not _hosts[place].is_alive:
+            _hosts[place] = _Host()
+        return _hosts[place]
+
+
+def _serve(pipe: Connection) -> None:
+    """The host: answer requests until the other end is gone."""
+    environments: dict[int, Any] = {}
+    while True:
+        try:
+            request = pipe.recv()
+        except (OSError, EOFError):
+            return
+        answer = error = None
+        try:
+            answer = guarded(partial(_act, environments, *request))
+        except EnvironmentFailed as failed:
+            error = _portable(failed.__cause__)
+        pipe.send((answer, error))
+
+
+def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any) -> Any:
+    """Do what is asked of one of the environments; the answer can be pickled."""
+    if kind == "make":
+        environments[answer := len(environments)] = make(request[0], **request[1])
+        return answer
+    environment = environments[key]
+    match kind:
+        case "reset":
+            answer = calls.reset(environment, request[0], **request[1])
+        case "step":
+            answer = calls.step(environment, request[0])
+        case "close":
+            environments[key] = None
+            answer = calls.close(environment)
+        case "call":
+            answer = getattr(environment, request[0])(*request[1:])
+        case _:
+            value = getattr(environment, request[0])
+            answer = _METHOD if callable(value) else value
+    pickle.dumps(answer)
+    return answer
+
+
+def _portable(error: BaseException) -> Exception:
+    """What the other end can read, with the same meaning there."""
+    for kind in (AttributeError, ValueError, TypeError, FloatingPointError):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")

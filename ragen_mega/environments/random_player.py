@@ -1,0 +1,83 @@
+"""What a player answers who chooses at random, in every form that an environment may ask for."""
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ragen_mega.environments.actions import ACTION_SEPARATOR
+from ragen_mega.environments.episode import Episode
+from ragen_mega.environments.protocol import Action, text_of
+
+_WORD = re.compile(r"\w+")
+_RANGE = (0, 9)  # of a number whose schema has no bounds
+
+
+def is_drawn(episode: Episode) -> bool:
+    """Whether what may be answered is known, so that drawing from it uniformly means something."""
+    return episode.takes_names or bool(
+        episode.tools or hasattr(episode.environment, "random_answer")
+    )
+
+
+def random_steps(episode: Episode, generator: np.random.Generator, *, count: int) -> list[Action]:
+    """What `write_answer` takes: `count` names of actions, or one text or tool call: as the
+    environment's `random_answer` says, with arguments drawn by the schemas of its tools, or else a
+    word of the observation.
+    """
+    environment = episode.environment
+    if episode.takes_names:
+        return [str(generator.choice(environment.actions)) for _ in range(count)]
+    draw = random.Random(int(generator.integers(2**62)))
+    if hasattr(environment, "random_answer"):
+        return [environment.random_answer(draw)]
+    words = _WORD.findall(text_of(episode.observation)) or [""]
+    return [_random_call(episode.tools, words, draw) if episode.tools else draw.choice(words)]
+
+
+def write_answer(episode: Episode, steps: Sequence[Action]) -> str:
+    """The answer that the environment reads as these steps, of which free text has one."""
+    if episode.takes_names:
+        return f"<answer> {f' {ACTION_SEPARATOR} '.join(map(str, steps))}</answer>"
+    if any(isinstance(step, Mapping) for step in steps):
+        return "\n".join(f"<tool_call>\n{json.dumps(step)}\n</tool_call>" for step in steps)
+    is_bare = episode.tools or hasattr(episode.environment, "parse")
+    return str(steps[0]) if is_bare else f"<answer> {steps[0]}</answer>"
+
+
+def _random_call(
+    tools: Sequence[Mapping[str, Any]], words: Sequence[str], draw: random.Random
+) -> dict[str, Any]:
+    tool = draw.choice(list(tools))
+    function = tool.get("function", tool)  # the schema itself, or as OpenAI wraps it
+    return {
+        "name": function["name"],
+        "arguments": _random_value(
+            function.get("parameters", {}) | {"type": "object"}, words, draw
+        ),
+    }
+
+
+def _random_value(schema: Mapping[str, Any], words: Sequence[str], draw: random.Random) -> Any:
+    """A value of a JSON schema; what the schema leaves open is a word."""
+    low, high = (schema.get(key, end) for key, end in zip(("minimum", "maximum"), _RANGE))
+    kind = schema.get("type")
+    if "enum" in schema:
+        return draw.choice(schema["enum"])
+    if kind == "boolean":
+        return draw.random() < 0.5
+    if kind == "integer":
+        return draw.randint(low, max(low, high))
+    if kind == "number":
+        return draw.uniform(low, max(low, high))
+    if kind == "array":
+        return [_random_value(schema.get("items", {}), words, draw)]
+    if kind == "object":
+        return {
+            name: _random_value(part, words, draw)
+            for name, part in schema.get("properties", {}).items()
+        }
+    return draw.choice(list(words))

@@ -1,0 +1,60 @@
+"""What the policy sees before it answers: the whole trajectory, or the task and a window of turns.
+
+Past answers stay the tokens that were sampled, wherever they stand: a window is put together from
+token deltas and nothing is tokenised again.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from ragen_mega.environments.episode import Episode
+from ragen_mega.environments.protocol import Message
+from ragen_mega.rollout.renderer import ChatRenderer
+
+
+class Context:
+    """The text, in tokens, that the policy goes on from in one trajectory."""
+
+    def __init__(self, renderer: ChatRenderer, episode: Episode, window: int) -> None:
+        """`window`: turns that are seen, the present one included; 0: all."""
+        self._renderer = renderer
+        self._episode = episode
+        # Messages that began a turn, and the tokens that answered them.
+        self._turns: deque[tuple[Sequence[Message], list[int]]] = deque(maxlen=window or 1)
+        self._window = window
+        self._num_turns = 0
+        self.tokens: list[int] = []
+
+    def begin(self, messages: Sequence[Message]) -> list[int]:
+        """The first prompt."""
+        self.tokens = self._renderer.start(messages, self._episode.tools)
+        self._num_turns = 1
+        self._present = messages
+        return self.tokens[:]
+
+    def answer(self, tokens: list[int]) -> None:
+        """The policy has sampled `tokens`."""
+        self.tokens += tokens
+        self._turns.append((self._present, tokens))
+
+    def go_on(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
+        """The next turn begins with `messages`: tokens to append, and whether they are a whole
+        prompt, because the first of the turns that were seen has left the window.
+        """
+        self._present = messages
+        self._num_turns += 1
+        if not self._window or self._num_turns <= self._window:
+            added = self._observe(self._turns[-1][1], messages)
+            self.tokens += added
+            return added, False
+        seen = list(self._turns)[1:]  # with the present turn as many as the window has
+        firsts = [*(before for before, _ in seen), messages]
+        prompt = self._renderer.start(self._episode.beginning(firsts[0]), self._episode.tools)
+        for (_, tokens), following in zip(seen, firsts[1:], strict=True):
+            prompt += tokens + self._observe(tokens, following)
+        self.tokens = prompt
+        return prompt[:], True
+
+    def _observe(self, answer: list[int], messages: Sequence[Message]) -> list[int]:
+        is_ended = answer[-1:] == [self._renderer.end_of_turn]
+        return self._renderer.observe(messages, is_ended)

@@ -1,0 +1,117 @@
+"""Verdicts on trajectories by a server of the user's: a judge, a test suite, a reward model.
+
+They are asked for when a rollout has been played and are kept with it, so that every rank and every
+repetition from the disk sees the same; `--reward` names a judge by its URL. Request and answer are
+JSON objects:
+
+    POST {"environment": ..., "text": ..., "responses": [...], "return": ..., "success": ...}
+    <- {"score": number}
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+
+from ragen_mega.algorithm.rewards import VERDICTS
+from ragen_mega.algorithm.tables import is_judge
+from ragen_mega.data.distributed import on_main
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.rollout.engine import EngineError
+from ragen_mega.rollout.renderer import ChatRenderer
+
+_ATTEMPTS = 3
+_PAUSE = 0.5  # seconds before the second attempt; twice that before the third
+_AT_ONCE = 32
+
+
+class Verifier:
+    """Asks one server, and the same question once."""
+
+    def __init__(self, url: str, *, timeout: float | None) -> None:
+        """`timeout`: seconds for one answer."""
+        self.url = url
+        self._client = httpx2.Client(timeout=timeout)
+        self._known: dict[str, float] = {}
+
+    def scores(self, questions: Sequence[dict[str, Any]]) -> tuple[list[float | None], str]:
+        """The server's score of each, None where it did not answer with a finite number in three
+        attempts; and an example of why not.
+        """
+        keys = [json.dumps(question, sort_keys=True) for question in questions]
+        digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
+        new = {digest: key for digest, key in zip(digests, keys) if digest not in self._known}
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            answers = list(threads.map(self._ask, new.values()))
+        self._known |= {
+            digest: answer for digest, answer in zip(new, answers) if isinstance(answer, float)
+        }
+        reason = next((answer for answer in answers if isinstance(answer, str)), "")
+        return [self._known.get(digest) for digest in digests], reason
+
+    def _ask(self, body: str) -> float | str:
+        """A score, or why there is none."""
+        reason = ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_PAUSE * attempt)
+            try:
+                answer = self._client.post(
+                    self.url, content=body, headers={"content-type": "application/json"}
+                )
+                score = float(answer.raise_for_status().json()["score"])
+                if math.isfinite(score):
+                    return score
+                reason = f"score {score}"
+            except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+        return " ".join(reason.split())
+
+
+class Verifiers:
+    """The judges among the rewards of a run."""
+
+    def __init__(self, rewards: Iterable[str], *, timeout: float | None) -> None:
+        self._judges = [Verifier(name, timeout=timeout) for name in rewards if is_judge(name)]
+
+    def judge(self, groups: Sequence[TrajectoryGroup], renderer: ChatRenderer) -> int:
+        """Write the verdicts into the info of last turns, on all ranks alike; how many are missing.
+        Collective. Raises EngineError on all ranks if a judge says nothing at all.
+        """
+        if not self._judges:
+            return 0
+        played = [one for group in groups for one in group.trajectories if one.turns]
+        verdicts = on_main(
+            lambda: [
+                one.scores([question(trajectory, renderer) for trajectory in played])
+                for one in self._judges
+            ]
+        )
+        for one, (scores, reason) in zip(self._judges, verdicts, strict=True):
+            if played and all(score is None for score in scores):
+                raise EngineError(
+                    f"the judge {one.url} gave no verdict on {len(scores)} trajectories ({reason});"
+                    " mend it and go on with --resume"
+                )
+            for trajectory, score in zip(played, scores, strict=True):
+                trajectory.turns[-1].info.setdefault(VERDICTS, {})[one.url] = score
+        return sum(score is None for scores, _ in verdicts for score in scores)
+
+
+def question(trajectory: Trajectory, renderer: ChatRenderer) -> dict[str, Any]:
+    """What a judge is told of a trajectory."""
+    tokens = trajectory.tokens
+    return {
+        "environment": trajectory.environment,
+        "text": renderer.tokenizer.decode(tokens),
+        "responses": [
+            renderer.decode_action(tokens[turn.start : turn.end]) for turn in trajectory.turns
+        ],
+        "return": trajectory.total_reward,
+        "success": trajectory.success,
+    }

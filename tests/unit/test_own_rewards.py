@@ -1,0 +1,211 @@
+"""Rewards that look at thoughts, repetitions, groups or ask a server, each against its formula."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from ragen_mega.algorithm.rewards import VERDICTS, shape_rewards, success_ranking
+from ragen_mega.algorithm.tables import REWARDS, PlugInError, parse_reward
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.environments.claims import check_claims, claims_about
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.registry import make
+from ragen_mega.rollout import verifier
+from ragen_mega.rollout.engine import EngineError
+from ragen_mega.rollout.verifier import Verifiers
+
+
+def trajectory(*turns: tuple[list[int], float, dict], group_id: int = 0) -> Trajectory:
+    one = Trajectory(group_id=group_id)
+    for tokens, reward, info in turns:
+        one.append_observation([7, 7, 7])
+        turn = one.append_action(Completion(tokens, [-1.0] * len(tokens), "stop"))
+        turn.reward, turn.info = reward, info
+    return one
+
+
+def rewards(name: str, *trajectories: Trajectory) -> list[list[float]]:
+    shaped, _ = shape_rewards([TrajectoryGroup(0, list(trajectories))], {name: 1.0})
+    return [[turn.reward for turn in one.turns] for one in shaped[0].trajectories]
+
+
+def test_shipped_terms() -> None:
+    played = trajectory(
+        ([1, 2, 3, 4, 1, 2, 3, 4], 1.0, {"is_action_effective": True, "claims": (1, 4)}),
+        ([5, 6], -0.5, {"is_action_effective": False}),
+    )
+    # Five 4-grams, the last of which is the first again.
+    assert rewards("repetition", played) == [pytest.approx([1 / 5 / 2, 0])]
+    assert rewards("action_effectiveness", played) == [[0.5, 0.0]]
+    assert rewards("grounded_thought", played) == [[1 / 4 / 2, 0.0]]
+    assert rewards("turn_discounted", played) == [pytest.approx([1.0, 0.95 * -0.5])]
+    others = [trajectory(([1], value, {})) for value in (3.0, -1.0)]
+    # 0.5, 3 and -1: each less the mean of the other two.
+    relative = [[0.0, 0.5 - 1.0], [3.0 + 0.25], [-1.0 - 1.75]]
+    assert rewards("group_relative", played, *others) == [pytest.approx(row) for row in relative]
+    assert rewards("group_relative", others[0]) == [[0.0]]
+
+
+def test_a_reward_of_a_group_answers_for_each_member() -> None:
+    REWARDS.register("best", lambda group: [max(group.total_rewards)] * len(group.trajectories))
+    REWARDS.register("few", lambda group: [1.0])
+    two = [trajectory(([1], value, {})) for value in (1.0, 2.0)]
+    assert rewards("best", *two) == [[2.0], [2.0]]
+    with pytest.raises(PlugInError, match="reward few must return an answer for each of the 2"):
+        rewards("few", *two)
+
+
+def test_a_term_that_is_gamed_shows() -> None:
+    """A policy that talks instead of solving earns more under a price on length."""
+    solver = trajectory(([1], 1.0, {"success": True}))
+    talker = trajectory(([1] * 50, 0.0, {"success": False}))
+    groups = [TrajectoryGroup(0, [solver, talker])]
+    shaped, logged = shape_rewards(groups, parse_reward("environment + 0.1*response_length"))
+    returns = shaped[0].total_rewards
+    assert returns[1] > returns[0], "talking pays"
+    assert logged["success_ranking"] == 0.0 and logged["response_length"] == pytest.approx(2.55)
+    assert [one.success for one in shaped[0].trajectories] == [True, False], "success stays raw"
+    _, honest = shape_rewards(groups, parse_reward("environment - 0.001*response_length"))
+    assert honest["success_ranking"] == 1.0
+    assert success_ranking([solver, solver]) is None
+
+
+@pytest.mark.parametrize(
+    ("thought", "claims"),
+    [
+        ("The player is at (1, 2), the goal (3, 3).", [True, False]),
+        (
+            "Player: (1, 2). hole (0, 1), holes: (2, 2) and hole at (9, 9)",
+            [True, True, True, False],
+        ),
+        ("size 4, size is 5, width: 2.50", [True, False, True]),
+        ("the door is open, the door is closed, door handle", [True, False]),
+        ("locked: yes; locked = false", [True, False]),
+        ("players (1, 2) or the goal in sight", [True]),
+        ("nothing to say", []),
+        ("the size of the goal is large", []),
+    ],
+)
+def test_claims_about_facts(thought: str, claims: list[bool]) -> None:
+    facts = {
+        "player": (1, 2),
+        "goal": (2, 3),
+        "holes": frozenset({(0, 1), (2, 2)}),
+        "size": 4,
+        "width": 2.5,
+        "door": "open",
+        "locked": True,
+        "rooms": None,
+    }
+    assert sorted(claims_about(facts, thought)) == sorted(claims)
+
+
+@pytest.mark.parametrize("name", ["sokoban", "frozen_lake", "bandit"])
+def test_what_a_narrator_says_is_true_and_of_another_state_is_not(name: str) -> None:
+    environment, other = make(name), make(name)
+    environment.reset(5)
+    other.reset(6)
+    narrator = environment.narrator
+    told = check_claims(environment, narrator.describe(environment, environment.actions[:1]))
+    if name == "bandit":
+        assert check_claims(environment, "high_arm: Dragon, low arm is Dragon") == [True, False]
+        return
+    assert len(told) >= 4 and all(told)
+    assert not all(check_claims(environment, narrator.describe(other, ())))
+
+
+def test_claims_are_checked_against_the_state_that_the_policy_saw() -> None:
+    class Door:
+        actions = ("open",)
+
+        def reset(self, seed):
+            self.door = "closed"
+            return "A door."
+
+        def step(self, action):
+            self.door = "open"
+            return "Open.", 0.0, False, False, {}
+
+        def facts(self):
+            return {"door": self.door}
+
+    episode = Episode(Door(), EpisodeConfig())
+    episode.start(0)
+    said = "The door is closed. The door is open.</think><answer>open</answer>"
+    assert episode.respond(said).info["claims"] == (1, 2)
+    assert episode.respond(said.replace("closed", "open")).info["claims"] == (2, 2)
+    assert "claims" not in episode.respond("no thought").info
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Scores by the number of responses; fails as its server says."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        verdict = self.server.verdict(asked)
+        self.send_response(200 if verdict is not None else 500)
+        self.end_headers()
+        self.wfile.write(json.dumps(verdict).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    monkeypatch.setattr(verifier, "_PAUSE", 0.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        server.asked = []
+        server.url = f"http://127.0.0.1:{server.server_port}/score"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+RENDERER = SimpleNamespace(
+    tokenizer=SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens))),
+    decode_action=lambda tokens: " ".join(map(str, tokens)),
+)
+
+
+def test_a_judge_is_asked_once_and_its_verdict_is_a_term(server: ThreadingHTTPServer) -> None:
+    server.verdict = lambda asked: {"score": len(asked["responses"])}
+    terms = parse_reward(f"environment + 0.5*{server.url}")
+    assert terms == {"environment": 1.0, server.url: 0.5}
+    played = [trajectory(*[([value], 1.0, {})] * value) for value in (1, 2, 2)]
+    groups = [TrajectoryGroup(0, played)]
+    judges = Verifiers(terms, timeout=5.0)
+    for _ in range(2):
+        assert judges.judge(groups, RENDERER) == 0
+    assert len(server.asked) == 2, "the same text is judged once"
+    assert {"environment", "text", "responses", "return", "success"} == server.asked[0].keys()
+    assert played[2].turns[-1].info[VERDICTS] == {server.url: 2.0}
+    shaped, logged = shape_rewards(groups, terms)
+    assert shaped[0].total_rewards == [1.5, 3.0, 3.0]
+    assert logged[server.url] == pytest.approx(0.5 * 5 / 3)
+
+
+def test_a_missing_verdict_is_counted_and_neutral(server: ThreadingHTTPServer) -> None:
+    server.verdict = lambda asked: (
+        None if len(asked["responses"]) == 3 else {"score": len(asked["responses"])}
+    )
+    played = [trajectory(*[([value], 0.0, {})] * value) for value in (1, 2, 3)]
+    groups = [TrajectoryGroup(0, played)]
+    judges = Verifiers([server.url, "environment"], timeout=5.0)
+    assert judges.judge(groups, RENDERER) == 1
+    assert len(server.asked) == 2 + 3, "three attempts"
+    assert rewards(server.url, *played) == [[1.0], [0.0, 2.0], [0.0, 0.0, 1.5]]
+
+
+@pytest.mark.parametrize("verdict", [None, {}, {"score": "x"}, {"score": float("nan")}, 3])
+def test_a_judge_that_never_answers_ends_the_run(server: ThreadingHTTPServer, verdict) -> None:
+    server.verdict = lambda asked: verdict
+    groups = [TrajectoryGroup(0, [trajectory(([1], 0.0, {}))])]
+    with pytest.raises(EngineError, match=f"judge {server.url} gave no verdict on 1 ") as caught:
+        Verifiers([server.url], timeout=5.0).judge(groups, RENDERER)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,303 @@
+"""Environments that take free text, tool calls or what their own parser reads, and that speak in
+messages: what they get, what the policy sees, and what a player who knows nothing answers.
+"""
+
+import json
+from copy import copy
+from functools import partial
+
+import numpy as np
+import pytest
+from jinja2 import Environment as Jinja
+
+from ragen_mega.environments.actions import tool_calls
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import Message
+from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
+from ragen_mega.environments.reference_players import baselines
+from ragen_mega.environments.registry import make, register
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.warm_start.clone import as_trajectory, scripted_episodes
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+
+class Echo:
+    """Free text; nothing is declared."""
+
+    def reset(self, seed):
+        self.said = []
+        return "Say it."
+
+    def step(self, text):
+        self.said.append(text)
+        info = {"is_action_valid": not text.startswith("?")}
+        return f"{len(self.said)} said", 0.5, text == "end", False, info
+
+
+class Json(Echo):
+    answer_format = '{"say": [words]}'
+    max_turns = 3
+    format_penalty = -0.25
+    max_response_length = 77
+
+    def parse(self, text):
+        return [str(word) for word in json.loads(text)["say"]]
+
+    def random_answer(self, draw):
+        return json.dumps({"say": [draw.choice(["a", "end"])]})
+
+
+SCHEMAS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "place": {"type": "string", "enum": ["here", "there"]},
+                    "depth": {"type": "integer", "minimum": 2, "maximum": 4},
+                    "word": {"type": "string"},
+                    "flags": {"type": "array", "items": {"type": "boolean"}},
+                },
+            },
+        },
+    },
+    {"name": "stop"},
+]
+
+
+class Tools(Echo):
+    tools = SCHEMAS
+
+    def reset(self, seed):
+        super().reset(seed)
+        return [("system", "You have tools."), {"role": "user", "content": "Look around."}]
+
+    def step(self, call):
+        self.said.append(call)
+        return [Message("tool", f"saw {len(self.said)}")], 0.0, call["name"] == "stop", False, {}
+
+
+def play(environment, *answers, **config):
+    episode = Episode(environment, EpisodeConfig(**config))
+    episode.start(0)
+    return episode, [episode.respond(answer) for answer in answers]
+
+
+def test_free_text_is_what_stands_in_the_answer_tags() -> None:
+    long = "search[red shoes || blue] "
+    episode, results = play(
+        Echo(),
+        f"thought</think> <answer> {long} </answer> rest",
+        "no tags",
+        "</think><answer></answer>",
+        "</think><answer>?</answer>",
+    )
+    assert episode.environment.said == [long.strip(), "?"], "one step a turn, the separator is text"
+    assert [result.reward for result in results] == [0.5, -0.1, -0.1, 0.4]
+    assert [result.info["is_format_valid"] for result in results] == [True, False, True, True]
+    assert [result.info["is_action_valid"] for result in results] == [True, False, False, False]
+    assert results[0].info["thought"] == "thought" and results[0].info["num_actions"] == 1
+    (message,) = results[0].messages
+    assert message.content.startswith(
+        "Reward:\n0.5\nTurn 2:\nState:\n1 said\nYou have 4 turns left"
+    )
+    assert episode.respond("</think><answer>x</answer>").truncated, "five turns"
+
+
+def test_the_prompt_of_free_text_speaks_of_turns_alone() -> None:
+    episode = Episode(Echo(), EpisodeConfig(max_turns=2))
+    _, user = episode.start(0)
+    assert "action" not in user.content
+    assert user.content.startswith("You have 2 turns.\nTurn 1:\nState:\nSay it.\nYou have 2 turns")
+    episode = Episode(Echo(), EpisodeConfig(max_turns=2, prompt_style="compact"))
+    assert episode.start(0)[0].content == "Say it.\n2 left"
+
+
+def test_an_own_parser_reads_what_follows_the_thought() -> None:
+    episode, results = play(Json(), 'a {"say": 1}</think>\n{"say": ["x", "y"]}', '</think>{"say"')
+    assert episode.environment.said == ["x", "y"]
+    assert results[0].info["actions"] == ("x", "y") and results[0].info["thought"] == 'a {"say": 1}'
+    assert (results[0].reward, results[1].reward) == (1.0, -0.25), "its penalty, not ours"
+    assert results[1].info["is_format_valid"] is False
+    episode, (result,) = play(Json(), '{"say": ["x"]}', think=False)
+    assert episode.environment.said == ["x"] and "</think>" not in result.messages[0].content
+    with pytest.raises(KeyError):
+        play(Json(), "</think>{}")  # anything but ValueError is the parser's own mistake
+
+    class Odd(Json):
+        def parse(self, text):
+            return [text, 3]
+
+    with pytest.raises(TypeError, match="parse must return a step or a list of them"):
+        play(Odd(), "</think>x")
+
+
+def test_limits_are_the_environments_unless_a_flag_sets_them() -> None:
+    budget = Episode(Json(), EpisodeConfig()).budget
+    assert (budget.max_turns, budget.max_actions, budget.max_response_length) == (3, 15, 77)
+    assert Episode(Json(), EpisodeConfig(max_turns=9)).budget.max_turns == 9
+    assert Episode(Echo(), EpisodeConfig()).budget.max_actions == 5, "one step a turn"
+    assert Episode(make("frozen_lake"), EpisodeConfig()).budget.max_actions == 10
+
+    class Walk(Echo):
+        actions = ("go",)
+        max_turns = 60
+
+    assert Episode(Walk(), EpisodeConfig()).budget.max_actions == 300
+    assert Episode(Walk(), EpisodeConfig(max_actions=7)).budget.max_actions == 7
+    Walk.max_turns = 0
+    with pytest.raises(ValueError, match="max_turns must be at least 1, not 0"):
+        Episode(Walk(), EpisodeConfig())
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
+
+
+def test_tool_calls_are_steps_and_their_results_messages() -> None:
+    episode, (two, none) = play(Tools(), f"hm</think>{CALL}\n{CALL}", "</think>look")
+    look = {"name": "look", "arguments": {"place": "here"}}
+    assert episode.environment.said == [look, look] and two.info["actions"] == (look, look)
+    assert two.messages == (Message("tool", "saw 1"), Message("tool", "saw 2"))
+    assert none.reward == -0.1 and none.messages[0].role == "user"
+    _, (last,) = play(Tools(), '</think><tool_call>{"name": "stop"}</tool_call>')
+    assert last.terminated and last.messages == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<tool_call>",
+        "<tool_call>{}</tool_call>",
+        '<tool_call>{"name": "x"}',
+        '<tool_call>{"name": "x", "arguments": 3}</tool_call>',
+        "<tool_call>" * 50_000,
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_malformed_tool_calls(text: str) -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        tool_calls(text)
+    _, (result,) = play(Tools(), f"</think>{text}")
+    assert result.reward == -0.1 and result.info["is_format_valid"] is False
+
+
+# The tool part of Qwen2.5's template, as published: tool results are a user's message in tags.
+TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\n' + messages[0]['content'] + '\\n# Tools\\n' }}"
+    "{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + m['content'] + '\\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% elif not (tools and m.role == 'system') %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_the_policy_sees_what_the_chat_template_makes_of_tools_and_results() -> None:
+    tokenizer = train_tokenizer(["system user assistant tool look here saw 1 2 name arguments"] * 9)
+    tokenizer.chat_template = TEMPLATE
+    renderer = ChatRenderer(tokenizer, think=False)
+    episode = Episode(Tools(), EpisodeConfig(think=False))
+    messages = episode.start(0)
+    tokens = renderer.start(messages, episode.tools)
+    answers = [f"{CALL}\n{CALL}", CALL]
+    for answer in answers:
+        result = episode.respond(answer)
+        tokens += tokenizer.encode(answer, add_special_tokens=False)
+        tokens += renderer.observe(result.messages, finished_cleanly=False)
+        messages += [Message("assistant", answer), *result.messages]
+    whole = [{"role": message.role, "content": message.content} for message in messages]
+    template = Jinja(keep_trailing_newline=True).from_string(TEMPLATE)
+    template.environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    expected = template.render(messages=whole, tools=SCHEMAS, add_generation_prompt=True)
+    for mark in ("&#34;", "\\u003c"):
+        assert mark not in expected
+    assert tokenizer.decode(tokens) == expected
+    assert expected.count("<tool_response>") == 3 and expected.count("<|im_start|>user") == 3
+    tokenizer.chat_template = TEMPLATE.replace("tools", "nothing")
+    with pytest.raises(ValueError, match="leaves out the environment's tools"):
+        ChatRenderer(tokenizer, think=False).start(messages, SCHEMAS)
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"
+        + TEMPLATE
+    )
+    with pytest.raises(ValueError, match="does not take messages with the roles .*tool: no tools"):
+        ChatRenderer(tokenizer, think=False).observe([Message("tool", "x")], True)
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (None, "must be text .str. or messages"),
+        ([], "must be text .str. or messages"),
+        ([("oracle", "hi")], "one of the roles system, user, tool, assistant, not 'oracle'"),
+        ([("user", None)], "must be text"),
+        ("x" * 1_000_001, "has 1000001 characters"),
+        ([("user", "x" * 1_000_001)], "has 1000001 characters"),
+        ("\ud800", "surrogates not allowed"),
+        (7, "must be text"),
+        ([7], "unpack"),
+    ],
+)
+def test_observations_of_the_wrong_kind(observation: object, message: str) -> None:
+    class Wrong(Echo):
+        def reset(self, seed):
+            return observation
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        Episode(Wrong(), EpisodeConfig()).start(0)
+
+
+def test_random_answers_are_read_as_what_they_were_drawn_from() -> None:
+    generator = np.random.default_rng(0)
+    calls = []
+    for environment in (Tools(), Json(), Echo(), make("frozen_lake")):
+        episode = Episode(environment, EpisodeConfig())
+        episode.start(0)
+        for _ in range(60):
+            steps = random_steps(episode, generator, count=1)
+            result = episode.respond("</think>" + write_answer(episode, steps))
+            assert result.info["is_format_valid"] and result.info["is_action_valid"]
+            if isinstance(environment, Tools):
+                assert result.info["actions"] == tuple(steps)
+                calls += steps
+            if episode.done:
+                episode.start(0)
+    looks = [call["arguments"] for call in calls if call["name"] == "look"]
+    assert {call["name"] for call in calls} == {"look", "stop"}
+    assert {look["place"] for look in looks} == {"here", "there"}
+    assert {look["depth"] for look in looks} == {2, 3, 4}
+    assert all(type(look["flags"][0]) is bool for look in looks)
+    assert {look["word"] for look in looks} <= set(
+        "You have tools Look around saw 1 2 3 4 5".split()
+    )
+    assert not is_drawn(Episode(Echo(), EpisodeConfig()))
+
+
+def test_the_random_level_of_text_environments() -> None:
+    register("json", Json)
+    register("echo", Echo)
+    # Three turns, each ends with one half and pays 0.5.
+    assert baselines("json", range(64), EpisodeConfig()).random == pytest.approx(7 / 8, abs=0.03)
+    assert baselines("json", range(64), EpisodeConfig(max_turns=1)).random == pytest.approx(
+        1 / 2, abs=0.05
+    )
+    assert baselines("echo", range(4), EpisodeConfig()).random is None, "any text can be said"
+
+
+def test_scripted_play_of_every_kind_is_well_formed() -> None:
+    tokenizer = train_tokenizer(["system user assistant tool look here saw 1 2 name arguments"] * 9)
+    for kind in (Echo, Json, Tools):
+        for think in (True, False):
+            renderer = ChatRenderer(tokenizer, think=think)
+            episode = Episode(kind(), EpisodeConfig(think=think))
+            (played,) = scripted_episodes(partial(copy, episode), [3], skill=0.0)
+            trajectory = as_trajectory(played, renderer, "mine")
+            assert all(turn.info["is_format_valid"] for turn in trajectory.turns)
+            assert trajectory.turns
