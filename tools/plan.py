@@ -249,7 +249,7 @@ def priced(
     num_gpus: int, capacity: float, play: Play,
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """What a step costs under a layout, and in words; draws it if asked to."""
-    factor = plan_validation.uncertainty(machine.constants)
+    factor = plan_validation.uncertainty()
     price = arguments.dollars_per_gpu_hour
     dollars = machine.hardware.dollars if price is None else price
     result = plan_cost.cost(machine, shape, config, num_gpus, play, dollars, factor)

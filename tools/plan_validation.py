@@ -197,8 +197,9 @@ def median_error(points: Sequence[Point], constants: Constants) -> float:
     return statistics.median(errors) if errors else math.nan
 
 
-def uncertainty(constants: Constants) -> float:
+def uncertainty() -> float:
     """Factor within which half of the judged published steps of reinforcement learning lie."""
+    constants = Constants()
     points = [one for one in read_points(ROWS) if one.kind == "rl" and not one.is_fitted]
     misses = (abs(math.log(predicted(point, constants) / point.measured)) for point in points)
     return math.exp(statistics.median(misses))
