@@ -18,13 +18,17 @@ class Registry:
     directory.
     """
 
-    def __init__(self, kind: str, flag: str, builtin: Mapping[str, Any]) -> None:
+    def __init__(
+        self, kind: str, flag: str, builtin: Mapping[str, Any], families: Mapping[str, Any] = {}
+    ) -> None:
         """`kind` is what errors call it, `builtin` maps names to things or their import paths;
         entry points are those of the group `ragen_mega.<kind, with underscores, in the plural>`.
+        `families` maps a prefix to the import path of what every name `prefix:...` stands for.
         """
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
+        self._families = dict(families)
 
     @property
     def group(self) -> str:
@@ -41,6 +45,11 @@ class Registry:
                 " space); choose another name"
             )
         self._known[name] = thing
+
+    def member(self, name: str) -> str | None:
+        """What stands after the prefix of a family; None for any other name."""
+        family, _, member = name.partition(":")
+        return member if family in self._families else None
 
     def names(self) -> list[str]:
         """Every name that is known, import paths aside."""
@@ -61,7 +70,8 @@ class Registry:
         thing = self._known.get(name)
         if thing is None:
             installed = {entry.name: entry.value for entry in entry_points(group=self.group)}
-            thing = installed.get(name, name if ":" in name else None)
+            thing = installed.get(name, self._families.get(name.partition(":")[0]))
+            thing = thing or (name if ":" in name else None)
         if thing is None:
             close = difflib.get_close_matches(name, self.names(), n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
