@@ -7,6 +7,7 @@ again, because nothing has been played yet; a step is not, because it may have b
 import asyncio
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -15,6 +16,7 @@ from ragen_mega.environments.protocol import Observation, StepResult
 
 _TEXTS = ("text", "message", "content", "prompt", "observation", "result", "output", "stdout")
 """Fields of observations that hold what is to be read, in this order."""
+_LOCAL = ("127.0.0.1", "localhost", "::1")
 _MAX_NUMBERS = 64  # actions of a bounded number
 _TROUBLES = (OSError, RuntimeError, TimeoutError, ValueError)
 """What openenv-core raises for a server that is gone, refuses, is silent or talks nonsense."""
@@ -46,6 +48,7 @@ class OpenEnvWorld:
         if not description.endswith(" environment"):  # OpenEnv's words for having none
             self.instruction = description
         self._field = self._read_actions(schema)
+        self._is_playing = False
 
     async def reset(self, seed: int, outcome_seed: int | None = None) -> Observation:
         seeds = {"seed": seed}
@@ -54,17 +57,22 @@ class OpenEnvWorld:
         for attempt in range(1, self._attempts + 1):
             try:
                 result = await self._client.reset(**seeds)
+                self._is_playing = True
                 return _words(result.observation)
             except self._troubles as error:
                 await self.close()
                 if attempt == self._attempts:
                     raise ConnectionError(
-                        f"no episode began in {attempt} attempts: {error or type(error).__name__}"
+                        f"no episode began in {attempt} attempts"
+                        f" ({str(error) or type(error).__name__}); is the server up, and has it"
+                        " room for another session?"
                     ) from error
                 await asyncio.sleep(0.1 * 4 ** (attempt - 1))
         raise ValueError(f"attempts must be at least 1, not {self._attempts}")
 
     async def step(self, action: Any) -> StepResult:
+        if not self._is_playing:  # the client would begin another session and step in that
+            raise RuntimeError("no episode runs; reset before the next step")
         if self._field is None:
             payload = action["arguments"]
         else:
@@ -95,6 +103,7 @@ class OpenEnvWorld:
         )
 
     async def close(self) -> None:
+        self._is_playing = False
         await self._client.close()
 
     def _read_actions(self, schema: Mapping[str, Any]) -> str | None:
@@ -131,13 +140,14 @@ class OpenEnvWorld:
 def _get(url: str, timeout: float) -> dict[str, Any]:
     """What a server tells about itself. Raises ValueError if it does not."""
     try:
-        answer = httpx2.get(url, timeout=timeout)
+        is_local = urlsplit(url).hostname in _LOCAL  # no business of a proxy
+        answer = httpx2.get(url, timeout=timeout, trust_env=not is_local)
         answer.raise_for_status()
         return answer.json()
     except (httpx2.HTTPError, ValueError) as error:
         raise ValueError(
-            f"{url} does not answer as an OpenEnv server ({error or type(error).__name__}); start"
-            " the server first"
+            f"{url} does not answer as an OpenEnv server ({str(error) or type(error).__name__});"
+            " start the server first"
         ) from error
 
 
