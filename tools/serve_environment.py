@@ -8,6 +8,7 @@ Whoever reaches the port can play; it is open to this machine alone unless --hos
 
 import argparse
 import json
+import logging
 
 from command_line import command, flag
 
@@ -26,6 +27,7 @@ FLAGS = (
 def main(arguments: argparse.Namespace) -> None:
     required("openenv.core", "openenv")
     import uvicorn
+    from fastapi import WebSocketDisconnect
 
     from ragen_mega.environments.adapters.openenv_server import application
 
@@ -33,6 +35,10 @@ def main(arguments: argparse.Namespace) -> None:
     if not isinstance(options, dict):
         raise ValueError(f"--environment-options must be a JSON object, not {options!r}")
     app = application(arguments.environment, options, arguments.max_sessions)
+    # openenv-core closes a session that its client has closed already, which uvicorn would trace.
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect))
+    )
     uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="info", access_log=False)
 
 
