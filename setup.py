@@ -47,10 +47,14 @@ setup(
         "httpx2>=2,<3",  # requests to rollout servers; huggingface_hub 2 brings it as well
         "psutil>=6",  # megatron-core's checkpoint writer imports it without requiring it
         "gymnasium>=1.0,<2",
-        "tyro>=1.0,<2",
         "rich>=14",
         "tensorboard>=2.18",
         "matplotlib>=3.10",
+        # WebShop: search, stems, similar words, files that are read entry by entry
+        "bm25s>=0.3,<0.4",
+        "PyStemmer>=3,<4",
+        "rapidfuzz>=3.10,<4",
+        "ijson>=3.3,<4",
         "scipy>=1.14",  # intervals and fits of studies
         "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
@@ -60,27 +64,30 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "markdown-it-py>=3",  # to follow the links of the documentation
+            "pyte>=0.8.2",  # the terminal of tools/record_terminal.py
             "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.
             "triton>=3.6,<3.8; platform_system == 'Linux'",
         ],
-        # One set for Hopper GPUs, CUDA 13 and Python 3.12. Two of them are built against torch:
-        # install torch first, then pip install --no-build-isolation -e '.[h100]'. NVIDIA's apex is
-        # not on PyPI (its name there is another project) and not needed: Transformer Engine brings
-        # the fused optimizer.
+        # One set for Hopper GPUs, CUDA 13 and Python 3.12; constraints-h100.txt has all that it
+        # resolves to and the commands. Transformer Engine is built against torch, so torch comes
+        # first. NVIDIA's apex is not on PyPI (its name there is another project) and not needed:
+        # Transformer Engine brings the fused optimizer.
         "h100": [
             "torch==2.11.0",
             "triton==3.6.0",
             "megatron-core==0.16.1",  # asks for transformer-engine>=2.9,<2.12
             "transformer-engine[core_cu13,pytorch]==2.11.0",
-            # the newest that Transformer Engine 2.11 takes; on Hopper it prefers cuDNN's attention
-            "flash-attn==2.8.3",
             "sglang==0.5.17",  # pins torch and transformers
             "transformers==5.12.1",
             "tokenizers==0.22.2",
             "numpy==2.3.5",
         ],
+        # Built from source for an hour or more; needed where cuDNN has no fused attention of packed
+        # sequences, on GPUs before Hopper. The newest that Transformer Engine 2.11 takes.
+        "flash": ["flash-attn==2.8.3"],
         "wandb": ["wandb>=0.19"],
         # Environments of other libraries (docs/adapters.md), one set each.
         "textarena": ["textarena>=0.7.4,<0.8"],

@@ -2,17 +2,17 @@
 The loop comes first.
 """
 
-import signal
 import sys
+import threading
 from collections.abc import Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.diagnostics import diagnose
 from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data.distributed import device
+from ragen_mega.data.distributed import device, is_main
 from ragen_mega.data.packing import pack
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
@@ -24,9 +24,12 @@ from ragen_mega.report.step_metrics import (
 )
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.build import build
+from ragen_mega.run.guards import nothing_to_learn
 from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run
-from ragen_mega.run.stop import fail_if_rank_lost
+from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
+from ragen_mega.storage.integrity import describe_error
+from ragen_mega.storage.run_directory import Finished
 
 
 def starpo(run: Run) -> None:
@@ -58,28 +61,26 @@ def starpo(run: Run) -> None:
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
         kept = run.filter(groups)
         metrics.add("filter", filter_metrics(groups, kept))
-        if not kept:
+        if not kept:  # no initial state tells good from bad
             run.trace(step, groups)
-            run.finish_step(step, metrics)  # no initial state tells good from bad: nothing to learn
+            run.finish_step(step, metrics, empty=nothing_to_learn(groups, config))
             continue
 
         # Advantages: everything the loss needs, under the weights that sampled the trajectories.
         with run.timed("advantages"):
             trajectories = [trajectory for group in kept for trajectory in group.trajectories]
-            batch = pack(trajectories)
-            batch = batch.with_fields(old_logprobs=policy.logprobs(batch))
+            batch = run.with_old_logprobs(pack(trajectories), step, metrics)
             if critic:
                 batch = batch.with_fields(values=critic.values(batch))
             if config.needs_reference:
                 batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
             batch = estimate_advantages(
-                batch.to(device()),  # whose kernels compute them
+                batch,
                 trajectories,
                 config.advantage,
                 group_weights=group_weights(kept, config.filter),
-            ).to(batch.tokens.device)
-        metrics.add("mismatch", engine_vs_policy(batch))
-        run.trace(step, groups, kept, batch)
+                device=device(),
+            )
 
         # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
         interval = config.logging.diagnose_interval
@@ -96,6 +97,12 @@ def starpo(run: Run) -> None:
                 for minibatch in run.minibatches(batch, step):
                     result = learner.update(minibatch)
                     metrics.add(name, run.guard.check(step, name, minibatch, result))
+                    if learner is policy and not metrics.has("mismatch"):
+                        logprobs = policy.pass_logprobs  # under the weights that sampled
+                        metrics.add("mismatch", engine_vs_policy(minibatch, logprobs))
+                        if batch.old_logprobs is None:  # the minibatch is the batch
+                            batch = batch.with_fields(old_logprobs=logprobs)
+        run.trace(step, groups, kept, batch)
 
         # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)
@@ -107,8 +114,9 @@ def train(config: StarPOConfig) -> dict[str, Any]:
     """Train as `config` says, in this process or on the ranks of the job that it belongs to.
 
     Returns what is in the run's summary.json. The run lies in `config.run_directory`. Raises
-    ValueError, before any training, if something cannot work; OSError, EngineError or
-    FloatingPointError if training cannot go on (a checkpoint is there to resume from).
+    ValueError, before any training, if something cannot work, and after `max_empty_steps` that
+    trained nothing; OSError, EngineError or FloatingPointError if training cannot go on (a
+    checkpoint is there to resume from).
     """
     run = build(config)
     with run:
@@ -117,24 +125,40 @@ def train(config: StarPOConfig) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
-    """Parse flags, build everything, train. What cannot go on is one line and exit code 2 of every
-    rank.
+    """Parse flags, build everything, train. A failure is one line and exit code 2 on every rank.
 
-    SIGTERM leaves at once while the run is built, and with a checkpoint from then on.
+    SIGTERM, Ctrl-C and the end of the terminal leave at once while the run is built, and with a
+    checkpoint from then on. So does the end of the launcher.
     """
-    signal.signal(signal.SIGTERM, _leave)
+    leave_when_told()
+    end_with_launcher()
+    threading.excepthook = _report_thread
+    output = "."
     try:
-        run = build(parse(sys.argv[1:] if argv is None else argv, recipe=recipe))
+        config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
+        output = config.logging.output
+        run = build(config)
         run.stop.listen()
         with run:
             starpo(run)
     except Interrupted:
-        raise SystemExit(128 + signal.SIGTERM) from None
-    except (ValueError, OSError, FloatingPointError, EngineError) as error:
+        raise SystemExit(run.stop.exit_code) from None
+    except Finished as done:
+        if is_main():
+            print(done)
+    except OSError as error:
+        fail(describe_error(error, output))
+    except (ValueError, FloatingPointError, EngineError) as error:
         fail(str(error))
     except RuntimeError as error:
         fail_if_rank_lost(error)
         raise
+
+
+def _report_thread(failure: threading.ExceptHookArgs) -> None:
+    """A full disk ends TensorBoard's thread, and its owner says so in one line."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
 
 
 class _CallableModule(ModuleType):
@@ -148,10 +172,6 @@ class _CallableModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
-
-
-def _leave(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

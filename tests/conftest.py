@@ -10,9 +10,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import importlib.util
+import sys
 
 import pytest
 import torch
+
+IS_FAKE = "fake_cuda_device" in sys.modules
+"""Whether the CUDA devices are those of tests/fake_cuda."""
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     # Before transformers imports triton, which then decides for good.
@@ -36,8 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     worker may train in one file and fork in the next: `fork_ranks` sees to what is left.
     """
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif item.get_closest_marker("silicon") and IS_FAKE:
+            item.add_marker(pytest.mark.skip(reason="needs real kernels"))

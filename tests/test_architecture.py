@@ -45,6 +45,9 @@ BROAD_EXCEPT = {
     "ragen_mega/data/registry.py::Registry._import": (
         "a module of the user may raise anything; the error says which name and what"
     ),
+    "ragen_mega/storage/model_writers.py::_save_tokenizer": (
+        "tokenizers reports a full disk as a bare Exception; any other is raised again"
+    ),
     "ragen_mega/engines/sglang/weight_loader.py::load": (
         "an exception would end the server; the report says what it was"
     ),

@@ -18,7 +18,9 @@ thoughts), so the original's mean seconds per step were spent on fewer tokens th
 are equal: the groups that are kept are the first, which costs what keeping others would.
 
 `seconds` is the wall clock from one row of metrics.jsonl to the next, median over the steps behind
-the first (which starts the server and compiles kernels). The phases are the program's own timers,
+the first two: the first starts the server and compiles kernels, and cuDNN builds a graph of
+attention, which takes seconds, whenever a pass has its tokens or trajectories in another power of
+two than any pass before, as the second step may yet have. The phases are the program's own timers,
 `other` is what they leave: summaries, logging, waiting. Rates: sampled tokens over the seconds of
 rollout and sync; positions of the update, prompts included, over the seconds of advantages and
 update. The original's seconds are arXiv:2504.20073 Fig. 7, total time over 200 steps, one GPU of
@@ -47,6 +49,8 @@ from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 
 NUM_TURNS = 5
+WARMUP = 2
+"""Steps that do not count."""
 TARGETS = {0.25: (6.0, 23.5), 1.0: (15.0, 68.7)}
 """Share of the groups that is kept -> seconds per step (what we aim at, what the original took), of
 TARGET_MODEL on TARGET_TRAJECTORIES.
@@ -62,7 +66,7 @@ FLAGS = (
         " shape counts",
         TARGET_MODEL,
     ),
-    flag("--steps", "per run; the first does not count", 3),
+    flag("--steps", "per run; the first two do not count", 4),
     flag("--num-groups", "initial states a step", 8),
     flag("--group-size", "trajectories of each", 16),
     flag("--response-length", "sampled tokens a turn", 68),
@@ -138,8 +142,8 @@ def train(
 
 @contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a run at the end of the block, before it writes its last checkpoint and its export,
-    which nobody wants and are many GB.
+    """Kill a run at the end of the block, before it writes its last checkpoint and its export: many
+    GB that nobody wants.
     """
     try:
         yield
@@ -159,10 +163,10 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def summarize(
     model: str, keep: float, rows: Sequence[Mapping[str, Any]], gaps: Sequence[float]
 ) -> dict[str, Any]:
-    """What a run took per step; the first step does not count. `gaps` are the wall-clock seconds of
-    the others.
+    """What a run took per step; the first steps do not count. `gaps` are the wall-clock seconds of
+    all but the first.
     """
-    counted, median = rows[1:], statistics.median
+    counted, gaps, median = rows[WARMUP:], gaps[WARMUP - 1 :], statistics.median
     seconds, num_trajectories = median(gaps), counted[0]["rollout/num_trajectories"]
     names = sorted({key for row in counted for key in row if is_phase(key)})
     phases = {
@@ -235,9 +239,10 @@ def tables(report: Mapping[str, Any]) -> str:
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.steps < 2:
+    if arguments.steps <= WARMUP:
         raise ValueError(
-            f"--steps must be at least 2, because the first does not count, not {arguments.steps}"
+            f"--steps must be at least {WARMUP + 1}, because the first {WARMUP} do not count, not"
+            f" {arguments.steps}"
         )
     if bad := [share for share in arguments.keep if not 0 < share <= 1]:
         raise ValueError(f"--keep must hold shares above 0 and up to 1, not {bad[0]:g}")

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import functools
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from command_line import JSON, ROOT, flag
 
 from ragen_mega.report.hardware import device, versions
 from ragen_mega.report.metrics import write_json
+from ragen_mega.report.provenance import code
 
 sys.path.append(str(ROOT / "kernels"))  # for `benchmarks`, which is not installed
 
@@ -32,15 +32,9 @@ OUTPUTS = (
 
 def provenance() -> dict[str, Any]:
     """When, where and of which commit a result is."""
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or "unknown",
+        **code(),
         "hardware": device(),
         "versions": versions(),
     }

@@ -220,7 +220,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was done to a run in one round, and how it took it."""
+    """What was done to a run in one round, and how it coped."""
 
     layout: str
     target: str | None  # phase in which a rank was to be killed, or `server`

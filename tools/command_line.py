@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -90,7 +91,8 @@ def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[st
     """The command that runs `script` on that many ranks of this machine, on a free port."""
     launcher = ROOT / "tools" / "launch.py"
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
-    words = (launcher, "--nproc-per-node", num_ranks, *rendezvous, script, *flags)
+    # `--`, because torchrun would take flags of the script for abbreviations of its own.
+    words = (launcher, "--nproc-per-node", num_ranks, *rendezvous, "--", script, *flags)
     return [sys.executable, *map(str, words)]
 
 
@@ -106,16 +108,29 @@ def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
         raise SystemExit(done.returncode)
 
 
-def read_settings(run: Path) -> dict[str, dict[str, Any]]:
-    """Section -> flag -> value that a run was started with; flags that are younger than the run
-    have their defaults. Raises ValueError if the directory holds no run.
+def relaunch(num_ranks: int, script: Path | str, argv: Sequence[str]) -> None:
+    """Become `script` on that many ranks of this machine; nothing if one is enough, or if this is a
+    rank already.
+    """
+    if num_ranks > 1 and "RANK" not in os.environ:
+        os.execv(sys.executable, ranks_command(num_ranks, script, *argv))
+
+
+def read_settings(
+    run: Path, step: int = sys.maxsize
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """Section -> flag -> value under which a run trained that step (its last one); flags that are
+    younger than the run have their defaults. And what it recorded of the start that the step
+    belongs to, None of an older run. Raises ValueError if the directory holds no run.
     """
     from ragen_mega.config import StarPOConfig
     from ragen_mega.report.metrics import CONFIG_FILE
+    from ragen_mega.report.provenance import settings_at
 
     if not (run / CONFIG_FILE).exists():
         raise ValueError(f"{run} holds no run (no {CONFIG_FILE}); give a run directory")
-    settings = StarPOConfig().to_dict()
-    for section, values in json.loads((run / CONFIG_FILE).read_text()).items():
-        settings[section] = settings.get(section, {}) | values
-    return settings
+    settings, start = settings_at(json.loads((run / CONFIG_FILE).read_text()), step)
+    default = StarPOConfig().to_dict()
+    return {
+        name: default.get(name, {}) | values for name, values in (default | settings).items()
+    }, start

@@ -201,7 +201,7 @@ def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None
 
 
 def convert(arguments: argparse.Namespace, console: Console) -> None:
-    """Do what the flags say. Raises ValueError or OSError, and then leaves no target."""
+    """Convert as the flags say. Raises ValueError or OSError, and then leaves no target."""
     is_megatron = arguments.format == "megatron"
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     given = {name: value for name, value in vars(arguments).items() if value is not None}

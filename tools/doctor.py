@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from command_line import ROOT, command, flag
 from packaging.version import Version
 
-CONSTRAINTS = ROOT / "constraints.txt"
+CONSTRAINTS = {"cpu": ROOT / "constraints.txt", "h100": ROOT / "constraints-h100.txt"}
 REQUIRED = (
     "torch",
     "megatron-core",
@@ -29,22 +29,11 @@ REQUIRED = (
     "safetensors",
     "numpy",
     "gymnasium",
-    "tyro",
     "rich",
 )
 """What training needs on every machine."""
-H100 = {
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "megatron-core": "0.16.1",
-    "transformer-engine": "2.11.0",
-    "transformers": "5.12.1",
-    "tokenizers": "0.22.2",
-    "numpy": "2.3.5",
-}
-"""What of the h100 extra of setup.py training needs; the other packages are those of
-constraints.txt.
-"""
+ON_H100 = ("triton", "transformer-engine")
+"""What it needs there besides."""
 SGLANG = "0.5.17"
 ASK_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"
 ASK_SGLANG = (
@@ -58,7 +47,13 @@ PARTS = (
         "transformer_engine",
         "megatron-core's local layers, no FP8",
     ),
-    ("flash-attention", "flash-attn", "flash_attn", "cuDNN through Transformer Engine, or torch"),
+    (
+        "flash-attention",
+        "flash-attn",
+        "flash_attn",
+        "cuDNN's attention through Transformer Engine on Hopper, where nothing is lost, or torch's;"
+        " pip install '.[flash]' builds it for an hour or more, for GPUs before Hopper",
+    ),
     ("Triton kernels", "triton", "triton", "their references in plain torch"),
 )
 """Part, distribution, module, and what computes where it is absent or there is no GPU."""
@@ -111,10 +106,9 @@ def ask(python: str, statement: str, **environment: str) -> tuple[str, str]:
 
 def tested_versions(target: str) -> dict[str, str]:
     """Distribution -> the version that was tested for `target`."""
-    lines = [line.strip() for line in CONSTRAINTS.read_text().splitlines()]
+    lines = [line.strip() for line in CONSTRAINTS[target].read_text().splitlines()]
     pins = {name.lower(): pin for name, _, pin in (line.partition("==") for line in lines) if pin}
-    tested = {name: pins[name] for name in REQUIRED}
-    return tested | (H100 if target == "h100" else {})
+    return {name: pins[name] for name in REQUIRED + (ON_H100 if target == "h100" else ())}
 
 
 def check_packages(target: str) -> list[Finding]:

@@ -92,7 +92,8 @@ import torch  # before transformer_engine, whose libraries it loads
 
 devices = torch.cuda.device_count()
 print("python", platform.python_version(), "cuda", torch.version.cuda, "devices", devices)
-needed = "torch triton megatron-core transformers numpy tyro rich psutil safetensors pytest".split()
+needed = "torch triton megatron-core transformers tokenizers numpy rich psutil safetensors".split()
+needed += ["httpx2", "pytest"]
 others = "pytest-timeout transformer-engine pydantic einops onnxscript sglang flash-attn".split()
 missing = []
 for name in (*needed, *others):
@@ -145,31 +146,12 @@ sglang_python() {
             >"$home/lib/soundfile.py"
         echo "soundfile is missing; the servers get a stand-in" >&2
     fi
-    if ! "$python" - <<'PYTHON'
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
-folders = map(Path, find_spec("sgl_kernel").submodule_search_locations)
-sys.exit(not any(path for folder in folders for path in folder.rglob("flash_ops*")))
-PYTHON
-    then
+    local folders # a function with a here-document as a condition does not survive `export -f`
+    folders="$("$python" -c 'import sgl_kernel; print(*sgl_kernel.__path__)')"
+    if [ -z "$(find $folders -name "flash_ops*" -print -quit)" ]; then
         flags="--attention-backend triton $flags"
         echo "sgl_kernel has no flash_ops, SGLang's default: servers get --attention-backend triton" >&2
     fi
-    # SGLang preloads its memory saver, which ld.so must find the CUDA runtime for; torch's wheels
-    # keep it to themselves.
-    "$python" - "$home/lib" <<'PYTHON'
-import sys
-from pathlib import Path
-
-import torch
-
-link = Path(sys.argv[1]) / f"libcudart.so.{torch.version.cuda.split('.')[0]}"
-for line in Path("/proc/self/maps").read_text().splitlines():
-    if "/libcudart.so" in line and not link.exists():
-        link.symlink_to(line.split(None, 5)[5])
-PYTHON
     write_server "$home" "$flags"
     if [ ! -e "$home/works" ]; then # once for all parts; what fails or is cut short leaves an empty file
         "$python" tools/sglang_probe.py --python "$home/python" --directory "$home" \
@@ -188,7 +170,6 @@ PYTHON
 
 write_server() { # DIRECTORY FLAGS [FLAG to leave out]
     printf '#!/usr/bin/env bash\nexport PYTHONPATH=%q\n' "${SITE:+$SITE:}$1/lib" >"$1/python"
-    printf 'export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}"%q\n' "$1/lib" >>"$1/python"
     printf 'for flag; do shift; [ "$flag" = %q ] || set -- "$@" "$flag"; done\nexec %q "$@" %s\n' \
         "${3:-none}" "$python" "$2" >>"$1/python"
     chmod +x "$1/python"

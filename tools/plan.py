@@ -11,9 +11,8 @@ every phase fits, 1 with remedies if one does not, 2 for bad input.
 """
 
 import argparse
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +20,11 @@ from command_line import JSON, command, flag
 from random_models import model_config
 from transformers import PretrainedConfig
 
-from ragen_mega.config import parse
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan, remedies
 from ragen_mega.models.shape import ModelShape, cut_error
+from ragen_mega.models.step_cost import best, ranked
 from ragen_mega.report.metrics import write_json
 
 FLAGS = (
@@ -32,7 +32,11 @@ FLAGS = (
     flag("--recipe", "a recipe, whose flags come before the others", "none"),
     flag("--num-gpus", "GPUs of the job (default: of the recipe, else 8)", type=int),
     flag("--gpu-memory-gb", "GiB of one GPU", 80.0),
-    flag("--search", "list the layouts of these GPUs that fit", False),
+    flag(
+        "--search",
+        "list the layouts of these GPUs that fit, the fastest by prediction first",
+        False,
+    ),
     JSON,
 )
 
@@ -58,6 +62,9 @@ def examine(hf: PretrainedConfig, setting: Setting, capacity: float) -> dict[str
         "pipeline_parallel": layout.pipeline_model_parallel_size,
         "data_parallel": setting.dp,
         "rollout_tensor_parallel": setting.engine_tp,
+        "recompute": layout.recompute,
+        "offload": layout.offload,
+        "max_tokens": setting.max_tokens,
         "gpu_memory_gib": capacity,
         "phases_gib": totals,
         "terms_gib": {
@@ -106,55 +113,29 @@ def described(report: dict[str, Any]) -> str:
     )
 
 
-def search(
-    hf: PretrainedConfig, setting: Setting, capacity: float
-) -> Iterator[tuple[Setting, dict[str, Any]]]:
-    """Every layout of the GPUs that fits: least model parallelism first, then least recomputation,
-    then least offloading.
-    """
-    num_ranks = setting.num_ranks
-    sizes = [
-        (tp, pp)
-        for tp in (1, 2, 4, 8)
-        for pp in range(1, num_ranks // tp + 1)
-        if num_ranks % (tp * pp) == 0
-    ]
-    offloads = ("none", "rollout", "turns") if setting.has_critic else ("none", "rollout")
-    rollouts = [
-        tp for tp in (1, 2, 4, 8) if num_ranks % tp == 0 and hf.num_attention_heads % tp == 0
-    ]
-    for tp, pp in sorted(sizes, key=lambda cut: (cut[0] * cut[1], cut[1])):
-        cut = replace(
-            setting.parallel,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            sequence_parallel=tp > 1,
-            use_distributed_optimizer=num_ranks > tp * pp,
-        )
-        if cut_error(
-            ModelShape.of(hf), cut.tensor_model_parallel_size, cut.pipeline_model_parallel_size
-        ):
-            continue
-        for recompute, offload in itertools.product(("none", "selective", "full"), offloads):
-            parallel = replace(cut, recompute=recompute, offload=offload)
-            for engine_tp in rollouts:
-                tokens = setting.kv_cache_tokens * engine_tp // setting.engine_tp
-                one = replace(
-                    setting, parallel=parallel, engine_tp=engine_tp, kv_cache_tokens=tokens
-                )
-                if (report := examine(hf, one, capacity))["fits"]:
-                    yield one, report
-                    break
+def layout_flags(config: StarPOConfig) -> str:
+    """The flags that say how a run is laid out, as a recipe has them."""
+    layout, rollout = config.parallel, config.rollout
+    flags = [f"--tensor-model-parallel-size {layout.tensor_model_parallel_size}"]
+    if layout.pipeline_model_parallel_size > 1:
+        flags.append(f"--pipeline-model-parallel-size {layout.pipeline_model_parallel_size}")
+    flags += ["--sequence-parallel"] if layout.sequence_parallel else []
+    flags += ["--use-distributed-optimizer"] if layout.use_distributed_optimizer else []
+    flags += [f"--recompute {layout.recompute} --offload {layout.offload}"]
+    flags.append(f"--max-tokens-per-microbatch {config.train.max_tokens_per_microbatch}")
+    if rollout.rollout_tensor_parallel_size > 1:
+        flags.append(f"--rollout-tensor-parallel-size {rollout.rollout_tensor_parallel_size}")
+    return " ".join(flags)
 
 
-def listed(found: Sequence[tuple[Setting, dict[str, Any]]]) -> str:
-    """One line per layout."""
-    lines = ["TP  PP  DP  rollout TP  recompute  offload    peak GiB  host GiB"]
-    for setting, report in found:
-        layout = setting.parallel
+def listed(found: Sequence[tuple[float, dict[str, Any]]]) -> str:
+    """One line per layout: predicted seconds of a step and its plan."""
+    lines = ["seconds  TP  PP  DP  rollout TP  recompute  offload  tokens   peak GiB  host GiB"]
+    for seconds, report in found:
         lines.append(
-            f"{layout.tensor_model_parallel_size:<4}{layout.pipeline_model_parallel_size:<4}"
-            f"{setting.dp:<4}{setting.engine_tp:<12}{layout.recompute:<11}{layout.offload:<9}"
+            f"{seconds:<9.1f}{report['tensor_parallel']:<4}{report['pipeline_parallel']:<4}"
+            f"{report['data_parallel']:<4}{report['rollout_tensor_parallel']:<12}"
+            f"{report['recompute']:<11}{report['offload']:<9}{report['max_tokens']:<7}"
             f"{report['peak_gib']:10.1f}{report['host_gib_per_rank']:10.1f}"
         )
     return "\n".join(lines)
@@ -177,13 +158,19 @@ def main(arguments: argparse.Namespace) -> int:
         parallel = replace(config.parallel, sequence_parallel=False, **alone)
         config = replace(config, parallel=parallel)
     num_gpus = arguments.num_gpus or planned_gpus(arguments.recipe) or 8
-    setting = Setting.from_config(config, num_gpus)
+    capacity, shape = arguments.gpu_memory_gb, ModelShape.of(hf)
     if arguments.search:
-        found = list(search(hf, setting, arguments.gpu_memory_gb))
-        text, layouts = listed(found), [report for _, report in found]
+        found = [
+            (seconds, examine(hf, Setting.from_config(one, num_gpus), capacity))
+            for seconds, one in ranked(shape, config, num_gpus, capacity * GIB)
+        ]
+        text = listed(found)
+        layouts = [report | {"predicted_seconds": seconds} for seconds, report in found]
         result: dict[str, Any] = {"layouts": layouts, "fits": bool(found)}
+        if chosen := best(shape, config, num_gpus, capacity * GIB):
+            text += f"\nbest with room to spare: {layout_flags(chosen)}"
     else:
-        result = examine(hf, setting, arguments.gpu_memory_gb)
+        result = examine(hf, Setting.from_config(config, num_gpus), capacity)
         text = described(result)
     print(text)
     if arguments.json:

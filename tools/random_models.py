@@ -26,8 +26,8 @@ STOP = 256.0
 
 
 def model_config(model: str, **changes: int) -> PretrainedConfig:
-    """The configuration of a directory with a config.json, or of a name in SHAPES: as there, in any
-    case of letters, or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct. Raises ValueError for neither.
+    """The configuration of a directory with a config.json, or of a name in SHAPES, in any letter
+    case or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct. Raises ValueError for anything else.
     """
     if (Path(model) / "config.json").is_file():
         return AutoConfig.from_pretrained(model, **changes)

@@ -1,28 +1,29 @@
 """Repeat a step of a run from its files and compare with what the run logged.
 
     python tools/replay.py --run runs/NAME --step 12 --json out.json
-    torchrun --nproc-per-node 2 -- tools/replay.py --run runs/NAME --step 12 \\
-        --tensor-model-parallel-size 2
+    python tools/replay.py --run runs/NAME --step 12 --num-ranks 2 --tensor-model-parallel-size 2
 
-(`--`, because torchrun would take --run for one of its own flags.)
-
-Starts from the newest intact checkpoint at or before the step, goes through the rollouts on the
-disk up to the step, and repeats its advantages, losses and gradients. On the layout of the run the
-numbers are equal to the bit, on another to rounding (--tolerance). Writes nothing into the run.
+Starts as many ranks as the run had, on the layout that config.json records, unless flags say
+another. Begins with the newest intact checkpoint at or before the step, goes through the rollouts
+on the disk up to the step, and repeats its advantages, losses and gradients. On the layout of the
+run the numbers are equal to the bit, on another to rounding, which the steps between amplify
+(--tolerance). Writes nothing into the run.
 Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
 """
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from command_line import JSON, command, flag, read_settings
+import torch
+from command_line import JSON, command, flag, read_settings, relaunch
 
-from ragen_mega.config import ParallelConfig, StarPOConfig
+from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TrajectoryGroup
@@ -43,6 +44,11 @@ from ragen_mega.train import starpo
 from ragen_mega.warm_start.small_model import BASE, Start, find_warm_start
 
 STAGES = ("rollout/", "filter/", "mismatch/", "critic/", "actor/", "update/")
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+)
 EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, not of the step
 
 
@@ -75,9 +81,12 @@ class Replay(Run):
 
         return on_main(read)
 
-    def finish_step(self, step: int, metrics: Metrics) -> None:
+    def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
         self.advance(metrics)
         self.replayed = metrics.result()
+
+    def trace(self, step: int, *parts: object) -> None:
+        """Nothing is kept for readers."""
 
     def finish(self) -> None:
         """Nothing is evaluated or exported."""
@@ -85,7 +94,7 @@ class Replay(Run):
 
 def replay(arguments: argparse.Namespace) -> dict[str, Any]:
     """Replay the step and compare. Raises ValueError or OSError if files are missing or damaged."""
-    config = read_config(arguments)
+    config, _ = read_config(arguments)
     logged = read_row(config.run_directory / METRICS_FILE, arguments.step)
     run, origin = open_replay(config, arguments.step)
     starpo(run)
@@ -103,27 +112,41 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def read_config(arguments: argparse.Namespace) -> StarPOConfig:
-    """The run's configuration, in its directory of now and under the layout of this job."""
-    config, directory = (
-        StarPOConfig.from_dict(read_settings(arguments.run)),
-        arguments.run.resolve(),
+def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
+    """The configuration that the step was trained under, in the run's directory of now, with the
+    layout of the run but for what the flags say; and how many ranks it takes.
+    """
+    settings, start = read_settings(arguments.run, arguments.step)
+    if start:
+        settings["parallel"] = start["parallel"]
+    named = {name: getattr(arguments, name) for name in LAYOUT}
+    settings["parallel"] |= {name: value for name, value in named.items() if value is not None}
+    if settings["parallel"]["tensor_model_parallel_size"] == 1:
+        settings["parallel"]["sequence_parallel"] = False
+    settings["parallel"]["offload"] = "none"  # moves memory, and no number
+    config, directory = StarPOConfig.from_dict(settings), arguments.run.resolve()
+    logging = replace(
+        config.logging, output=str(directory.parent), name=directory.name, overwrite=False
     )
-    return replace(
-        config,
-        logging=replace(
-            config.logging, output=str(directory.parent), name=directory.name, overwrite=False
-        ),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=arguments.tensor_model_parallel_size,
-            pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
-            use_distributed_optimizer=arguments.use_distributed_optimizer,
-            bf16=config.parallel.bf16,
-            transformer_impl=config.parallel.transformer_impl,
-            fp8=config.parallel.fp8,
-            fp8_recipe=config.parallel.fp8_recipe,
-        ),
-    )
+    num_ranks = arguments.num_ranks or (check_ranks(start) if start else 1)
+    return replace(config, logging=logging), num_ranks
+
+
+def check_ranks(start: Mapping[str, Any]) -> int:
+    """The ranks of a start of a run. Raises ValueError if they cannot be started here."""
+    num_ranks, num_gpus = start["world_size"], torch.cuda.device_count()
+    remedy = "--num-ranks replays it on another layout, equal to rounding"
+    if "RANK" not in os.environ and num_ranks != start["ranks_per_node"]:
+        raise ValueError(
+            f"the run had {num_ranks} ranks, {start['ranks_per_node']} on each node, and this tool"
+            f" starts those of one node; start it by torchrun on as many nodes, or {remedy}"
+        )
+    if start["device"] == "cuda" and num_gpus < start["ranks_per_node"]:
+        raise ValueError(
+            f"the run had {start['ranks_per_node']} GPUs on {start['host']}, and here are"
+            f" {num_gpus}; {remedy}"
+        )
+    return num_ranks
 
 
 def read_row(path: Path, step: int) -> dict[str, Any]:
@@ -178,7 +201,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
 
 
 def find_start(directory: Path, step: int) -> Checkpoint | None:
-    """The newest intact checkpoint at or before `step`; damaged ones are said and passed over."""
+    """The newest intact checkpoint at or before `step`; damaged ones are reported and skipped."""
     for path in sorted(directory.glob("step_*"), reverse=True):
         if int(path.name.removeprefix("step_")) <= step:
             try:
@@ -221,7 +244,8 @@ def report(result: Mapping[str, Any]) -> None:
                 f" {row['difference']:.1e}"
             )
     print(
-        f"step {result['step']} of {result['run']}, replayed from {result['from']}:"
+        f"step {result['step']} of {result['run']}, replayed from {result['from']} on"
+        f" {result['world_size']} ranks:"
         f" {len(result['keys'])} numbers, largest difference {result['largest_difference']:.1e},"
         f" {'within' if result['equal'] else 'beyond'} {result['tolerance']:g}"
     )
@@ -232,12 +256,19 @@ def report(result: Mapping[str, Any]) -> None:
     flag("--run", "run directory", type=Path, required=True),
     flag("--step", "the step to repeat, as metrics.jsonl numbers it", type=int, required=True),
     flag("--tolerance", "of a number, relative to max(1, |logged|)", 1e-4),
-    flag("--tensor-model-parallel-size", "of the replay; the run's may differ", 1),
-    flag("--pipeline-model-parallel-size", "of the replay", 1),
-    flag("--use-distributed-optimizer", "in the replay", False),
+    flag("--num-ranks", "of the replay (default: as many as the run had)", type=int),
+    flag("--tensor-model-parallel-size", "of the replay (default: the run's)", type=int),
+    flag("--pipeline-model-parallel-size", "of the replay (default: the run's)", type=int),
+    flag(
+        "--use-distributed-optimizer",
+        "in the replay (default: as the run)",
+        action=argparse.BooleanOptionalAction,
+    ),
     JSON,
 )
 def main(arguments: argparse.Namespace) -> int:
+    _, num_ranks = read_config(arguments)
+    relaunch(num_ranks, __file__, arguments.argv)
     result = replay(arguments)
     if distributed.is_main():
         report(result)

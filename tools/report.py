@@ -41,7 +41,8 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
         raise ValueError(
             f"{directory} holds no {SUMMARY_FILE}: it is no run, or has not finished; leave it out"
         )
-    summary, settings = json.loads((directory / SUMMARY_FILE).read_text()), read_settings(directory)
+    summary = json.loads((directory / SUMMARY_FILE).read_text())
+    settings, _ = read_settings(directory)
     seed = settings["train"].pop("seed")
     for section in ("logging", "checkpoint"):  # change nothing that is trained
         del settings[section]
@@ -129,7 +130,8 @@ def plot(directories: Sequence[Path], rows: Sequence[dict[str, Any]], path: Path
         records = read_metrics(directory / METRICS_FILE)
         (line,) = axes.plot(*series(records, "rollout/success"), alpha=0.35)
         marks = {"marker": "o", "color": line.get_color(), "label": directory.name}
-        axes.plot(*series(records, "eval/success"), **marks)
+        before, after = (series(records, f"eval/{key}") for key in ("initial_success", "success"))
+        axes.plot(*(one + other for one, other in zip(before, after)), **marks)
         for key, panel in panels.items():
             panel.plot(*series(records, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))

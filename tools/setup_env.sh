@@ -1,6 +1,7 @@
 # To be sourced by Bash. `setup_env [EXTRA]` leaves in PYTHON an interpreter that has this repository and everything it
 # needs (and the extra of setup.py): the active one if it is complete, else that of .venv, which is made if necessary.
 
+SAID=9 # exit code of what has said in one line why it failed
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 setup_env() {
@@ -15,7 +16,8 @@ setup_env() {
     if ! _is_complete "$venv" "$extra"; then
         # A process of its own: Bash ignores `set -e` in whatever stands before a `||`.
         bash -ec '. "$1"; _install "$2" "$3"' setup "${BASH_SOURCE[0]}" "$venv" "$extra" || {
-            echo "error: setup failed; the message above says why. Run the command again to continue" >&2
+            [ $? = "$SAID" ] ||
+                echo "error: setup failed; the message above says why. Run the command again to continue" >&2
             exit 1
         }
     fi
@@ -67,22 +69,23 @@ _is_complete() {
 # Two commands in a fresh clone must not install at the same time: the lock ends with this process. Needs `set -e`: the file
 # that marks the installation as complete is written after everything has succeeded, the check of what is there included.
 _install() {
-    local venv="$1" extra="$2" python="$1/bin/python" torch base missing name
+    local venv="$1" extra="$2" python="$1/bin/python" base="" torch missing name
     mkdir -p "$venv"
     exec 9>"$venv/.lock"
     if command -v flock >/dev/null; then flock 9; fi
     if _is_complete "$venv" "$extra"; then return; fi
 
+    if ! "$python" -m pip --version >/dev/null 2>&1; then base="$(_base_python)"; fi
     torch="$(grep '^torch==' "$REPOSITORY/constraints.txt")"
     echo "setup: installing $torch and the versions of constraints.txt into $venv (once, some minutes)" >&2
-    if ! "$python" -m pip --version >/dev/null 2>&1; then
-        base="$(_base_python)"
-        "$base" -m venv "$venv"
-    fi
+    if [ -n "$base" ]; then "$base" -m venv "$venv"; fi
     "$python" -m pip install --quiet --disable-pip-version-check "$torch"
     "$python" -m pip install --quiet --disable-pip-version-check \
         --editable "$REPOSITORY${extra:+[$extra]}" --constraint "$REPOSITORY/constraints.txt"
-    missing="$(_missing_from "$python" "$extra")" || { echo "error: $venv still lacks $missing" >&2; return 1; }
+    missing="$(_missing_from "$python" "$extra")" || {
+        echo "error: $venv still lacks $missing though pip has succeeded; delete $venv and run the command again" >&2
+        return "$SAID"
+    }
     for name in "" ${extra:+"-$extra"}; do _fingerprint >"$venv/.installed$name"; done
 }
 
@@ -94,6 +97,7 @@ _base_python() {
             return
         fi
     done
-    echo "error: Python 3.11, 3.12 or 3.13 with its venv module is needed and none is on PATH; install python3.11 and python3.11-venv" >&2
-    return 1
+    echo "error: Python 3.11, 3.12 or 3.13 with its venv module is needed, and PATH offers" \
+        "$(python3 --version 2>/dev/null || echo none); install python3.11 and python3.11-venv" >&2
+    return "$SAID"
 }

@@ -119,12 +119,13 @@ class TokenTerms(NamedTuple):
     """The constants of the objective, one number per token: [T] each.
 
     Attributes:
+        old_logprobs: None for those of the evaluation itself.
         weights: mask, aggregation and global normaliser in one factor.
         ref_logprobs: needed with `kl_kind`.
         rollout_logprobs: needed with `importance_cap`.
     """
 
-    old_logprobs: Tensor
+    old_logprobs: Tensor | None
     advantages: Tensor
     weights: Tensor
     ref_logprobs: Tensor | None

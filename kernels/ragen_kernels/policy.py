@@ -114,13 +114,13 @@ def _active_rows(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    active: Tensor,
+    ids: Tensor,
     temperature: float,
     vocabulary: tuple[int, int | None, ProcessGroup | None],
     chunk_tokens: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, VocabShard, list[slice]]:
-    """Indices of the rows where `active` is nonzero, their hidden states and labels, the shard, and
-    the chunks of them. Raises ValueError as `linear_policy_loss` says.
+    """Indices of the active rows, their hidden states and labels, the shard, and the chunks of
+    them. Raises ValueError as `linear_policy_loss` says.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
@@ -138,7 +138,6 @@ def _active_rows(
         )
     check_rows(hidden, labels, temperature)
     shard = vocab_shard(len(weight), *vocabulary)
-    ids = active.nonzero().squeeze(1)
     row_bytes = shard.num_entries * hidden.itemsize
     chunks = chunk_rows(len(ids), row_bytes, CHUNK_BYTES[hidden.device.type], chunk_tokens)
     return ids, hidden.index_select(0, ids), labels[ids], shard, chunks
@@ -151,6 +150,7 @@ def linear_logprobs(
     labels: Tensor,
     *,
     active: Tensor,
+    rows: Tensor | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_valid: int | None = None,
@@ -164,6 +164,8 @@ def linear_logprobs(
         weight: [V/tp, H], this rank's rows of the LM head.
         labels: [T] int64 global ids.
         active: [T] bool, equal on all ranks of `group`; other rows are skipped and come back as 0.
+        rows: [M] int64, the indices of the active rows, if they are known; without them the host
+            waits for the device once to learn how many they are.
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
 
@@ -180,7 +182,7 @@ def linear_logprobs(
         hidden,
         weight,
         labels,
-        active,
+        active.nonzero().squeeze(1) if rows is None else rows,
         temperature,
         (vocab_start, vocab_valid, group),
         chunk_tokens,
@@ -229,11 +231,12 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     advantages: Tensor,
     weights: Tensor,
     objective: PolicyObjective,
     *,
+    rows: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
     temperature: float = 1.0,
@@ -246,17 +249,20 @@ def linear_policy_loss(
 
     Under tensor parallelism d_hidden is this rank's partial sum: the caller reduces it over
     `group`, as the backward of Megatron's copy-to / gather-from region mappings does. The gradients
-    are made with the loss. The host waits for the device once, to learn how many rows are active.
+    are made with the loss.
 
     Args:
         hidden: [T, H].
         weight: [V/tp, H], this rank's rows of the LM head.
         labels: [T] int64 global ids.
-        old_logprobs, advantages: [T], constants.
+        old_logprobs: [T], constants; None takes those of this evaluation: the ratio is 1.
+        advantages: [T], constants.
         weights: [T]; mask, aggregation and global normaliser in one factor, equal on all ranks of
             `group`. 0 takes the token out: it costs nothing, and nothing of it, not even a NaN,
             reaches the loss, the gradients or the statistics.
         objective: the token objective.
+        rows: [M] int64, where `weights` is not 0, if it is known; without it the host waits for the
+            device once to learn how many they are.
         ref_logprobs: [T], needed with `objective.kl_kind`.
         rollout_logprobs: [T], needed with `objective.importance_cap`.
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
@@ -276,7 +282,7 @@ def linear_policy_loss(
         hidden,
         weight,
         labels,
-        weights,
+        weights.nonzero().squeeze(1) if rows is None else rows,
         temperature,
         (vocab_start, vocab_valid, group),
         chunk_tokens,

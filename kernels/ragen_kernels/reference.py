@@ -116,6 +116,8 @@ def token_losses(
     old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs = (
         None if term is None else term.to(dtype) for term in terms
     )
+    logprobs = logprobs.detach()
+    old_logprobs = logprobs if old_logprobs is None else old_logprobs
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
         log_ratio = torch.clamp(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -103,7 +103,7 @@ def lose_tokens(
     PolicyStats in their order.
     """
     weight = tl.load(WEIGHTS + token, mask=mask).to(tl.float32)
-    old_logprob = tl.load(OLD + token, mask=mask).to(tl.float32)
+    old_logprob = logprob if OLD is None else tl.load(OLD + token, mask=mask).to(tl.float32)
     advantage = tl.load(ADVANTAGES + token, mask=mask).to(tl.float32)
     ref_logprob = tl.load(REF + token, mask=mask).to(tl.float32) if KL else logprob
     rollout_logprob = tl.load(ROLLOUT + token, mask=mask).to(tl.float32) if IMPORTANCE else logprob

@@ -177,9 +177,8 @@ def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
     """[3] float64: count, sum and sum of squares of `x` [T] under `mask`. Sum it over ranks before
     use.
     """
-    selected = x[mask].double()
-    count = selected.new_tensor(selected.numel())
-    return torch.stack([count, selected.sum(), selected.square().sum()])
+    selected = torch.where(mask, x, 0.0).double()
+    return torch.stack([mask.double().sum(), selected.sum(), selected.square().sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, *, moments: Tensor | None = None) -> Tensor:
@@ -190,7 +189,7 @@ def whiten(x: Tensor, mask: Tensor, *, moments: Tensor | None = None) -> Tensor:
     """
     if moments is None:
         moments = masked_moments(x, mask)
-    if moments[0] < 2:
+    if not moments.is_cuda and moments[0] < 2:
         raise ValueError(
             f"the unbiased variance needs at least 2 sampled tokens, got {int(moments[0])}; enlarge"
             " the batch"
@@ -203,10 +202,15 @@ def place_at_end(scores: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tenso
 
     A trajectory without sampled tokens made no decision, so its score has no place and is dropped.
     """
-    positions, owners, is_last = _sampled_tokens(loss_mask, cu_seqlens)
+    _check_padding(loss_mask, cu_seqlens)
+    places = torch.arange(len(loss_mask), device=loss_mask.device)
+    owners = torch.searchsorted(cu_seqlens[1:].long(), places, right=True)
+    owners = owners.clamp(max=len(scores) - 1)  # padding, where nothing is sampled
+    last = torch.full_like(scores, -1, dtype=torch.int64)  # [S], -1 where nothing was sampled
+    last.scatter_reduce_(0, owners, torch.where(loss_mask, places, -1), "amax")
+    has_place = last >= 0
     rewards = scores.new_zeros(loss_mask.shape)
-    rewards[positions[is_last]] = scores[owners[is_last]]
-    return rewards
+    return rewards.index_add_(0, last.clamp(min=0), torch.where(has_place, scores, 0.0))
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
@@ -245,7 +249,12 @@ def _turn_ends(turn_ids: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tenso
     return torch.zeros_like(loss_mask).index_copy(0, positions, is_end)
 
 
+# What a batch holds is looked at in host memory; on CUDA the host would wait for each look.
+
+
 def _check_rewards(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> None:
+    if rewards.is_cuda:
+        return
     _check_padding(loss_mask, cu_seqlens)
     lost = (rewards != 0) & ~loss_mask
     if lost.any():
@@ -256,7 +265,7 @@ def _check_rewards(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> No
 
 
 def _check_padding(loss_mask: Tensor, cu_seqlens: Tensor) -> None:
-    if loss_mask[int(cu_seqlens[-1]) :].any():
+    if not loss_mask.is_cuda and loss_mask[int(cu_seqlens[-1]) :].any():
         raise ValueError(
             f"loss_mask selects a token at or behind cu_seqlens[S] = {int(cu_seqlens[-1])}, where"
             " only padding lies; check the packing"

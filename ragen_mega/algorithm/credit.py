@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragen_mega.algorithm import advantages as starpo
 from ragen_mega.algorithm.tables import ESTIMATORS, PlugInError, call, find_estimator
-from ragen_mega.data.types import TokenBatch, Trajectory
+from ragen_mega.data.types import TokenBatch, Trajectory, move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,9 @@ class CreditInputs:
 
     def per_token(self, per_trajectory: Tensor) -> Tensor:
         """[S] -> [T], 0 where the label was not sampled."""
-        spread = torch.repeat_interleave(per_trajectory, self.batch.lengths.long())
+        spread = torch.repeat_interleave(
+            per_trajectory, self.batch.lengths.long(), output_size=self.batch.num_positions
+        )
         return spread * self.batch.loss_mask
 
 
@@ -97,8 +99,10 @@ def estimate_advantages(
     settings: Any,
     *,
     group_weights: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> TokenBatch:
-    """`batch` with `advantages` and, for a critic, `returns`.
+    """`batch` with `advantages` and, for a critic, `returns`; `device` computes them
+    (None: that of the batch).
 
     `trajectories` are those of the batch, in its order; `settings` has the fields of
     `config.AdvantageConfig`. `group_weights` [S] scales each trajectory's advantages (soft
@@ -108,11 +112,14 @@ def estimate_advantages(
     """
     name = settings.advantage_estimator
     estimator = find_estimator(name)
-    scores = _scores(trajectories, settings, batch.tokens.device)
+    home = batch.tokens.device
+    device = device or home
+    scores = _scores(trajectories, settings, device)
+    there = batch.to(device)
     inputs = CreditInputs(
-        batch=batch,
+        batch=there,
         trajectories=trajectories,
-        rewards=_token_rewards(batch, scores, settings),
+        rewards=_token_rewards(there, scores, settings),
         scores=scores,
     )
     # Without a value (None) the estimator's own default holds.
@@ -120,24 +127,27 @@ def estimate_advantages(
         key: value for key in estimator.options if (value := getattr(settings, key)) is not None
     }
     answer = call(ESTIMATORS, name, estimator.function, inputs, **options)
-    advantages, returns = _checked(name, answer, batch, uses_critic=estimator.uses_critic)
-    if returns is not None:
-        batch = batch.with_fields(returns=returns)
+    advantages, returns = _checked(name, answer, there, uses_critic=estimator.uses_critic)
     if settings.whitens:
-        advantages = starpo.whiten(advantages, batch.loss_mask)
+        advantages = starpo.whiten(advantages, there.loss_mask)
     if group_weights is not None:
-        advantages = advantages * inputs.per_token(group_weights.to(advantages.device))
-    return batch.with_fields(advantages=advantages)
+        advantages = advantages * inputs.per_token(move(group_weights, device))
+    credited = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
+    return batch.with_fields(**{name: value.to(home) for name, value in credited.items()})
 
 
 def _checked(
     name: str, answer: object, batch: TokenBatch, *, uses_critic: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages and, with a critic, returns: as promised, and 0 where nothing was sampled."""
+    """Advantages and, with a critic, returns: of the right shape, finite, and 0 where nothing was
+    sampled.
+    """
     mask = batch.loss_mask
     pair = answer if isinstance(answer, tuple) else (answer,)
     is_right = [
-        isinstance(part, Tensor) and part.shape == mask.shape and bool(part[mask].isfinite().all())
+        isinstance(part, Tensor)
+        and part.shape == mask.shape
+        and bool((part.isfinite() | ~mask).all())
         for part in pair
     ]
     if len(pair) != 2 or is_right != [True, uses_critic] or (pair[1] is None) == uses_critic:
@@ -168,11 +178,12 @@ def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:
 def _scores(trajectories: Sequence[Trajectory], settings: Any, device: torch.device) -> Tensor:
     """[S] total rewards, normalised as configured."""
     rewards = [trajectory.total_reward for trajectory in trajectories]
-    scores = torch.tensor(rewards, device=device)
+    scores = move(torch.tensor(rewards), device)
     keys = {
         "group": [one.group_id for one in trajectories],
         "environment": [one.environment for one in trajectories],
         "batch": [0 for _ in trajectories],
     }[settings.reward_normalization_scope]
-    ids = torch.tensor([sorted(set(keys)).index(key) for key in keys], device=device)
+    places = {key: place for place, key in enumerate(sorted(set(keys)))}
+    ids = move(torch.tensor([places[key] for key in keys]), device)
     return starpo.normalize_rewards(scores, ids, method=settings.reward_normalization)

@@ -134,7 +134,9 @@ def filter_groups(
 
 
 def _rank(returns: Returns, keep_zero: bool) -> tuple[list[int], Tensor]:
-    """Groups that compete, of largest uncertainty first and ties by index, and what theirs are."""
+    """The groups that compete, largest uncertainty first and ties by index, with their
+    uncertainties.
+    """
     scores = group_uncertainty(returns)
     ranked = scores.argsort(descending=True, stable=True)
     if not keep_zero:

@@ -3,7 +3,7 @@ metrics.
 
 A name, an import path (`my_module:my_thing`, also of a file in the working directory), an entry
 point of the table's group or `register` fills a table. Nothing here imports torch, so that the
-configuration checks names at once. `docs/algorithm.md` has the signatures and formulas.
+configuration checks names at once. `docs/extending.md` has the signatures.
 """
 
 import inspect
@@ -12,6 +12,7 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from ragen_mega.data.registry import Registry
@@ -52,6 +53,7 @@ class Estimator:
         level: rewards that it credits: `turn` needs each turn's own, `trajectory` looks at whole
             returns alone, so that rewards of turns and tokens have no part.
         min_group_size: trajectories of a group that it compares at least.
+        reads_logprobs: it uses `inputs.batch.old_logprobs`, which are then always computed.
     """
 
     function: Callable[..., Any] | str
@@ -59,6 +61,7 @@ class Estimator:
     uses_critic: bool = False
     level: Literal["any", "turn", "trajectory"] = "any"
     min_group_size: int = 1
+    reads_logprobs: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,18 +103,28 @@ _CREDIT = "ragen_mega.algorithm.credit"
 _FILTERS = "ragen_mega.algorithm.filters"
 _REWARDS = "ragen_mega.algorithm.rewards"
 
+_estimator = partial(Estimator, reads_logprobs=False)
 ESTIMATORS = Registry(
     "advantage estimator",
     "--advantage-estimator",
     {
-        "gae": Estimator(f"{_CREDIT}:gae", ("gamma", "lam"), uses_critic=True),
-        "bilevel_gae": Estimator(f"{_CREDIT}:bilevel_gae", OPTIONS, uses_critic=True, level="turn"),
-        "grpo": Estimator(f"{_CREDIT}:grpo", level="trajectory", min_group_size=2),
-        "dr_grpo": Estimator(f"{_CREDIT}:dr_grpo", level="trajectory", min_group_size=2),
-        "rloo": Estimator(f"{_CREDIT}:rloo", level="trajectory", min_group_size=2),
-        "reinforce_plus_plus": Estimator(
+        "gae": _estimator(f"{_CREDIT}:gae", ("gamma", "lam"), uses_critic=True),
+        "bilevel_gae": _estimator(
+            f"{_CREDIT}:bilevel_gae", OPTIONS, uses_critic=True, level="turn"
+        ),
+        "grpo": _estimator(f"{_CREDIT}:grpo", level="trajectory", min_group_size=2),
+        "dr_grpo": _estimator(f"{_CREDIT}:dr_grpo", level="trajectory", min_group_size=2),
+        "rloo": _estimator(f"{_CREDIT}:rloo", level="trajectory", min_group_size=2),
+        "reinforce_plus_plus": _estimator(
             f"{_CREDIT}:reinforce_plus_plus", ("gamma",), min_group_size=2
         ),
+    },
+    known_elsewhere={
+        "ppo": "gae",
+        "actor_critic": "gae",
+        "reinforce": "reinforce_plus_plus",
+        "reinforce++": "reinforce_plus_plus",
+        "leave_one_out": "rloo",
     },
 )
 FILTERS = Registry(

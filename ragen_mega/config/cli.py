@@ -3,22 +3,16 @@ and wins.
 """
 
 import argparse
-import contextlib
-import dataclasses
-import difflib
-import io
 import json
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from ragen_mega.config.schema import StarPOConfig, flag_of, parse_shares
+from ragen_mega.config.flags import help_text, read_settings
+from ragen_mega.config.schema import StarPOConfig, parse_shares
+from ragen_mega.data.registry import did_you_mean
 
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
@@ -33,23 +27,36 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
     NAME is a file `NAME.flags` of `directory`, or `none`. Raises ValueError if there is no such
     recipe.
     """
+    name, rest = split_recipe(argv, default)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe", nargs="?", default=default, const="")
     parser.add_argument("--environments", nargs="?", const="")
-    chosen, rest = parser.parse_known_args(argv)
-    name, played = chosen.recipe, chosen.environments
+    chosen, rest = parser.parse_known_args(rest)
+    played = chosen.environments
     if played is not None:
         rest += ["--environments", played]
     if name == "none":
         return rest
-    known = sorted(path.stem for path in directory.glob("*.flags"))
+    known = recipe_names(directory)
     if name not in known:
         raise ValueError(
-            f"--recipe must name one of {', '.join((*known, 'none'))}, not {name!r}; files are in"
-            f" {directory}"
+            f"--recipe must name one of {', '.join(known)}, not {name!r}"
+            f"{did_you_mean(name, known)}; files are in {directory}"
         )
     flags = read_flags(directory / f"{name}.flags")
     return [*(flags if played is None else _of_played(flags, played)), *rest]
+
+
+def split_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
+    """The recipe that `--recipe NAME` names, else `default`, and the other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", nargs="?", default=default, const="")
+    chosen, rest = parser.parse_known_args(argv)
+    return chosen.recipe, rest
+
+
+def recipe_names(directory: Path = RECIPES) -> list[str]:
+    """What --recipe takes."""
+    return [*sorted(path.stem for path in directory.glob("*.flags")), "none"]
 
 
 def _of_played(flags: list[str], environments: str) -> list[str]:
@@ -79,40 +86,12 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
 
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
-    argv = with_recipe(argv, default=recipe)
-    known = {"--help"} | {
-        flag_of(item.name)
-        for section in dataclasses.fields(StarPOConfig)
-        for item in dataclasses.fields(section.default_factory)
-    }
-    for argument in argv:
-        flag = argument.split("=", 1)[0].replace("_", "-")
-        if flag.startswith("--") and not {flag, flag.replace("--no-", "--")} & known:
-            close = difflib.get_close_matches(flag, sorted(known), n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(f"unknown flag {argument.split('=', 1)[0]}; {hint}--help lists all")
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
-            return tyro.cli(
-                Annotated[StarPOConfig, tyro.conf.OmitArgPrefixes],
-                args=argv,
-                prog="examples/pretrain_starpo.sh",
-            )
-    except SystemExit as error:
-        if not error.code:  # --help, which every rank was asked for
-            if os.environ.get("RANK", "0") == "0":
-                print(complaint.getvalue(), end="")
-            raise
-        raise ValueError(_unbox(complaint.getvalue())) from None
-
-
-def _unbox(text: str) -> str:
-    """The message inside the frame that tyro draws around it (title, message, rule, hint), on one
-    line.
-    """
-    lines = [line.strip("\u2502| ") for line in text.splitlines()]
-    rules = [i for i, line in enumerate(lines) if line and set(line) <= set("\u2500-")]
-    start = 1 if text.startswith("\u256d") else rules[0] + 1
-    end = next((i for i in rules if i > start), len(lines))
-    return re.sub(r"^Error parsing \w+: ", "", " ".join(lines[start:end]).strip())
+    name, rest = split_recipe(argv, recipe)
+    if {"-h", "--help"} & set(rest):
+        if os.environ.get("RANK", "0") == "0":  # which every rank was asked for
+            chosen = read_settings(with_recipe([], default=name))
+            print(help_text(name, chosen, recipe_names()), end="")
+        raise SystemExit(0)
+    settings = read_settings(with_recipe(rest, default=name))
+    settings.setdefault("logging", {})["recipe"] = name
+    return StarPOConfig.from_dict(settings)

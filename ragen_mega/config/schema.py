@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -26,6 +27,7 @@ from ragen_mega.algorithm.tables import (
 )
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import Worker
+from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options, make
 
 OffloadMode = Literal["none", "rollout", "turns"]
@@ -54,7 +56,7 @@ Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
 
 
 class Section:
-    """A part of the configuration; what is built of it keeps its bounds and rules."""
+    """A section of the configuration, checked against its bounds and rules when it is built."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that is not finite or out of bounds, or a broken rule."""
@@ -71,7 +73,9 @@ class Section:
                 raise ValueError(message)
 
     def rules(self) -> Sequence[tuple[bool, str]]:
-        """What must not be, each with what the error says. May raise ValueError itself."""
+        """Conditions that must not hold, each with the text of its error. May raise ValueError
+        itself.
+        """
         return ()
 
 
@@ -100,22 +104,38 @@ class ModelConfig(Section):
     """Hugging Face model name or directory that the critic starts from (default: what the policy
     starts from).
     """
-    hidden_size: int = 96
+    hidden_size: Count = 96
     """Width of the small model (only without --load)."""
-    num_layers: int = 2
+    num_layers: Count = 2
     """Depth of the small model (only without --load)."""
-    num_attention_heads: int = 4
+    num_attention_heads: Count = 4
     """Attention heads of the small model (only without --load)."""
-    num_query_groups: int = 2
+    num_query_groups: Count = 2
     """Key-value heads of the small model (only without --load)."""
-    ffn_hidden_size: int = 256
+    ffn_hidden_size: Count = 256
     """Width of the small model's SwiGLU (only without --load)."""
+
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        return (
+            (
+                self.hidden_size % (2 * heads) != 0,
+                f"hidden_size ({self.hidden_size}) must be a multiple of twice num_attention_heads"
+                f" ({heads}); set --hidden-size"
+                f" {2 * heads * max(1, self.hidden_size // (2 * heads))}",
+            ),
+            (
+                heads % groups != 0,
+                f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups});"
+                " set --num-query-groups to a divisor",
+            ),
+        )
 
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    """How model and optimizer are laid out over the ranks, what computes the layers and in which
-    numbers.
+    """How model and optimizer are laid out over the ranks, and which layers compute in which
+    precision.
     """
 
     tensor_model_parallel_size: Count = 1
@@ -127,14 +147,17 @@ class ParallelConfig(Section):
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: the core attention only, or whole layers."""
+    """Recompute activations in the backward pass: the feed-forward part of each layer, which holds
+    most of them, or whole layers. (Attention is fused and never keeps its scores.)
+    """
     bf16: bool = False
     """Parameters and activations in bfloat16; their originals, gradient sums and Adam's moments in
     float32.
     """
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers: Transformer Engine's (CUDA and --bf16), or megatron-core's local ones. `auto` takes
-    the former where they can compute.
+    the former where they can compute and have fused attention for packed trajectories: from compute
+    capability 9.0 on, elsewhere with flash-attn.
     """
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     """Matrix products of the layers in FP8 (Transformer Engine): `e4m3` throughout, `hybrid` with
@@ -142,13 +165,14 @@ class ParallelConfig(Section):
     """
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per
-    block of 128 or 32 values.
+    block of 128 or 32 values. Those of earlier passes (delayed) are no part of a checkpoint: such a
+    run resumes, but not exactly.
     """
     placement: Literal["colocated"] = "colocated"
     """Who has the devices: engines and trainer share them, in turns."""
     offload: OffloadMode = "none"
-    """What waits in host memory: nothing; during rollouts all parameters, gradients and optimizer
-    state; or furthermore actor and critic in turns, each while the other one computes.
+    """What is moved to host memory: nothing; parameters, gradients and optimizer state during
+    rollouts; or, besides, actor and critic in turns, each while the other one computes.
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
@@ -238,15 +262,15 @@ class EnvironmentConfig(Section):
     that step on. Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30":
     {}}'.
     """
-    max_turns: int | None = None
+    max_turns: Count | None = None
     """Turns per trajectory, K (default: the environment's, else 5)."""
-    max_actions_per_turn: int | None = None
+    max_actions_per_turn: Count | None = None
     """Actions executed per turn; more are dropped (default: the environment's, else 5)."""
-    max_actions: int | None = None
+    max_actions: Count | None = None
     """Actions per trajectory (default: the environment's, else 10; without limit where it sets its
     own turns or takes text).
     """
-    format_penalty: float | None = None
+    format_penalty: Annotated[float, Bounds("at most 0", -math.inf, 0)] | None = None
     """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it
     earned (default: the environment's, else -0.1).
     """
@@ -257,7 +281,7 @@ class EnvironmentConfig(Section):
     """
     environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
-    any time).
+    no limit).
     """
 
     environment_processes: Natural = 0
@@ -296,6 +320,11 @@ class EnvironmentConfig(Section):
             worker.end(partial(calls.close, worker.build(name, build)))
 
     @property
+    def expected_turns(self) -> int:
+        """Turns of a trajectory at most, as far as flags say it."""
+        return self.max_turns or Budget().max_turns
+
+    @property
     def shares(self) -> dict[str, int]:
         """Environment name -> share of the groups."""
         return parse_shares(self.environments)
@@ -332,7 +361,7 @@ class EnvironmentConfig(Section):
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    """How many trajectories are sampled in a step, and how."""
+    """How many trajectories a step samples, and how."""
 
     num_groups: Count = 8
     """Initial states per step (P)."""
@@ -359,6 +388,14 @@ class RolloutConfig(Section):
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the
     trainer's (default: it is).
     """
+    sglang_arguments: str | None = None
+    """Further arguments of SGLang's servers, as on their command line, after an equals sign:
+    --sglang-arguments='--mem-fraction-static 0.85'; their own parser checks them before training.
+    """
+    sglang_start_timeout: Positive | None = None
+    """Seconds in which a server must be ready (default: 300, and 1800 for FP8 rollouts, whose
+    kernels are compiled at the first start).
+    """
     kv_cache_tokens: int | None = None
     """Tokens in SGLang's key-value cache (default: every trajectory of the server at full length).
     """
@@ -382,8 +419,13 @@ class RolloutConfig(Section):
     GPUs and `file` on a CPU.
     """
 
+    @property
+    def expected_response_length(self) -> int:
+        """Tokens of a turn at most, as far as flags say it."""
+        return self.max_response_length or Budget().max_response_length
+
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
-        """Engines of a job. Raises ValueError unless every one has its ranks on one node."""
+        """Number of engines of a job. Raises ValueError unless each has its ranks on one node."""
         size = self.rollout_tensor_parallel_size
         if ranks_per_node % size or world_size % size:
             raise ValueError(
@@ -403,9 +445,22 @@ class RolloutConfig(Section):
         """
         return self.kv_cache_tokens or (sessions + 1) * self.max_context_length
 
+    @property
+    def sglang_command_line(self) -> list[str]:
+        """`sglang_arguments`, one by one. Raises ValueError for a quotation without an end."""
+        try:
+            return shlex.split(self.sglang_arguments or "")
+        except ValueError as error:
+            raise ValueError(
+                f"sglang_arguments must be as on a command line, not {self.sglang_arguments!r}:"
+                f" {error}; quote them"
+            ) from error
+
     def rules(self) -> Sequence[tuple[bool, str]]:
         of_the_server = {
             "sglang_python": None,
+            "sglang_arguments": None,
+            "sglang_start_timeout": None,
             "kv_cache_tokens": None,
             "weight_transfer": "auto",
             "rollout_fp8": False,
@@ -452,6 +507,12 @@ class FilterConfig(Section):
             ),
         )
 
+    def num_kept(self, num_groups: int) -> int | None:
+        """Groups that are kept if none is constant, None where it depends on the returns."""
+        if self.filter_strategy == "top_fraction":
+            return max(1, math.floor(self.value * num_groups + 1e-9))
+        return {"top_k": self.value, "none": num_groups}.get(self.filter_strategy)
+
     @property
     def value(self) -> float | None:
         """The value of the filter: as set, else the default that the filter declares."""
@@ -493,7 +554,7 @@ class AdvantageConfig(Section):
     kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy subtracted from the reward of each token."""
     kl_reward_coef: float = 0.0
-    """Its coefficient."""
+    """Coefficient of the KL in the rewards."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         parse_reward(self.reward)
@@ -570,17 +631,24 @@ class LossConfig(Section):
     kl_kind: Literal["none", "k1", "k2", "k3"] = "none"
     """KL to the reference policy as a loss term."""
     kl_coef: NonNegative = 0.0
-    """Its coefficient."""
+    """Coefficient of the KL in the loss."""
     entropy_coef: float = 0.001
     """Coefficient of the entropy bonus."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = (
         "token-mean"
     )
     """Mean over tokens of the minibatch, or over trajectories of their token mean or token sum."""
+    old_logprobs: Literal["auto", "recompute", "engine"] = "auto"
+    """What the ratio divides by: log-probabilities that the policy computes for all trajectories
+    before the update; those that the engine sampled with, which saves that pass, so that the ratio
+    also holds what engine and trainer compute differently (watch mismatch/...); or (auto) those of
+    the update's own forward pass where a step takes one optimizer step and nothing else needs them
+    (the ratio is 1), and else a pass of their own.
+    """
     importance_cap: Positive | None = None
     """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
     value_clip: Positive | None = 0.5
-    """Clip range of the critic's change of value."""
+    """Clip range of the critic's values around the old ones."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         return (
@@ -588,6 +656,11 @@ class LossConfig(Section):
                 (self.kl_kind == "none") != (self.kl_coef == 0.0),
                 f"kl_kind ({self.kl_kind}) and kl_coef ({self.kl_coef}) need each other; set both"
                 " or none",
+            ),
+            (
+                self.old_logprobs == "engine" and self.importance_cap is not None,
+                "importance_cap compares old_logprobs with the engine's, which they are with"
+                " old_logprobs engine; drop --importance-cap or --old-logprobs",
             ),
         )
 
@@ -599,11 +672,14 @@ class TrainConfig(Section):
     num_steps: Count = 200
     """StarPO steps: one rollout and its updates."""
     minibatch_size: Count = 32
-    """Trajectories per optimizer step (E)."""
+    """Trajectories per optimizer step (E); it divides those that the filter keeps, or is larger
+    and one step takes them all. Where constant groups leave fewer, the steps are as equal as can
+    be.
+    """
     updates_per_rollout: Count = 1
     """Passes over the kept trajectories of a rollout (Online-k)."""
     max_tokens_per_microbatch: Count = 16384
-    """Positions in one forward pass."""
+    """Token positions in one forward pass, at most."""
     lr: Positive = 1e-6
     """Learning rate of the policy."""
     critic_lr: Positive = 1e-5
@@ -613,8 +689,11 @@ class TrainConfig(Section):
     lr_warmup: Natural = 0
     """Steps of linear warm-up of both learning rates."""
     weight_decay: NonNegative = 0.01
+    """Decoupled weight decay, as in AdamW."""
     adam_beta1: Share = 0.9
+    """Decay of Adam's mean of gradients."""
     adam_beta2: Share = 0.999
+    """Decay of Adam's mean of squared gradients."""
     adam_eps: Positive = 1e-8
     """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
     gradient descent with momentum, which leaves weights with little gradient where they are: noisy
@@ -625,10 +704,14 @@ class TrainConfig(Section):
     critic_warmup: Natural = 0
     """First steps in which only the critic is updated."""
     max_nonfinite_updates: Count = 3
-    """Updates of one model in a row that a non-finite loss or gradient may cost; after that many
-    the run stops.
+    """Updates of one model in a row that may be skipped for a non-finite loss or gradient; after
+    that many the run stops.
     """
-    seed: int = 0
+    max_empty_steps: Natural = 10
+    """Steps in a row of which the filter may keep nothing; after that many the run stops and says
+    why (0: it goes on).
+    """
+    seed: Natural = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
 
 
@@ -638,6 +721,10 @@ class WarmStartConfig(Section):
 
     warm_start_first_turn_steps: Natural = 300
     """Optimizer steps of behaviour cloning on first turns of scripted play (only without --load).
+    """
+    warm_start_first_turns: Count = 1
+    """How many turns of an episode are its first ones: as many as it takes to meet every kind of
+    state.
     """
     warm_start_steps: Natural = 300
     """Further steps on whole scripted trajectories."""
@@ -654,7 +741,7 @@ class WarmStartConfig(Section):
     with a critic).
     """
     warm_start_critic_lr: Positive = 1e-3
-    """Peak learning rate of that."""
+    """Peak learning rate of that regression."""
     warm_start_temperature: Positive = 1.0
     """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what
     is certain there, and as open where the play is random: reinforcement learning then shifts
@@ -674,7 +761,7 @@ class EvaluationConfig(Section):
     """Held-out initial states per evaluation."""
     eval_samples: Count = 8
     """Episodes from each of them in the last evaluation; evaluations on the way play one."""
-    eval_temperature: float = 0.5
+    eval_temperature: NonNegative = 0.5
     """Sampling temperature of evaluation."""
     boards: str | None = None
     """Boards file to evaluate on instead of the packaged one."""
@@ -701,13 +788,15 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True)
 class LoggingConfig(Section):
-    """Where a run writes, and what besides the usual numbers."""
+    """Where a run writes, and what it logs besides the usual numbers."""
 
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).
     """
     output: str = "runs"
     """Directory of all runs."""
+    recipe: str = "none"
+    """The recipe that the flags began with, for the record."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project."""
     overwrite: bool = False
@@ -728,7 +817,13 @@ class LoggingConfig(Section):
     def rules(self) -> Sequence[tuple[bool, str]]:
         for name in self.metric_names:
             METRICS.check(name)
-        return ()
+        return (
+            (
+                self.name is not None and self.name in ("", ".", "..") or "/" in (self.name or ""),
+                f"name must be that of one directory, not {self.name!r}; set --output for where it"
+                " lies",
+            ),
+        )
 
     @property
     def metric_names(self) -> list[str]:
@@ -738,11 +833,7 @@ class LoggingConfig(Section):
 
 @dataclass(frozen=True)
 class StarPOConfig(Section):
-    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core.
-
-    --recipe NAME puts the flags of ragen_mega/config/recipes/NAME.flags before those of the command
-    line, which win; NAME none takes no recipe.
-    """
+    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -763,7 +854,21 @@ class StarPOConfig(Section):
         kept = find_filter(self.filter.filter_strategy)
         kept.check(self.filter.filter_strategy, self.filter.value, rollout.num_groups)
         shares = sum(self.environment.shares.values())
+        num_kept = self.filter.num_kept(rollout.num_groups)
+        minibatch, trained = self.train.minibatch_size, int(num_kept or 0) * rollout.group_size
         return (
+            (
+                minibatch < trained and trained % minibatch != 0,
+                f"minibatch_size ({minibatch}) must divide the {trained} trajectories that a step"
+                f" trains on ({num_kept} groups of {rollout.num_groups}, group_size"
+                f" {rollout.group_size}); set --minibatch-size {_divisor(trained, minibatch)}",
+            ),
+            (
+                (rollout.max_response_length or 0) >= rollout.max_context_length,
+                f"max_response_length ({rollout.max_response_length}) must be below"
+                f" max_context_length ({rollout.max_context_length}), which holds prompts too;"
+                " lower --max-response-length or raise --max-context-length",
+            ),
             (
                 self.checkpoint.resume and self.logging.overwrite,
                 "resume continues a run and overwrite deletes it; drop --resume or --overwrite",
@@ -811,9 +916,23 @@ class StarPOConfig(Section):
         )
 
     @property
+    def advantages_need_logprobs(self) -> bool:
+        """Whether the old log-probabilities must be there before the update."""
+        return self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy takes part."""
         return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
+
+    def planned_evaluations(self, num_engines: int) -> dict[int, int]:
+        """After so many steps -> episodes that one of `num_engines` engines then plays."""
+        plan, num_steps = self.evaluation, self.train.num_steps
+        episodes = plan.eval_prompts * len(self.environment.shares) // num_engines
+        regular = range(plan.eval_interval, num_steps, plan.eval_interval or num_steps)
+        return {step: episodes for step in regular if step} | {
+            num_steps: episodes * plan.eval_samples
+        }
 
     @property
     def run_directory(self) -> Path:
@@ -828,7 +947,10 @@ class StarPOConfig(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StarPOConfig:
-        """Inverse of `to_dict`; unknown keys raise ValueError."""
+        """Inverse of `to_dict`; what a config.json says of a run's provenance is left out. Unknown
+        keys raise ValueError.
+        """
+        values = {name: entries for name, entries in values.items() if name != "provenance"}
         sections = {item.name: item.default_factory for item in dataclasses.fields(cls)}
         known = {
             name: {item.name for item in dataclasses.fields(part)}
@@ -843,13 +965,24 @@ class StarPOConfig(Section):
         return cls(**{section: sections[section](**entries) for section, entries in values.items()})
 
 
+def _divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(size for size in range(limit, 0, -1) if number % size == 0)
+
+
 def _json_object(flag: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{flag} must be a JSON object, not {text!r} ({error})") from None
+        raise ValueError(
+            f"{flag} must be a JSON object, not {text!r} ({error}); write it in single quotes, e.g."
+            ' \'{"sokoban": {"observation": "grid"}}\''
+        ) from None
     if not isinstance(value, dict):
-        raise ValueError(f"{flag} must be a JSON object, not {text!r}")
+        raise ValueError(
+            f"{flag} must be a JSON object, not {text!r}; write e.g."
+            ' \'{"sokoban": {"observation": "grid"}}\''
+        )
     return value
 
 

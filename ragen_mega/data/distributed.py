@@ -133,7 +133,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def consecutive_group(size: int) -> dist.ProcessGroup | None:
-    """The group, over gloo, of the `size` consecutive ranks that this rank is one of; None for 1.
+    """The gloo group of the `size` consecutive ranks to which this rank belongs; None for 1.
     Collective over all ranks.
     """
     if size == 1:

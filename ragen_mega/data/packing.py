@@ -5,13 +5,16 @@ The shift from tokens to labels happens here and nowhere else.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_mega.data.types import TokenBatch, Trajectory, offsets_of
+from ragen_mega.data.distributed import balanced_split
+from ragen_mega.data.types import Microbatch, TokenBatch, Trajectory, move, offsets_of
 
 
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -26,36 +29,60 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     """
     if not trajectories:
         raise ValueError("cannot pack zero trajectories; the filter kept no group, skip the update")
-    segments = [(one, start, end) for one in trajectories for start, end in one.segments]
     lengths = torch.tensor([len(one) - 1 - len(one.breaks) for one in trajectories])
     cu_seqlens = offsets_of(lengths)
-    rewards = torch.zeros(int(cu_seqlens[-1]))
-    turn_ids = torch.full_like(rewards, -1, dtype=torch.int32)
-    for trajectory, offset in zip(trajectories, cu_seqlens.tolist()):
-        for turn_id, turn in enumerate(trajectory.turns):
-            # The first token of every segment up to here is nobody's label.
-            first = offset - 1 - bisect_right(trajectory.breaks, turn.start)
-            turn_ids[first + turn.start : first + turn.end] = turn_id
-            rewards[first + turn.end - 1] = turn.reward
-    segment_lengths = torch.tensor([end - start - 1 for _, start, end in segments])
+    spans = [end - start for one in trajectories for start, end in one.segments]
+    whole = torch.tensor(spans)  # [G]
+    cu_segments = offsets_of(whole - 1)
+    tokens = flatten((t.tokens for t in trajectories), np.int64)  # [T + G]
+    is_label = torch.ones_like(tokens, dtype=torch.bool)
+    is_label[whole.cumsum(0) - whole] = False  # the first token of each segment
+    is_input = torch.ones_like(is_label)
+    is_input[whole.cumsum(0) - 1] = False  # and its last
+    turn_ids, rewards = _of_turns(trajectories, cu_seqlens[:-1].long(), int(cu_seqlens[-1]))
+    mask = flatten((t.loss_mask for t in trajectories), np.bool_)
+    logprobs = flatten((t.rollout_logprobs for t in trajectories), np.float32)
+    starts = cu_segments[:-1].long().repeat_interleave(whole - 1)
     return TokenBatch(
-        tokens=_concatenate([one.tokens[i : j - 1] for one, i, j in segments], torch.int64),
-        labels=_concatenate([one.tokens[i + 1 : j] for one, i, j in segments], torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in segment_lengths]),
+        tokens=tokens[is_input],
+        labels=tokens[is_label],
+        position_ids=torch.arange(len(turn_ids)) - starts,
         cu_seqlens=cu_seqlens,
-        loss_mask=_concatenate([one.loss_mask[i + 1 : j] for one, i, j in segments], torch.bool),
+        loss_mask=mask[is_label],
         turn_ids=turn_ids,
         rewards=rewards,
         group_ids=torch.tensor([t.group_id for t in trajectories]),
-        rollout_logprobs=_concatenate(
-            [one.rollout_logprobs[i + 1 : j] for one, i, j in segments], torch.float32
-        ),
-        cu_segments=offsets_of(segment_lengths) if len(segments) > len(trajectories) else None,
+        rollout_logprobs=logprobs[is_label],
+        cu_segments=cu_segments if len(spans) > len(trajectories) else None,
     )
 
 
-def _concatenate(rows: Sequence[Sequence], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+def _of_turns(
+    trajectories: Sequence[Trajectory], starts: Tensor, num_positions: int
+) -> tuple[Tensor, Tensor]:
+    """Turn [T] int32 of every label, -1 where it was not sampled, and rewards [T] of the turns on
+    their last labels.
+    """
+    turn_ids = torch.full((num_positions,), -1, dtype=torch.int32)
+    rewards = torch.zeros(num_positions)
+    counts = torch.tensor([len(trajectory.turns) for trajectory in trajectories])
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    # The first token of every further segment is nobody's label.
+    lost = [bisect_right(one.breaks, turn.start) for one in trajectories for turn in one.turns]
+    bounds = [(turn.start - n, turn.end - n) for turn, n in zip(turns, lost, strict=True)]
+    spans = torch.tensor(bounds, dtype=torch.int64).reshape(-1, 2)
+    spans += starts.repeat_interleave(counts)[:, None] - 1  # token t is the label of position t - 1
+    sizes = spans[:, 1] - spans[:, 0]
+    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    numbers = torch.arange(len(turns)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    turn_ids[spans[:, 0].repeat_interleave(sizes) + within] = numbers.repeat_interleave(sizes).int()
+    rewards[spans[:, 1] - 1] = torch.tensor([turn.reward for turn in turns], dtype=torch.float32)
+    return turn_ids, rewards
+
+
+def flatten(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
+    """The values of all rows in one tensor, several times faster than torch.tensor of a list."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
 
 
 def minibatches(
@@ -66,22 +93,32 @@ def minibatches(
     A remainder smaller than half a minibatch joins the last one, so that no step rests on a handful
     of trajectories.
     """
-    num_minibatches = max(1, round(batch.num_trajectories / minibatch_size))
+    num_minibatches = count_minibatches(batch, minibatch_size)
     for _ in range(num_passes):
         order = torch.randperm(batch.num_trajectories, generator=generator)
         for ids in order.tensor_split(num_minibatches):
             yield batch.select(sorted(ids.tolist()))
 
 
+def count_minibatches(batch: TokenBatch, minibatch_size: int) -> int:
+    """Minibatches of one pass over the batch."""
+    return max(1, round(batch.num_trajectories / minibatch_size))
+
+
 def microbatches(
-    batch: TokenBatch, max_tokens: int, trajectory_ids: Sequence[int]
+    batch: TokenBatch, max_tokens: int, trajectory_ids: Sequence[int], *, num_stages: int = 1
 ) -> list[list[int]]:
     """Divide the given trajectories of a batch into microbatches of at most `max_tokens` positions.
 
-    Trajectories are placed longest first into the first microbatch with room, which keeps the
-    number of microbatches low. One trajectory longer than `max_tokens` stands alone.
+    Without a pipeline they are as few as the budget allows: trajectories are placed longest first
+    into the first microbatch with room. `num_stages` of one idle for (num_stages - 1) of
+    (microbatches + num_stages - 1) of a pass (1F1B, arXiv:2104.04473 sec. 2.2), so there are at
+    least 4 x num_stages microbatches as long as there are trajectories, of near-equal size: all
+    wait for the longest. One trajectory longer than `max_tokens` stands alone.
     """
     lengths = batch.lengths.tolist()
+    if num_stages > 1:
+        return _balanced([(i, lengths[i]) for i in trajectory_ids], max_tokens, 4 * num_stages)
     bins: list[list[int]] = []
     taken: list[int] = []
     for item in sorted(trajectory_ids, key=lambda i: (-lengths[i], i)):
@@ -93,6 +130,32 @@ def microbatches(
             bins[target].append(item)
             taken[target] += lengths[item]
     return [sorted(ids) for ids in bins]
+
+
+def _balanced(items: Sequence[tuple[int, int]], max_tokens: int, fewest: int) -> list[list[int]]:
+    """At least `fewest` parts of (id, length), as long as there are items; each within the budget
+    or alone.
+    """
+    lengths = [length for _, length in items]
+    least = max(fewest, -(-sum(lengths) // max_tokens))
+    for num_parts in range(min(least, len(items)), len(items) + 1):
+        parts = balanced_split(lengths, num_parts)
+        if all(len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens for part in parts):
+            break
+    return [[items[i][0] for i in part] for part in parts] if items else []
+
+
+def microbatch(
+    batch: TokenBatch, trajectory_ids: Sequence[int], *, multiple: int, device: torch.device
+) -> Microbatch:
+    """The given trajectories on `device`, padded to a multiple of positions."""
+    whole = pad(batch.select(trajectory_ids), multiple)
+    active = whole.loss_mask if whole.weights is None else whole.weights != 0
+    return Microbatch(
+        **{name: move(value, device) for name, value in whole.tensors()},
+        host_lengths=tuple(whole.lengths.tolist()),
+        rows=move(active.nonzero().squeeze(1), device),
+    )
 
 
 def pad(batch: TokenBatch, multiple: int) -> TokenBatch:

@@ -8,9 +8,15 @@ import difflib
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean x?)` of the known name that is closest, nothing if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 class Registry:
@@ -19,16 +25,24 @@ class Registry:
     """
 
     def __init__(
-        self, kind: str, flag: str, builtin: Mapping[str, Any], families: Mapping[str, Any] = {}
+        self,
+        kind: str,
+        flag: str,
+        builtin: Mapping[str, Any],
+        *,
+        families: Mapping[str, str] | None = None,
+        known_elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         """`kind` is what errors call it, `builtin` maps names to things or their import paths;
         entry points are those of the group `ragen_mega.<kind, with underscores, in the plural>`.
-        `families` maps a prefix to the import path of what every name `prefix:...` stands for.
+        `families` maps a prefix to the import path of what every name `prefix:...` stands for,
+        `known_elsewhere` other projects' names to ours, which errors then suggest.
         """
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
-        self._families = dict(families)
+        self._families = families or {}
+        self._known_elsewhere = known_elsewhere or {}
 
     @property
     def group(self) -> str:
@@ -48,8 +62,8 @@ class Registry:
 
     def member(self, name: str) -> str | None:
         """What stands after the prefix of a family; None for any other name."""
-        family, _, member = name.partition(":")
-        return member if family in self._families else None
+        family, colon, member = name.partition(":")
+        return member if colon and family in self._families else None
 
     def names(self) -> list[str]:
         """Every name that is known, import paths aside."""
@@ -70,15 +84,16 @@ class Registry:
         thing = self._known.get(name)
         if thing is None:
             installed = {entry.name: entry.value for entry in entry_points(group=self.group)}
-            thing = installed.get(name, self._families.get(name.partition(":")[0]))
-            thing = thing or (name if ":" in name else None)
+            path = name if ":" in name else None
+            if self.member(name) is not None:
+                path = self._families[name.partition(":")[0]]
+            thing = installed.get(name, path)
         if thing is None:
-            close = difflib.get_close_matches(name, self.names(), n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            meant = self._known_elsewhere.get(name.lower(), name)
             raise ValueError(
                 f"{self.flag}: unknown {self.kind} {name!r}; choose one of"
-                f" {', '.join(self.names())}{hint}, or give an import path such as"
-                " my_module:my_thing"
+                f" {', '.join(self.names())}{did_you_mean(meant, self.names())}, or"
+                " give an import path such as my_module:my_thing"
             )
         if isinstance(thing, str):
             thing = self._known[name] = self._import(name, thing)

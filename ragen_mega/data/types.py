@@ -214,7 +214,19 @@ class TokenBatch:
                     f"TokenBatch.{name} must be {dtype} of shape [{num_positions}], not"
                     f" {value.dtype} of shape {list(value.shape)}"
                 )
-            if dtype == torch.float32 and not bool(torch.isfinite(value[self.loss_mask]).all()):
+        if len(self.group_ids) != self.num_trajectories:
+            raise ValueError(
+                f"{self.num_trajectories} trajectories but {len(self.group_ids)} group ids"
+            )
+        # Data enters in host memory; on a device a look at its values would wait for it.
+        if not self.tokens.is_cuda:
+            self._check_values()
+
+    def _check_values(self) -> None:
+        num_positions = self.num_positions
+        for name, value in self.tensors():
+            is_float = _TOKEN_FIELDS.get(name) == torch.float32
+            if is_float and not bool(torch.isfinite(value[self.loss_mask]).all()):
                 raise FloatingPointError(
                     f"TokenBatch.{name} has a non-finite value on a sampled token"
                 )
@@ -222,10 +234,6 @@ class TokenBatch:
             raise ValueError(
                 f"cu_seqlens must be int32 offsets into {num_positions} positions, not"
                 f" {self.cu_seqlens.dtype} ending at {int(self.cu_seqlens[-1])}"
-            )
-        if len(self.group_ids) != self.num_trajectories:
-            raise ValueError(
-                f"{self.num_trajectories} trajectories but {len(self.group_ids)} group ids"
             )
 
     @property
@@ -282,14 +290,35 @@ class TokenBatch:
         )
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same batch on `device`."""
-        return replace(self, **{name: value.to(device) for name, value in self.tensors()})
+        """The same batch on `device`; on the way to CUDA the host does not wait."""
+        return replace(self, **{name: move(value, device) for name, value in self.tensors()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(field name, tensor) of every field that is set."""
         for item in fields(self):
-            if (value := getattr(self, item.name)) is not None:
+            if isinstance(value := getattr(self, item.name), Tensor):
                 yield item.name, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch(TokenBatch):
+    """What one forward pass computes, on its device, and what the host knows of it: nothing has to
+    be asked of the device.
+    """
+
+    host_lengths: tuple[int, ...]
+    """Positions of each trajectory, padding as the last."""
+    rows: Tensor
+    """[M] int64 positions, ascending, that have a weight; without weights those under the mask."""
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. Towards CUDA it goes through pinned memory and the host does not
+    wait.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ from ragen_mega.environments.protocol import (
 
 PromptStyle = Literal["full", "system", "compact"]
 
-_MAX_RESPONSE_WORDS = 200  # as the prompt says; the engine's token limit is what binds
 _MALFORMED = "Your answer could not be read. Keep to the format."
+_TOKENS_PER_WORD = 2
+"""With the tags of an answer, at most, so that what prompts allow is not cut."""
 ERROR = "error"
 """Key of a turn's info under which a trajectory that its environment ended says why."""
 
@@ -126,6 +127,8 @@ class Episode:
         self._penalty = config.penalty(environment)
         self.tools: list[dict[str, Any]] | None = getattr(environment, "tools", None)
         """JSON schemas for the chat template."""
+        self.max_response_length = self.budget.max_response_length
+        """Tokens that an answer may have; whoever plays the episode knows, prompts announce it."""
         self.done = True
         self._num_turns = 0
         self._num_actions = 0
@@ -264,7 +267,8 @@ class Episode:
         return (
             f"Turn {self._num_turns + 1}:\nState:\n{observation}\nYou have {left}. Always output:"
             f" {thoughts}{self._answer_format()} with no extra text. Strictly follow this format."
-            f" Max response length: {_MAX_RESPONSE_WORDS} words (tokens).\n"
+            f" Max response length: {max(1, self.max_response_length // _TOKENS_PER_WORD)} words"
+            " (tokens).\n"
         )
 
     def _answer_format(self) -> str:

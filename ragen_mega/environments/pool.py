@@ -43,7 +43,7 @@ class Worker:
     """
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: how long a call may take; 0: any time."""
+        """`seconds`: how long a call may take; 0: no limit."""
         self._seconds = seconds
         self._calls: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = (
             queue.SimpleQueue()
@@ -87,7 +87,7 @@ class Worker:
         self._calls.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, at most so long."""
+        """Wait for the thread to end, at most so long."""
         self._thread.join(seconds)
 
     def _submit(self, function: Callable[[], T]) -> Future[T]:

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ragen_mega.environments import calls
+from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import Observation, StepResult
 from ragen_mega.environments.registry import make
 
@@ -107,40 +108,40 @@ def _host(num_processes: int) -> _Host:
 def _serve(pipe: Connection) -> None:
     """The host: answer requests until the other end is gone."""
     environments: dict[int, Any] = {}
-    keys = itertools.count()
     while True:
         try:
-            key, kind, *request = pipe.recv()
+            request = pipe.recv()
         except (OSError, EOFError):
             return
         answer = error = None
         try:
-            if kind == "make":
-                key = next(keys)
-                environments[key] = make(request[0], **request[1])
-                answer = key
-            else:
-                answer = _act(environments[key], kind, *request)
-            if kind == "close":
-                del environments[key]
-            pickle.dumps(answer)
-        except (Exception, SystemExit) as caught:
-            answer, error = None, _portable(caught)
+            answer = guarded(partial(_act, environments, *request))
+        except EnvironmentFailed as failed:
+            error = _portable(failed.__cause__)
         pipe.send((answer, error))
 
 
-def _act(environment: Any, kind: str, *request: Any) -> Any:
+def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any) -> Any:
+    """Do what is asked of one of the environments; the answer can be pickled."""
+    if kind == "make":
+        environments[answer := len(environments)] = make(request[0], **request[1])
+        return answer
+    environment = environments[key]
     match kind:
         case "reset":
-            return calls.reset(environment, request[0], **request[1])
+            answer = calls.reset(environment, request[0], **request[1])
         case "step":
-            return calls.step(environment, request[0])
+            answer = calls.step(environment, request[0])
         case "close":
-            return calls.close(environment)
+            environments[key] = None
+            answer = calls.close(environment)
         case "call":
-            return getattr(environment, request[0])(*request[1:])
-    value = getattr(environment, request[0])
-    return _METHOD if callable(value) else value
+            answer = getattr(environment, request[0])(*request[1:])
+        case _:
+            value = getattr(environment, request[0])
+            answer = _METHOD if callable(value) else value
+    pickle.dumps(answer)
+    return answer
 
 
 def _portable(error: BaseException) -> Exception:

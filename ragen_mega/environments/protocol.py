@@ -101,13 +101,15 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """Exact success of the reference players from one initial state, None where it is not known."""
+    """Success of the reference players from one initial state, None where it is not known."""
 
     random: float | None
     optimum: float | None
     """Best play under the protocol."""
     optimum_closed_loop: float | None
     """Best play when the outcome of every action is seen before the next one."""
+    is_exact: bool = True
+    """Whether the random player's is computed from all outcomes, not sampled."""
 
 
 @dataclass(frozen=True, slots=True)

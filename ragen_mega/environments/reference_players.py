@@ -100,7 +100,7 @@ def baselines(
         *interval,
         optimum=_mean_if_known([one.optimum for one in solved]),
         optimum_closed_loop=_mean_if_known([one.optimum_closed_loop for one in solved]),
-        is_exact=solver is not None,
+        is_exact=solver is not None and all(one.is_exact for one in solved),
     )
 
 

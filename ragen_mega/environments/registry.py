@@ -29,6 +29,7 @@ ENVIRONMENTS = Registry(
         "sokoban_large": _SOKOBAN,
         "sokoban_new_vocabulary": _SOKOBAN,
         "frozen_lake": f"{_WORLDS}.frozen_lake.world:FrozenLake",
+        "webshop": f"{_WORLDS}.webshop.world:WebShop",
     },
     families={
         "gymnasium": f"{_ADAPTERS}.gymnasium:GymnasiumWorld",

@@ -127,30 +127,31 @@ def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[s
     `<role>.`.
 
     Copies in host memory, or placeholders: the next trainer may push this one's tensors off the
-    device.
+    device. Of replicas only the one that is written is copied.
     """
     trainer.memory.require("parameters", "optimizer")
     parameters, optimizer = _sharded_parameters(trainer), {}
     for name, sharded in parameters.items():
         empty = torch.empty(sharded.data.shape, dtype=torch.float32, device="meta")
+        place = "cpu" if not placeholders and is_main_replica(sharded.replica_id) else "meta"
         values = (
             dict.fromkeys(_kinds(sharded.data), empty)
             if placeholders
-            else _read_adam(trainer, sharded.data)
+            else _read_adam(trainer, sharded.data, place)
         )
         optimizer[name] = {
             kind: make_sharded_optimizer_tensor(sharded, value, prefix=f"optimizer.state.{kind}")
             for kind, value in values.items()
         }
-        sharded.data = sharded.data.detach().to("meta" if placeholders else "cpu", copy=True)
+        sharded.data = sharded.data.detach().to(place, copy=True)
     state = {"model": parameters, "optimizer": optimizer}
     add_prefix_for_sharding(state, f"{role}.")
     return state
 
 
-def _read_adam(trainer: Trainer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Adam's tensors of a parameter: kind -> tensor of its shape, in host memory. With the
-    distributed optimizer a collective over its ranks.
+def _read_adam(trainer: Trainer, parameter: nn.Parameter, place: str) -> dict[str, Tensor]:
+    """Adam's tensors of a parameter: kind -> tensor of its shape, in host memory or (meta) without
+    data. With the distributed optimizer a collective over its ranks.
     """
     optimizer, main, part = _locate(trainer, parameter)
     held = {} if main is None else optimizer.optimizer.state.get(main, {}) | {_MAIN: main}
@@ -164,7 +165,7 @@ def _read_adam(trainer: Trainer, parameter: nn.Parameter) -> dict[str, Tensor]:
             # bit (-0.0 too).
             dist.all_reduce(whole.view(torch.int32), group=optimizer.data_parallel_group)
         # on the device never more than one of them
-        values[kind] = whole.reshape(parameter.shape).cpu()
+        values[kind] = whole.reshape(parameter.shape).to(place)
     return values
 
 

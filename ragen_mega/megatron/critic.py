@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data.types import TokenBatch
+from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron.model import QwenCritic, transformer_config
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_weights
@@ -55,13 +55,13 @@ class MegatronCritic:
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """One step of clipped value regression towards `returns`. Returns its metrics."""
 
-        def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             value, is_clipped = value_loss(
                 output, micro.values, micro.returns, micro.weights, clip=self.value_clip
             )
-            return value, torch.stack([value.detach().float(), is_clipped.sum()])
+            return value, torch.stack([value.detach().float(), is_clipped.sum()]), output.detach()
 
-        sums, step = self.trainer.step(minibatch, loss, 2)
+        sums, _, step = self.trainer.step(minibatch, loss, 2)
         mask = minibatch.loss_mask
         num_tokens = max(1, int(mask.sum()))
         residual = (minibatch.returns - minibatch.values)[mask]

@@ -8,6 +8,7 @@ to cuDNN or flash-attn with a padding-causal mask. Its layers add `_extra_state`
 never a parameter: nothing here reads or stores it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ from ragen_mega.data import distributed
 # Without cuDNN, which torch may prefer on Hopper: it builds a plan for every length, and no two
 # trajectories have the same.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass
+class PackedLengths(PackedSeqParams):
+    """Packed trajectories whose lengths the host knows too."""
+
+    lengths: tuple[int, ...] = ()
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -112,12 +120,12 @@ class PackedAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedLengths | None = None,
     ) -> Tensor:  # [T, heads/tp * head_dim]
         assert packed_seq_params is not None and attention_mask is None, (
             "packed sequences are the only data layout"
         )
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        lengths = packed_seq_params.lengths
         outputs = []
         with sdpa_kernel(_BACKENDS):
             # split, whose gradient is one concatenation; that of a slice is as long as the whole

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -20,14 +19,14 @@ from transformers import PretrainedConfig
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.types import TokenBatch
+from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
-from ragen_mega.megatron.layers import layer_spec
+from ragen_mega.megatron.layers import PackedLengths, layer_spec
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "selective": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
 
@@ -57,6 +56,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
     check_model(hf, parallel)
     shape = ModelShape.of(hf)
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
+    implementation = precision.choose_implementation(parallel, precision.Machine.here())
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -76,9 +76,9 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        variable_seq_lengths=True,
-        # megatron-core demands it with variable lengths, dense models too
-        moe_token_dispatcher_type="alltoall",
+        # megatron-core would wait for the device after every exchange, for a bug of torch that is
+        # long mended
+        batch_p2p_sync=False,
         # gradients are summed over microbatches and ranks; weights[t] normalises
         calculate_per_token_loss=True,
         params_dtype=dtype,
@@ -89,9 +89,11 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         gradient_accumulation_fusion=False,  # megatron-core's own LM head would need apex for it
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **precision.layer_fields(
-            parallel, precision.choose_implementation(parallel, precision.Machine.here())
-        ),
+        # unfused, the rotation of packed trajectories asks the device for lengths, four times a
+        # layer, and SwiGLU keeps five widths instead of three
+        apply_rope_fusion=implementation == "transformer_engine",
+        bias_activation_fusion=implementation == "transformer_engine",
+        **precision.layer_fields(parallel, implementation),
         **_RECOMPUTE[parallel.recompute],
     )
 
@@ -190,15 +192,16 @@ class QwenCritic(QwenModel):
         return self.output_layer(hidden_states) if self.post_process else hidden_states
 
 
-def model_inputs(batch: TokenBatch) -> dict[str, Any]:
+def model_inputs(batch: Microbatch) -> dict[str, Any]:
     """Arguments of `QwenModel.forward` for one packed microbatch."""
-    lengths = batch.lengths
-    packed = PackedSeqParams(
+    longest = max(batch.host_lengths)
+    packed = PackedLengths(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=int(lengths.max()),
-        max_seqlen_kv=int(lengths.max()),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=batch.host_lengths,
     )
     return dict(
         input_ids=batch.tokens.unsqueeze(0),

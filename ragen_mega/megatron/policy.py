@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data.types import TokenBatch
+from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
@@ -62,6 +62,8 @@ class MegatronPolicy:
         self.trainer = Trainer(
             self.module, groups, parallel, train, lr=train.lr, adam_eps=train.adam_eps
         )
+        self.pass_logprobs: Tensor | None = None
+        """[T] of the latest update's minibatch, under the weights before it."""
         self._keep_reference = keep_reference
         self._reference: HostCopy | None = None
         self._traffic = Traffic()
@@ -111,6 +113,7 @@ class MegatronPolicy:
                 micro.labels,
                 temperature=self.temperature,
                 active=micro.loss_mask,
+                rows=micro.rows,
                 **self.module.vocab_arguments(),
             )
             return logprobs
@@ -126,11 +129,13 @@ class MegatronPolicy:
             return self.logprobs(batch)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One clipped-surrogate step on a minibatch with old log-probabilities and advantages.
-        Returns its metrics.
+        """One clipped-surrogate step on a minibatch with advantages. Returns its metrics.
+
+        Without old log-probabilities those of this pass serve, as is right for the first step under
+        the weights that sampled: the ratio is 1.
         """
 
-        def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             value, stats = linear_policy_loss(
                 self.module.head_input(output),
                 self.module.head_weight(),
@@ -139,6 +144,7 @@ class MegatronPolicy:
                 micro.advantages,
                 micro.weights,
                 self.objective,
+                rows=micro.rows,
                 ref_logprobs=micro.ref_logprobs,
                 rollout_logprobs=micro.rollout_logprobs,
                 temperature=self.temperature,
@@ -153,9 +159,12 @@ class MegatronPolicy:
                 stats.importance,
                 torch.zeros_like(stats.kl) if stats.ref_kl is None else stats.ref_kl,
             )
-            return value, torch.stack([value.detach().float(), *(term.sum() for term in per_token)])
+            sums = torch.stack([value.detach().float(), *(term.sum() for term in per_token)])
+            return value, sums, stats.logprobs
 
-        sums, step = self.trainer.step(minibatch, loss, len(_METRICS), self.aggregation)
+        sums, self.pass_logprobs, step = self.trainer.step(
+            minibatch, loss, len(_METRICS), self.aggregation
+        )
         num_tokens = max(1, int(minibatch.loss_mask.sum()))
         metrics = {name: float(total) / num_tokens for name, total in zip(_METRICS, sums)}
         metrics["loss"] = float(sums[0])
@@ -168,17 +177,16 @@ class MegatronPolicy:
         mask, at the temperature.
         """
 
-        def loss(micro: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor]:
-            active = micro.weights != 0
-            logits = self.module.head_input(output)[active] @ self.module.head_weight().t()
+        def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = self.module.head_input(output)[micro.rows] @ self.module.head_weight().t()
             logprobs, _ = logprob_entropy(
                 logits,
-                micro.labels[active],
+                micro.labels[micro.rows],
                 temperature=self.temperature,
                 **self.module.vocab_arguments(),
             )
-            value = -(micro.weights[active] * logprobs).sum()
-            return value, value.detach().float().reshape(1)
+            value = -(micro.weights[micro.rows] * logprobs).sum()
+            return value, value.detach().float().reshape(1), torch.zeros_like(micro.weights)
 
-        sums, step = self.trainer.step(minibatch, loss, 1)
+        sums, _, step = self.trainer.step(minibatch, loss, 1)
         return {"loss": float(sums[0])} | step | {"lr": self.trainer.lr}

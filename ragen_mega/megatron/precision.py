@@ -14,6 +14,7 @@ the LM head (a fused kernel or megatron-core's own linear layer) and the critic'
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,6 +68,8 @@ class Machine:
     """CUDA version of torch."""
     transformer_engine: str | None
     """Version, None if it is not installed."""
+    flash_attention: bool = False
+    """Whether flash-attn is installed."""
 
     @classmethod
     def here(cls) -> Machine:
@@ -77,6 +80,7 @@ class Machine:
             capability=torch.cuda.get_device_capability() if has_cuda else None,
             cuda=cuda,
             transformer_engine=str(get_te_version()) if HAVE_TE else None,
+            flash_attention=importlib.util.find_spec("flash_attn") is not None,
         )
 
 
@@ -118,6 +122,12 @@ def _obstacle_to_layers(parallel: ParallelConfig, machine: Machine) -> tuple[str
         return needed, f"{_INSTALL}, or {drop}"
     if machine.capability < (8, 0):
         return f"needs bfloat16, so compute capability 8.0, not {_dotted(machine.capability)}", drop
+    if machine.capability < (9, 0) and not machine.flash_attention:
+        needed = (
+            "needs fused attention for packed trajectories, which cuDNN has from compute capability"
+            f" 9.0 on, not {_dotted(machine.capability)}; its other attention holds all scores"
+        )
+        return needed, f"install flash-attn, or {drop}"
     if not parallel.bf16:
         return "needs bfloat16: there is no fused attention in float32", f"add --bf16, or {drop}"
     return None

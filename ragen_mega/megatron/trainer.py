@@ -27,8 +27,8 @@ from torch import Tensor
 from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.packing import microbatches, pad
-from ragen_mega.data.types import TokenBatch
+from ragen_mega.data.packing import microbatch, microbatches
+from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import QwenModel, model_inputs
@@ -36,10 +36,11 @@ from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
 
-PerToken = Callable[[TokenBatch, Tensor], Tensor]
+PerToken = Callable[[Microbatch, Tensor], Tensor]
 """(microbatch, model output) -> [T] float32"""
-Loss = Callable[[TokenBatch, Tensor], tuple[Tensor, Tensor]]
-"""(microbatch, model output) -> scalar loss, [M] float32 sums of metrics"""
+Loss = Callable[[Microbatch, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(microbatch, model output) -> scalar loss, [M] float32 sums of metrics, [T] float32 of the
+pass"""
 
 
 class Trainer:
@@ -66,9 +67,12 @@ class Trainer:
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=parallel.use_distributed_optimizer,
+                overlap_grad_reduce=groups.dp.size() > 1,
             ),
             module,
         )
+        # gradients leave in the backward pass of the last microbatch
+        module.config.no_sync_func = self.model.no_sync
         module.config.finalize_model_grads_func = _sum_gradients
         min_lr = lr if train.lr_decay == "constant" else 0.0
         with cpu.cuda_literals_as_cpu():
@@ -125,7 +129,7 @@ class Trainer:
         parts = self._share(batch)
         if parts:
             self.model.eval()
-            micros = [self._micro(batch, ids) for ids in parts]
+            micros = self._microbatches(batch, parts)
             # delayed scaling learns them from a pass, and only where gradients are enabled
             if self._lacks_scales:
                 self._run(micros[:1], compute, forward_only=True)
@@ -133,16 +137,15 @@ class Trainer:
             with torch.no_grad():
                 outputs = self._run(micros, compute, forward_only=True)
             if self._reports:
-                for ids, output in zip(parts, outputs):
-                    positions = batch.positions(ids)
-                    result[positions] = output[: len(positions)].float().cpu()
+                positions, values = _joined(batch, parts, outputs)
+                result[positions] = values.cpu()
         return distributed.sum_over_ranks(result)
 
     def step(
         self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: str = "token-mean"
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
         """One optimizer step on a loss that `mode` aggregates. Returns the metric sums [M] over the
-        batch, the loss first, and what the update did.
+        batch, the loss first, the [T] of the pass, equal on every rank, and what the update did.
 
         `grad_norm` is that before clipping. A loss or gradient that is not finite leaves weights
         and optimizer as they are, on all ranks; then it is nan, and `skipped` 1.
@@ -159,28 +162,30 @@ class Trainer:
             num_trajectories=batch.num_trajectories,
         )
         batch = batch.with_fields(weights=weights).by_segment()
-        micros = [self._micro(batch, ids) for ids in self._share(batch)]
+        parts = self._share(batch)
         # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
-        if not micros:
-            idle = batch.with_fields(weights=torch.zeros(batch.num_positions))
-            micros = [self._micro(idle, [0])]
+        if not parts:
+            batch = batch.with_fields(weights=torch.zeros(batch.num_positions))
+        micros = self._microbatches(batch, parts or [[0]])
         # without scales the small gradients of the first pass would be zeros in FP8
         if self._lacks_gradient_scales:
             self._run(micros[:1], loss, forward_only=False)
             self.model.zero_grad_buffer()
             self._lacks_scales = self._lacks_gradient_scales = False
-        sums = self._run(micros, loss, forward_only=False)
-        totals = torch.zeros(num_metrics, dtype=torch.float64)
-        if self._reports:
-            totals += torch.stack(sums).double().sum(0).cpu()
-        totals = distributed.sum_over_ranks(totals)
+        results = self._run(micros, loss, forward_only=False)
+        totals, square, values = self._exchange(batch, parts, results, num_metrics)
         norm = math.nan
         # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
-        # float32 and bfloat16 do not.
-        if self._gradients_are_finite() and math.isfinite(totals[0]):
+        # float32 and bfloat16 do not. With a norm whose square overflows in float32, clipping would
+        # multiply all gradients by zero, and Adam would still move.
+        if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
             with cpu.cuda_literals_as_cpu():
                 _, norm, _ = self.optimizer.step()
-        return totals, {"grad_norm": float(norm), "skipped": float(not math.isfinite(norm))}
+        return (
+            totals,
+            values.float(),
+            {"grad_norm": float(norm), "skipped": float(not math.isfinite(norm))},
+        )
 
     def gradients(self) -> dict[str, Tensor]:
         """Reduced, clipped gradient of every local parameter after `step` (not with the distributed
@@ -200,24 +205,49 @@ class Trainer:
         """
         return self.module.post_process and self.groups.tp.rank() == 0
 
+    def _exchange(
+        self, batch: TokenBatch, parts: list[list[int]], results: list[Any], num_metrics: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Metric sums [M], the square of the gradient norm [1] and the values [T] of a pass, from
+        and for all ranks. The host waits for the device once.
+        """
+        found = self._squared_norm()
+        index = torch.tensor([num_metrics])
+        if self._reports and parts:
+            sums = torch.stack([sums for sums, _ in results]).double().sum(0)
+            positions, values = _joined(batch, parts, [values for _, values in results])
+            found = torch.cat([sums, found, values.double()])
+            index = torch.cat([torch.arange(num_metrics + 1), num_metrics + 1 + positions])
+        whole = torch.zeros(num_metrics + 1 + batch.num_positions, dtype=torch.float64)
+        whole[index] = found.cpu()
+        return distributed.sum_over_ranks(whole).split([num_metrics, 1, batch.num_positions])
+
     def _share(self, batch: TokenBatch) -> list[list[int]]:
         """Trajectory ids of this data-parallel rank's microbatches."""
         share = distributed.balanced_split(batch.lengths.tolist(), self.groups.dp.size())[
             self.groups.dp.rank()
         ]
-        return microbatches(batch, self.max_tokens, share)
+        return microbatches(batch, self.max_tokens, share, num_stages=self.groups.pp.size())
 
-    def _micro(self, batch: TokenBatch, trajectory_ids: Sequence[int]) -> TokenBatch:
-        return pad(batch.select(trajectory_ids), self.alignment).to(distributed.device())
+    def _microbatches(self, batch: TokenBatch, parts: list[list[int]]) -> list[Microbatch]:
+        """The microbatches of one pass. In a pipeline they have one size: stages need not tell each
+        other shapes, and all wait for the longest anyway.
+        """
+        multiple = self.alignment
+        if self.groups.pp.size() > 1:
+            longest = max(int(batch.lengths[ids].sum()) for ids in parts)
+            multiple = -(-longest // multiple) * multiple
+        device = distributed.device()
+        return [microbatch(batch, ids, multiple=multiple, device=device) for ids in parts]
 
     def _run(
         self,
-        micros: list[TokenBatch],
-        function: Callable[[TokenBatch, Tensor], Any],
+        micros: list[Microbatch],
+        function: Callable[[Microbatch, Tensor], Any],
         *,
         forward_only: bool,
-    ) -> list[Tensor]:
-        """Drive megatron-core's schedule. On the last stage: one tensor per microbatch; elsewhere
+    ) -> list[Any]:
+        """Drive megatron-core's schedule. On the last stage: one result per microbatch; elsewhere
         nothing.
         """
 
@@ -225,18 +255,18 @@ class Trainer:
             micro = next(iterator)
             return model(**model_inputs(micro)), partial(loss_function, micro)
 
-        def loss_function(micro: TokenBatch, output: Tensor, non_loss_data: bool = False) -> Any:
+        def loss_function(micro: Microbatch, output: Tensor, non_loss_data: bool = False) -> Any:
             if non_loss_data:
                 return function(micro, output)
-            loss, metrics = function(micro, output)
-            return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+            loss, *result = function(micro, output)
+            return loss, torch.ones((), dtype=torch.int, device=loss.device), result
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(micros),
             model=[self.model],
             num_microbatches=len(micros),
-            seq_length=self.max_tokens,  # unused: shapes are exchanged between stages
+            seq_length=micros[0].num_positions,  # of all, where stages exchange them
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -260,18 +290,22 @@ class Trainer:
                     if isinstance(value, Tensor) and value.dim():  # the number of steps stays
                         yield "optimizer", f"{name}.{key}", value
 
-    def _gradients_are_finite(self) -> bool:
-        """Whether the gradients and the float32 square of their norm are finite on all ranks.
+    def _squared_norm(self) -> Tensor:
+        """[1] float64 on the device: of this rank's gradient buffers."""
+        buffers = self.model.buffers + self.model.expert_parallel_buffers
+        norms = torch.stack([torch.linalg.vector_norm(one.grad_data) for one in buffers])
+        return norms.double().square().sum().reshape(1)
 
-        With a norm whose square overflows, clipping would multiply all gradients by zero, and Adam
-        would still move.
-        """
-        norms = [
-            float(torch.linalg.vector_norm(b.grad_data))
-            for b in self.model.buffers + self.model.expert_parallel_buffers
-        ]
-        squares = torch.tensor([sum(norm * norm for norm in norms)], dtype=torch.float64)
-        return float(distributed.sum_over_ranks(squares)) <= torch.finfo(torch.float32).max
+
+def _joined(
+    batch: TokenBatch, parts: Sequence[Sequence[int]], values: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Positions in the batch of all microbatches' trajectories, and their values, without those of
+    the padding.
+    """
+    positions = [batch.positions(ids) for ids in parts]
+    real = [one[: len(at)].float() for at, one in zip(positions, values)]
+    return torch.cat(positions), torch.cat(real)
 
 
 def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:

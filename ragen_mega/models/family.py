@@ -11,19 +11,19 @@ VALUE_HEAD = "value_head.weight"
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the trainer: how it is called, of what it is made, how ranks share it."""
+    """A parameter of the trainer: what it is called, what it is made of, how ranks share it."""
 
     key: str
-    """Megatron's name, of a layer's without `decoder.layers.<number>.`, where the linear layers
-    hold the norms before them.
+    """Megatron's name where linear layers hold the norms before them; inside a layer without its
+    `decoder.layers.<number>.`.
     """
     cut: Literal["replicated", "row", "vocab", "gate_up", "qkv"]
     """Over tensor-parallel ranks: not at all; by columns (Megatron's row-parallel layers); by rows,
     which are filled up to equal parts; both tensors by rows; all three by key-value groups.
     """
     tensors: Mapping[str, tuple[str | int, ...]]
-    """Hugging Face name, of a layer's without `model.layers.<number>.` -> shape: numbers, or names
-    of sizes in `ModelShape`.
+    """Hugging Face name (inside a layer without `model.layers.<number>.`) -> shape: numbers, or
+    names of sizes in `ModelShape`.
     """
     alias: str = ""
     """Megatron's name where every norm is a module of its own."""
@@ -42,11 +42,11 @@ CRITIC_HEAD = Weight("output_layer.weight", "replicated", {VALUE_HEAD: (1, "hidd
 
 @dataclass(frozen=True)
 class Limit:
-    """An entry of config.json of which only some values are computed."""
+    """An entry of config.json that is supported for some values only."""
 
     is_met: Callable[[Any], bool]
     values: str
-    """Those, in words."""
+    """Those values, in words."""
     remedy: str = "load another model"
 
 
@@ -64,7 +64,7 @@ class Family:
     computed: frozenset[str]
     """Entries of config.json that are sizes or positive numbers of the computation."""
     limits: Mapping[str, Limit]
-    """Entries that would change the result if they were others."""
+    """Entries that would change the result with another value."""
     neutral: frozenset[str]
     """Entries that change nothing of what a policy computes."""
 
@@ -73,8 +73,8 @@ class Family:
         return any(weight.key == key for weight in self.layer)
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raise ValueError unless everything that these entries of a config.json say is
-        computed. What the family does not know, transformers ignores too.
+        """Raise ValueError if entries of a config.json ask for something that is not computed.
+        Entries that the family does not know, transformers ignores too.
         """
         for name in sorted(self.computed & values.keys()):
             if not (isinstance(values[name], (int, float)) and values[name] > 0):
@@ -91,6 +91,6 @@ class Family:
 
 
 def _short(value: Any) -> str:
-    """A value on one line, of a list each element once."""
+    """A value on one line; a list shows each distinct element once."""
     text = repr(sorted(set(map(str, value))) if isinstance(value, list) else value)
     return " ".join(text.split())[:200]

@@ -21,6 +21,9 @@ transformers_logging.disable_progress_bar()
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
 """Qwen's published FP8 layout, besides the size of a block; what is absent has this value."""
 
+_TOKENIZER = ("tokenizer.json", "vocab.json", "tokenizer.model")
+"""One of these holds the vocabulary."""
+
 
 def load_config(directory: str) -> PretrainedConfig:
     """The model configuration of a Hugging Face directory or hub name, as the weights are read: a
@@ -58,6 +61,12 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """Its tokenizer. Raises ValueError if there is none or it has no chat template."""
+    # transformers makes up an empty one from config.json alone.
+    if Path(directory).is_dir() and not any(Path(directory, name).exists() for name in _TOKENIZER):
+        raise ValueError(
+            f"{directory} holds no tokenizer ({' or '.join(_TOKENIZER)}); copy the files of the"
+            " model's tokenizer there"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ragen_mega.config import ParallelConfig, StarPOConfig
@@ -24,17 +24,18 @@ FP32 = 4
 MOMENTS = 2 * FP32
 """Adam's two moments of an element."""
 CUDA_CONTEXT = int(1.5 * GIB)
-"""Assumed, of trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
+"""Assumed, for trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
 COMMUNICATOR = 1 * GIB
 """Assumed: NCCL's buffers for a kind of group (TP, PP, DP) with more than one rank."""
 ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
 """Assumed: SGLang's CUDA graphs, which it keeps asleep, and its activations."""
 FRAGMENTATION = 0.05
-"""Assumed share of activations that the allocator loses."""
+"""Assumed share of activations that is lost to fragmentation."""
 # of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
 LOGITS_CHUNK = 600 * 2**20
-# weights on their way to the engine: ragen_mega.engines.sglang.weights.BUCKET_BYTES
-SYNC_BUCKET = 512 * 2**20
+# weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
+# what their checksum is computed with
+SYNC_BUCKET = (2 * 192 + 128) * 2**20
 ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
 """Elements to which megatron-core's distributed optimizer pads starts of parameters and ends of
 buckets.
@@ -124,31 +125,45 @@ def state_of(
     for buckets, itemsize in buffers:
         length = owned = sum(map(sum, buckets))
         if layout.use_distributed_optimizer:
-            length, owned = _distributed_buffer(buckets, setting.dp, dp_rank)
+            # only the first stage sends its gradients bucket by bucket
+            bucket_size = bucket_elements(setting.dp) if stage == 0 and setting.dp > 1 else None
+            length, owned = _distributed_buffer(buckets, setting.dp, dp_rank, bucket_size)
         parameters += length * itemsize
         gradients += length * FP32
         optimizer += owned * (MOMENTS + (FP32 if itemsize != FP32 else 0))
     return ModelState(parameters, gradients, optimizer)
 
 
-def _distributed_buffer(buckets: Sequence[Sequence[int]], dp: int, dp_rank: int) -> tuple[int, int]:
-    """(elements of a contiguous buffer with its padding, elements of parameters that a
-    data-parallel rank updates), from the sizes of the parameters in each bucket.
+def bucket_elements(dp: int) -> int:
+    """Elements from which megatron-core closes a bucket of gradients that it reduces by itself."""
+    return max(40_000_000, 1_000_000 * dp)
 
-    As `_ParamAndGradBuffer` of megatron-core lays it out: from the last parameter to the first;
-    each rank owns an equal piece of every bucket.
+
+def _distributed_buffer(
+    buckets: Sequence[Sequence[int]], dp: int, dp_rank: int, bucket_size: int | None
+) -> tuple[int, int]:
+    """(elements of a contiguous buffer with its padding, elements of parameters that a
+    data-parallel rank updates), from the sizes of the parameters that may share a bucket.
+
+    As `_ParamAndGradBuffer` of megatron-core lays it out: from the last parameter to the first; a
+    bucket ends with its last parameter, or with the one that brings it to `bucket_size`; each rank
+    owns an equal piece of every bucket.
     """
     end = owned = 0
     for sizes in reversed(buckets):
         begin, ranges = end, []
-        for size in reversed(sizes):
+        for position, size in enumerate(reversed(sizes), start=1):
             start = _padded(end, ALIGN_PARAMETER)
             end = start + size
             ranges.append((start, end))
-        end = _padded(end, math.lcm(dp, ALIGN_BUCKET))
-        piece = (end - begin) // dp
-        low, high = begin + dp_rank * piece, begin + (dp_rank + 1) * piece
-        owned += sum(max(0, min(b, high) - max(a, low)) for a, b in ranges)
+            is_full = bucket_size is not None and end - begin >= bucket_size
+            if not is_full and position < len(sizes):
+                continue
+            end = _padded(end, math.lcm(dp, ALIGN_BUCKET))
+            piece = (end - begin) // dp
+            low, high = begin + dp_rank * piece, begin + (dp_rank + 1) * piece
+            owned += sum(max(0, min(b, high) - max(a, low)) for a, b in ranges)
+            begin, ranges = end, []
     return end, owned
 
 
@@ -194,7 +209,7 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     one_layer = sum(parts.values())
     kept = {
         "none": one_layer,
-        "selective": one_layer - parts["attention"],
+        "selective": one_layer - parts["mlp"],
         "full": shape.hidden_size * setting.itemsize // sp,
     }[layout.recompute]
     per_position = kept * (shape.num_layers // pp)
@@ -215,7 +230,7 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     layout, item, tokens = setting.parallel, setting.itemsize, setting.max_tokens
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     parts = layer_activations(shape, setting)
-    recomputed = {"none": 0, "selective": parts["attention"], "full": sum(parts.values())}[
+    recomputed = {"none": 0, "selective": parts["mlp"], "full": sum(parts.values())}[
         layout.recompute
     ]
     layer = (recomputed + sum(parts.values())) * tokens + max(shape.layer_sizes(tp)) * item
@@ -285,9 +300,11 @@ def stage_phases(
 
 def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
     """Phase -> what -> bytes, on the rank that needs most in that phase."""
+    # Between the first stage and the last none has more layers or more microbatches in flight than
+    # the first, nor a vocabulary.
     stages = [
         dict(stage_phases(shape, setting, stage))
-        for stage in range(setting.parallel.pipeline_model_parallel_size)
+        for stage in {0, setting.parallel.pipeline_model_parallel_size - 1}
     ]
     return {
         phase: max((stage[phase] for stage in stages), key=lambda terms: sum(terms.values()))
@@ -296,17 +313,25 @@ def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Bytes of host memory per rank: what is offloaded, the reference policy, and the engine's
-    weights if a copy is kept.
+    """Bytes of host memory of the rank that needs most: what is offloaded, the reference policy,
+    the engine's weights if a copy is kept, and a checkpoint on its way to the disk, which one
+    data-parallel rank writes for all. An export passes through tensor by tensor.
     """
-    states = [
-        state_of(shape, setting, 0, is_critic=is_critic)
-        for is_critic in (False, *([True] * setting.has_critic))
-    ]
-    total = states[0].parameters if setting.has_reference else 0
-    if setting.parallel.offload != "none":
-        total += sum(state.parameters + state.optimizer for state in states)
-    return total + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
+    layout = setting.parallel
+    whole = replace(setting, parallel=replace(layout, use_distributed_optimizer=False))
+    totals = []
+    for stage in {0, layout.pipeline_model_parallel_size - 1}:
+        total = 0
+        for is_critic in (False, *([True] * setting.has_critic)):
+            state = state_of(shape, setting, stage, is_critic=is_critic)
+            staged = state_of(shape, whole, stage, is_critic=is_critic)
+            total += staged.parameters + staged.optimizer
+            if setting.has_reference and not is_critic:
+                total += state.parameters
+            if layout.offload != "none":
+                total += state.parameters + state.optimizer
+        totals.append(total)
+    return max(totals) + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
 
 
 def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> None:

@@ -86,7 +86,8 @@ def check_cpu_cut(hf: PretrainedConfig, size: int) -> None:
 
 def cut(name: str, tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, size: int) -> Tensor:
     """What rank `rank` of `size` holds of parameter `name`, from the full Hugging Face tensors
-    `sources(name)`.
+    `sources(name)`; a view of them where possible. Raises ValueError where SGLang cannot be split
+    so.
 
     A view of them where it can be one. Raises ValueError where SGLang could not be split so.
     """

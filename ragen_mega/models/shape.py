@@ -28,7 +28,7 @@ def find_family(model_type: object) -> Family:
 
 
 def check_config(hf: PretrainedConfig) -> None:
-    """Raise ValueError unless everything that a configuration says is computed."""
+    """Raise ValueError if a configuration asks for something that is not computed."""
     values = hf.to_dict()
     find_family(hf.model_type).check(values)
     shape = ModelShape.of(hf)

@@ -1,5 +1,5 @@
-"""What a person sees of a run: progress, one row per step, a table of evaluated sets,
-one-line errors.
+"""What a person sees of a run: how far it is, one row per step, a table of evaluated sets, one-line
+errors.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
+from rich.text import Text
 
-SECONDS_BETWEEN_LINES = 10.0
-"""Without a terminal, progress prints at most one line in this time."""
+from ragen_mega.report.pace import Pace, duration
+
+SECONDS_BETWEEN_LINES = 20.0
+"""Without a terminal, progress prints a line where nothing else was printed for so long."""
 ROWS_BETWEEN_HEADERS = 20
 
 
@@ -40,6 +37,7 @@ class Column:
     width: int
     form: str
     keys: tuple[str, ...]
+    about: str
 
     def cell(self, metrics: Mapping[str, float]) -> str:
         """The text of one step, right-aligned."""
@@ -49,28 +47,61 @@ class Column:
 
 
 COLUMNS = (
-    Column("success", 7, "{:.1%}", ("rollout/success",)),
-    Column("random", 6, "{:.1%}", ("rollout/random",)),
-    Column("optimum", 7, "{:.1%}", ("rollout/optimum",)),
-    Column("reward", 7, "{:.3f}", ("rollout/reward",)),
-    Column("grp std", 7, "{:.3f}", ("rollout/in_group_std",)),
-    Column("entropy", 7, "{:.3f}", ("actor/entropy",)),
-    Column("grad", 7, "{:.3g}", ("actor/grad_norm",)),
-    Column("clipped", 7, "{:.2%}", ("actor/clip_fraction_low", "actor/clip_fraction_high")),
-    Column("mismatch", 8, "{:.1e}", ("mismatch/logprob_mean_abs_diff",)),
-    Column("sec", 6, "{:.1f}", ("time/step",)),
-    Column("tok/s", 6, "{:.0f}", ("rollout/tokens_per_second",)),
+    Column("success", 7, "{:.1%}", ("rollout/success",), "episodes of this step that were solved"),
+    Column("random", 6, "{:.1%}", ("rollout/random",), "of a random player, to compare with"),
+    Column("optimum", 7, "{:.1%}", ("rollout/optimum",), "of the best possible player"),
+    Column("reward", 7, "{:.3f}", ("rollout/reward",), "mean reward of an episode"),
+    Column(
+        "grp std",
+        7,
+        "{:.3f}",
+        ("rollout/in_group_std",),
+        "how rewards from one start differ; nothing is learned from 0",
+    ),
+    Column(
+        "entropy",
+        7,
+        "{:.3f}",
+        ("actor/entropy",),
+        "nats a token; a jump or a collapse is a warning",
+    ),
+    Column("grad", 7, "{:.3g}", ("actor/grad_norm",), "norm of the policy's gradient"),
+    Column(
+        "clipped",
+        7,
+        "{:.2%}",
+        ("actor/clip_fraction_low", "actor/clip_fraction_high"),
+        "tokens where the update was held back",
+    ),
+    Column(
+        "mismatch",
+        8,
+        "{:.1e}",
+        ("mismatch/logprob_mean_abs_diff",),
+        "engine against trainer, nats a token; about 1e-6 in float32",
+    ),
+    Column("sec", 6, "{:.1f}", ("time/step",), "seconds of the step, evaluation aside"),
+    Column("tok/s", 6, "{:.0f}", ("rollout/tokens_per_second",), "sampled tokens a second"),
 )
+LEFT = "time left"
+"""Title of the last column."""
 
 
 @dataclass(slots=True)
 class Advance:
-    """Something under way; `advance` counts what is done of its `total`."""
+    """Something under way; `advance` counts what is done of its `total`, `turn` the turns of
+    episodes.
+    """
 
     name: str
     total: int | None
-    done: int = 0
+    max_turns: int = 1
+    """Of an episode, where episodes are played."""
+    done: float = 0
     note: str = ""
+    num_turns: int = 0
+    num_tokens: int = 0
+    num_over: int = 0
     _report: Callable[[Advance], None] = field(default=lambda progress: None, repr=False)
 
     def advance(self, count: int = 1, note: str = "") -> None:
@@ -79,9 +110,39 @@ class Advance:
         self.note = note or self.note
         self._report(self)
 
-    def __str__(self) -> str:
+    def turn(self, num_tokens: int, is_over: bool) -> None:
+        """A turn of one of the episodes was sampled; whether it was that episode's last."""
+        self.num_turns += 1
+        self.num_tokens += num_tokens
+        self.num_over += is_over
+        self.done = max(self.num_over, self.num_turns / self.max_turns)
+        self._report(self)
+
+    @property
+    def text(self) -> str:
+        """How far it is."""
+        if self.num_turns:
+            return (
+                f"{self.num_over}/{self.total} episodes, {self.num_turns:,} turns,"
+                f" {self.num_tokens:,} tokens"
+            )
         done = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-        return " ".join(part for part in (self.name, done, self.note) if part)
+        return " ".join(part for part in (done, self.note) if part)
+
+
+class _Clock(ProgressColumn):
+    """Of the run what its pace says, of a part its seconds and an estimate of those left."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def render(self, task: Task) -> Text:
+        if task.fields["is_run"]:
+            return Text(str(self._pace))
+        left = task.time_remaining
+        ahead = "" if left is None else f", about {duration(left)} left"
+        return Text(f"{task.fields['text']}  {duration(task.elapsed or 0.0)}{ahead}")
 
 
 class Console:
@@ -94,42 +155,72 @@ class Console:
         *,
         is_writer: bool,
         num_steps: int,
+        evaluations: Mapping[int, int] | None = None,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`num_steps` of the run, 0 for what is none; `evaluations`: after so many steps ->
+        episodes that are then played here.
+        """
         self._is_writer = is_writer
         self._step_width = max(4, len(str(num_steps)))
         self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
         self._clock = clock
+        self._pace = Pace(num_steps, evaluations or {}, clock)
         self._rows = 0
+        self._printed = clock()
         self._bars: Progress | None = None
 
-    def say(self, text: str | Table) -> None:
-        """Print a line or a table, above the progress bars if there are any."""
+    def say(self, text: str | Table, style: str | None = None) -> None:
+        """Print a line or a table, above the progress bars if there are any; `style` is rich's, for
+        a terminal.
+        """
         if self._is_writer:
-            self._rich.print(text)
+            self._rich.print(text, style=style)
+            self._printed = self._clock()
 
     @contextmanager
-    def progress(self, name: str, total: int | None = None) -> Iterator[Advance]:
-        """Show how far e.g. a `rollout` of `total` trajectories is, during the block. Blocks may
-        nest.
+    def progress(
+        self, name: str, total: int | None = None, *, max_turns: int = 0
+    ) -> Iterator[Advance]:
+        """Show how far e.g. an `update` of `total` minibatches is, and how far the run, during the
+        block. Blocks may nest. With `max_turns` it is episodes of so many turns that are played.
         """
+        progress, started = Advance(name, total, max_turns), self._clock()
         if not self._is_writer:
-            yield Advance(name, total)
-        elif self._rich.is_terminal:
-            with self._bar(name, total) as progress:
+            yield progress
+        elif self._rich.is_interactive:
+            with self._bar(progress):
                 yield progress
         else:
-            yield Advance(name, total, _report=self._line_writer())
+            progress._report = self._line
+            yield progress
+        if max_turns:
+            seconds = self._clock() - started
+            self._pace.played(total or 0, seconds, in_evaluation=name != "rollout")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the row of one step; the header is repeated from time to time."""
+        """Print the row of one step; before the first what the columns mean, and the header from
+        time to time.
+        """
+        self._pace.step_done(step + 1, metrics.get("time/step", 0.0))
+        if self._bars is not None:
+            self._bars.update(self._bars.task_ids[0], completed=step + 1)
+        if self._rows == 0:
+            self._legend()
         if self._rows % ROWS_BETWEEN_HEADERS == 0:
             titles = (column.title.rjust(column.width) for column in COLUMNS)
-            self.say(" ".join(("step".rjust(self._step_width), *titles)))
+            self.say(" ".join(("step".rjust(self._step_width), *titles, LEFT.rjust(11))), "bold")
         self._rows += 1
         cells = (column.cell(metrics) for column in COLUMNS)
-        self.say(" ".join((str(step).rjust(self._step_width), *cells)))
+        left = duration(self._pace.left() or 0.0).rjust(11)
+        self.say(" ".join((str(step).rjust(self._step_width), *cells, left)))
+
+    def _legend(self) -> None:
+        width = max(len(column.title) for column in COLUMNS)
+        about = [(column.title, column.about) for column in COLUMNS]
+        lines = [f"  {title:{width}}  {text}" for title, text in about]
+        self.say("\n".join(("", *lines, "")), "dim")
 
     def evaluations(self, title: str, results: Mapping[str, Mapping[str, float | None]]) -> None:
         """Print the table of evaluated sets: name -> success, ci_low, ci_high, random, optimum,
@@ -153,42 +244,45 @@ class Console:
         self.say(table)
 
     @contextmanager
-    def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
-        if self._bars is None:
-            self._bars = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=self._rich,
-                transient=True,
-            )
-            self._bars.start()
-        bars = self._bars
-        task = bars.add_task(name, total=total, note="")
+    def open(self) -> Iterator[None]:
+        """Keep the line about the whole run on the terminal during the block."""
+        with self._display():
+            yield
+
+    @contextmanager
+    def _bar(self, progress: Advance) -> Iterator[None]:
+        with self._display() as bars:
+            fields = {"text": progress.text, "is_run": False}
+            task = bars.add_task(progress.name, total=progress.total, **fields)
+            progress._report = lambda now: bars.update(task, completed=now.done, text=now.text)
+            try:
+                yield
+            finally:
+                bars.remove_task(task)
+
+    @contextmanager
+    def _display(self) -> Iterator[Progress]:
+        """The bars, which whoever needs them first starts and ends."""
+        if self._bars is not None or not (self._is_writer and self._rich.is_interactive):
+            yield self._bars
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(14), _Clock(self._pace))
+        self._bars = Progress(
+            *columns, console=self._rich, transient=True, refresh_per_second=4, get_time=self._clock
+        )
+        if self._pace.num_steps:
+            done = self._pace.num_done or 0
+            self._bars.add_task("run", total=self._pace.num_steps, completed=done, is_run=True)
         try:
-            yield Advance(
-                name,
-                total,
-                _report=lambda now: bars.update(task, completed=now.done, note=now.note),
-            )
+            with self._bars:
+                yield self._bars
         finally:
-            bars.remove_task(task)
-            if not bars.tasks:
-                bars.stop()
-                self._bars = None
+            self._bars = None
 
-    def _line_writer(self) -> Callable[[Advance], None]:
-        last = self._clock()
-
-        def report(progress: Advance) -> None:
-            nonlocal last
-            if (now := self._clock()) - last >= SECONDS_BETWEEN_LINES:
-                last = now
-                self.say(str(progress))
-
-        return report
+    def _line(self, progress: Advance) -> None:
+        if self._clock() - self._printed >= SECONDS_BETWEEN_LINES:
+            run = f" ({self._pace})" if self._pace.num_steps else ""
+            self.say(f"{progress.name} {progress.text}{run}")
 
 
 def fail(message: str, exit_code: int = 2) -> NoReturn:

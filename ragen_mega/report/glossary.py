@@ -71,10 +71,16 @@ GLOSSARY = {
     "time/sync_gbytes_pipeline": "Gigabytes that moved between pipeline stages in a sync.",
     "memory/*": "GiB of this kind at this moment of the step.",
     "engine/cached_share": "Share of the prompts' tokens that the engine did not compute again.",
+    "engine/imbalance": "Decoding steps of the busiest engine over their mean.",
     "engine/restarts": "Rollout servers that were lost and replaced.",
     "engine/reissued": "Requests that were asked again for that.",
     "eval/success": "Share of held-out prompts that were solved at this evaluation.",
     "eval/reward": "Mean total reward at this evaluation.",
+    "eval/random": "Success of a uniformly random player on the same prompts.",
+    "eval/optimum": "Success of the best possible player on the same prompts.",
+    "eval/initial": "The same before the first step (eval/initial_success and so on).",
+    "eval/initial_success": "Share of held-out prompts that were solved before the first step.",
+    "eval/initial_reward": "Mean total reward before the first step.",
     "custom/*": "A metric of your own, or one of --metrics.",
 }
 """Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry of their own. A
@@ -83,6 +89,6 @@ key with an environment behind it, as `eval/success_sokoban`, means the same.
 
 
 def explain(key: str) -> str | None:
-    """What a metric key means, None if nobody has said."""
+    """What a metric key means, None for one without an entry."""
     known = [name for name in GLOSSARY if key == name or key.startswith((f"{name}/", f"{name}_"))]
     return GLOSSARY.get(max(known, key=len, default=f"{key.split('/')[0]}/*"))

@@ -5,7 +5,7 @@ TensorBoard, W&B).
 import importlib.util
 import json
 import math
-import shutil
+import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from ragen_mega.report.provenance import STARTS, append_start
 from ragen_mega.storage.integrity import write_whole
+from ragen_mega.storage.run_directory import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, claim
 
-CONFIG_FILE = "config.json"
-METRICS_FILE = "metrics.jsonl"
-SUMMARY_FILE = "summary.json"
+HEADLINES = ("eval/success", "rollout/success")
+"""Metrics that TensorBoard's table of hyperparameters shows beside them."""
 EVENTS_FILE = "events.jsonl"
+WANDB_ID = "wandb_id"
+"""File of a run directory: the id under which W&B knows the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Max:
 
 
 Reducible = SupportsFloat | Mean | Sum | Max
+Settings = Mapping[str, Mapping[str, Any]]
+"""Section -> name -> value."""
 
 
 class Metrics:
@@ -78,6 +83,10 @@ class Metrics:
                     f" {type(reducible).__name__}; reduce one key in one way within a step"
                 )
             terms.append(reducible)
+
+    def has(self, stage: str) -> bool:
+        """Whether anything was added under `stage/`."""
+        return any(key.startswith(f"{stage}/") for key in self._values)
 
     def result(self) -> dict[str, float]:
         """Key -> reduced value, in the order of first appearance; a mean over no weight is NaN."""
@@ -151,8 +160,8 @@ class RunLogger:
         self.directory = Path(directory)
         self._is_writer = is_writer
         self._last_step: int | None = None
+        self._settings: Settings = {}
         self._uses_tensorboard = tensorboard
-        self._file: Any = None
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._open_files = ExitStack()
@@ -163,25 +172,32 @@ class RunLogger:
                 f"wandb_project {wandb_project} needs the package wandb, which is not installed; "
                 "run pip install wandb or drop --wandb-project"
             )
-        _claim(self.directory, resume=resume, overwrite=overwrite)
+        claim(self.directory, resume=resume, overwrite=overwrite)
         if wandb_project is not None:
             import wandb
+
+            id_file = self.directory / WANDB_ID
+            if not id_file.exists():  # names of runs come again, in other directories or later
+                write_whole(id_file, secrets.token_hex(8).encode())
 
             self._wandb = wandb.init(
                 project=wandb_project,
                 name=self.directory.name,
-                id=self.directory.name,
+                id=id_file.read_text(),
                 dir=str(self.directory),
                 resume="allow" if resume else None,
             )
             self._open_files.callback(self._wandb.finish)
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved configuration."""
+    def write_config(self, settings: Settings, start: Mapping[str, Any]) -> None:
+        """Write the settings, and this start of the run behind those before it."""
         if self._is_writer:
-            write_json(self.directory / CONFIG_FILE, config)
+            path = self.directory / CONFIG_FILE
+            before = json.loads(path.read_text()) if path.exists() else {}
+            write_json(path, append_start(before, settings, start))
+            self._settings = settings
             if self._wandb is not None:
-                self._wandb.config.update(dict(config), allow_val_change=True)
+                self._wandb.config.update({**settings, STARTS: start}, allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step, flushed. Non-finite values become null with a warning. Steps must
@@ -198,7 +214,8 @@ class RunLogger:
             )
         self._last_step = step
         values = _finite(metrics, where=f"step {step}")
-        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        with (self.directory / METRICS_FILE).open("a") as file:  # a killed run leaves whole lines
+            file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         finite = {key: value for key, value in values.items() if value is not None}
         if self._tensorboard is not None:
             for key, value in finite.items():
@@ -232,51 +249,27 @@ class RunLogger:
         if path.exists():
             kept = [record for record in read_metrics(path) if record["step"] < first_step]
             write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        # Line by line: a killed run leaves whole lines.
-        self._file = self._open_files.enter_context(path.open("a", buffering=1))
         if self._uses_tensorboard:
             # Slow to import, and only one rank needs it.
             from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
 
             self._tensorboard = self._open_files.enter_context(
                 SummaryWriter(
                     str(self.directory / "tensorboard"), purge_step=first_step, flush_secs=10
                 )
             )
+            for summary in hparams(_flat(self._settings), dict.fromkeys(HEADLINES, 0.0)):
+                self._tensorboard.file_writer.add_summary(summary)
 
 
-def _claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
-    """Create the run directory, mode 0700, or raise ValueError if what is there must not be
-    touched.
-    """
-    is_run, summary = (directory / CONFIG_FILE).exists(), directory / SUMMARY_FILE
-    for is_broken, message in (
-        (
-            resume and overwrite,
-            "resume continues a run and overwrite deletes it; drop resume or overwrite",
-        ),
-        (
-            directory.exists() and not directory.is_dir(),
-            f"run directory {directory} is a file; choose another --name or --output",
-        ),
-        (
-            directory.is_dir() and any(directory.iterdir()) and not is_run,
-            f"run directory {directory} holds files that are no run (no {CONFIG_FILE}) and stay"
-            " untouched; choose another --name",
-        ),
-        (
-            is_run and not resume and not overwrite,
-            f"run directory {directory} already holds"
-            f" {'a finished' if summary.exists() else 'an unfinished'} run; add --overwrite to"
-            " delete it, or choose another --name",
-        ),
-    ):
-        if is_broken:
-            raise ValueError(message)
-    if is_run and overwrite:
-        shutil.rmtree(directory)
-    summary.unlink(missing_ok=True)  # a run that continues is not finished any more
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _flat(settings: Settings) -> dict[str, Any]:
+    """As TensorBoard takes hyperparameters: section.name -> number, switch or text."""
+    return {
+        f"{section}.{name}": value if isinstance(value, (bool, int, float)) else str(value)
+        for section, values in settings.items()
+        for name, value in values.items()
+    }
 
 
 def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:

@@ -61,11 +61,11 @@ def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tens
     return torch.repeat_interleave(weights, sizes).float()
 
 
-def engine_vs_policy(batch: TokenBatch) -> dict[str, float]:
-    """Difference of the engine's and the trainer's log-probabilities on the sampled tokens, under
-    the same weights.
+def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
+    """Difference of the engine's and the trainer's log-probabilities [T] on the sampled tokens,
+    under the same weights.
     """
-    difference = (batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask]  # [M]
+    difference = (logprobs - batch.rollout_logprobs)[batch.loss_mask]  # [M]
     return {
         "logprob_mean_abs_diff": float(difference.abs().mean()),
         "logprob_max_abs_diff": float(difference.abs().max()),

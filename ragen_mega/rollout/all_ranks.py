@@ -5,6 +5,7 @@ An engine that has lost its weights gets them from all ranks, which hold a part 
 have played their parts then, and wait.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import TypeVar
@@ -21,6 +22,7 @@ from ragen_mega.rollout.engine import (
 )
 from ragen_mega.rollout.renderer import ChatRenderer
 
+_STEPS_BETWEEN_DEALS = 32
 T = TypeVar("T")
 
 
@@ -33,14 +35,19 @@ def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
     """What all engines have done since the last call. Collective.
 
     cached_share: of the prompts' tokens, those that were not computed again; missing where none was
-    asked. restarts: servers that replaced a lost one. reissued: requests that were asked again for
-    that.
+    asked. imbalance: decoding steps of the busiest engine over their mean; missing where they are
+    not known. restarts: servers that replaced a lost one. reissued: requests that were asked again
+    for that.
     """
-    total = EngineCounts(*map(sum, zip(*distributed.gather_objects(astuple(engine.counts)))))
+    counts = [EngineCounts(*each) for each in distributed.gather_objects(astuple(engine.counts))]
+    total = EngineCounts(*map(sum, zip(*map(astuple, counts))))
     engine.counts = EngineCounts()
     shares = {}
     if total.prompt_tokens:
         shares["cached_share"] = total.cached_tokens / total.prompt_tokens
+    if total.steps:
+        most = max(each.steps for each in counts)
+        shares["imbalance"] = most * count_engines(engine) / total.steps
     return shares | {"restarts": float(total.restarts), "reissued": float(total.reissued)}
 
 
@@ -53,39 +60,61 @@ def collect_on_all_ranks(
     advance: Advance | None = None,
     send_again: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:
-    """Play all tasks, each engine a part, on the rank that runs it, and give every rank all groups,
-    in order. Collective.
+    """Play all tasks, on the ranks that run engines, and give every rank all groups, in order.
+    Collective.
 
+    Tasks that find no slot wait together. Every few steps of the engines they go to those that have
+    room, and a few more than have slots, so that no slot stands empty until the next deal. What is
+    dealt to whom is a function of the engines' steps, and so are the batches of a rollout.
     `send_again` gives all engines their weights once more; it is called on all ranks if any engine
     has lost them. Raises on all ranks alike Interrupted if `advance` did so on any, else
     FloatingPointError or EngineError if any failed.
     """
-    tasks = _own_tasks(engine, [task for group in groups for task in group])
+    tasks = [task for group in groups for task in group]
+    slots = distributed.gather_objects(engine.num_slots)
+    waiting, played = deque(range(len(tasks))), [list[int]() for _ in slots]
+    unfinished = [0] * len(slots)
 
     def send() -> None:
         if send_again is None:
             raise EngineError("the rollout engine has lost its weights")
         send_again()
 
-    with Collection(engine, renderer, tasks, settings, advance=advance) as collection:
-        while not all(_on_all_ranks(collection.play)):  # an engine has lost its weights
-            _on_all_ranks(send)
-        parts = _on_all_ranks(collection.groups)
-    return in_groups(
-        trajectory for part in parts for group in part for trajectory in group.trajectories
-    )
+    with Collection(engine, renderer, (), settings, advance=advance) as collection:
+
+        def play() -> tuple[bool, int]:
+            has_weights = collection.play(_STEPS_BETWEEN_DEALS if waiting else None)
+            return has_weights, collection.num_unfinished
+
+        is_over = False
+        while not is_over:
+            rooms = [num + num // 4 - left for num, left in zip(slots, unfinished)]
+            parts = [[waiting.popleft() for _ in range(num)] for num in deal(len(waiting), rooms)]
+            collection.add(tasks[index] for index in parts[distributed.rank()])
+            for mine, part in zip(played, parts):
+                mine += part
+            have_weights, unfinished = zip(*_on_all_ranks(play))
+            if not all(have_weights):
+                _on_all_ranks(send)
+            else:
+                is_over = not any(unfinished) and not waiting
+        found = _on_all_ranks(collection.trajectories)
+    order = {
+        index: trajectory
+        for mine, part in zip(played, found)
+        for index, trajectory in zip(mine, part, strict=True)
+    }
+    return in_groups(order[index] for index in range(len(tasks)))
 
 
-def _own_tasks(engine: RolloutEngine, tasks: Sequence[Task]) -> Sequence[Task]:
-    """The contiguous part that this rank plays, so that most groups stay whole and their common
-    prompt is computed once.
+def deal(num_waiting: int, rooms: Sequence[int]) -> list[int]:
+    """How many of the tasks that wait each rank takes next: each goes to where most room is left,
+    the first of equals.
     """
-    place = engine.shard or EngineShard()
-    if place.rank:
-        return []
-    index, num_engines = distributed.rank() // place.size, count_engines(engine)
-    start, end = (len(tasks) * (index + i) // num_engines for i in range(2))
-    return tasks[start:end]
+    shares = [0] * len(rooms)
+    for _ in range(min(num_waiting, sum(max(0, room) for room in rooms))):
+        shares[max(range(len(rooms)), key=lambda rank: rooms[rank] - shares[rank])] += 1
+    return shares
 
 
 def _on_all_ranks(act: Callable[[], T]) -> list[T]:

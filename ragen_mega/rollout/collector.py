@@ -98,7 +98,7 @@ class PlaySettings:
     context_window: int = 0
     """Turns that the policy sees (0: all)."""
     environment_timeout: float = EnvironmentConfig.environment_timeout
-    """Seconds for one call of an environment that is not instant; 0: any time."""
+    """Seconds for one call of an environment that is not instant; 0: no limit."""
 
 
 def collect(
@@ -143,6 +143,7 @@ class _Kind:
     is_instant: bool
     waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
     """Session, how many tasks before it sample the same, task."""
+    num_players: int = 0
 
 
 class Collection(contextlib.AbstractContextManager["Collection"]):
@@ -166,7 +167,10 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     ) -> None:
         self._engine = engine
         self._renderer = renderer
-        self._tasks = tasks
+        self._tasks = list(tasks)
+        self._num_seated = 0
+        self._kinds: dict[Callable[[], Episode], _Kind] = {}
+        self._repetitions: Counter[tuple[int, int]] = Counter()
         self._settings = settings
         self._advance = advance or (lambda num_tokens, is_over: None)
         self._trajectories: dict[int, Trajectory] = {}  # by session, as they end
@@ -187,30 +191,45 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
 
-    def play(self) -> bool:
-        """Play until every trajectory is over: True. False if the engine has lost its weights: give
-        it weights and call this once more, trajectories go on where they were.
+    def add(self, tasks: Iterable[Task]) -> None:
+        """More tasks, which the next `play` begins with."""
+        self._tasks.extend(tasks)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Tasks that have no whole trajectory yet."""
+        return len(self._tasks) - len(self._trajectories)
+
+    def play(self, steps: int | None = None) -> bool:
+        """Play until every trajectory is over, or for so many steps of the engine: True. False if
+        the engine has lost its weights: give it weights and call this once more. Trajectories go
+        on where they were.
 
         Raises ValueError if no episode can start or has room to answer its first prompt,
         EngineError if the engine fails, FloatingPointError if its weights have diverged, and what
         `advance` raises.
         """
-        return _apart(self._runner.run, self._play())
+        return _apart(self._runner.run, self._play(steps))
+
+    def trajectories(self) -> list[Trajectory]:
+        """What was played, in order of the tasks."""
+        return [trajectory for _, trajectory in sorted(self._trajectories.items())]
 
     def groups(self) -> list[TrajectoryGroup]:
         """What was played, in order of the groups' first tasks."""
-        return in_groups(trajectory for _, trajectory in sorted(self._trajectories.items()))
+        return in_groups(self.trajectories())
 
-    async def _play(self) -> bool:
+    async def _play(self, steps: int | None) -> bool:
         self._sent_again.set()
         self._lost, self._sent_again = asyncio.Future(), asyncio.Event()
-        if self._players is None:
-            self._players = asyncio.gather(*self._seat_all())
-        await asyncio.wait([self._players, self._lost], return_when=asyncio.FIRST_COMPLETED)
+        before = [] if self._players is None else [self._players]
+        self._players = asyncio.gather(*before, *self._seat_new())
+        ends = [self._players, self._lost, self._engine.limit(steps)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._players.done():
             self._players.result()
             self._check_starts()
-        return self._players.done()
+        return self._players.done() or not self._lost.done()
 
     def _check_starts(self) -> None:
         """Raise ValueError if nothing could be played: that is no accident."""
@@ -219,23 +238,23 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             first = min(self._trajectories)
             raise ValueError(self._trajectories[first].turns[0].info.get(ERROR, "no token sampled"))
 
-    def _seat_all(self) -> list[asyncio.Task[None]]:
-        """A player for every task, or fewer that take one task after the other where environments
-        need threads.
+    def _seat_new(self) -> list[asyncio.Task[None]]:
+        """A player for every task that has none, or fewer that take one task after the other where
+        environments need threads.
         """
-        kinds: dict[Callable[[], Episode], _Kind] = {}
-        repetitions: Counter[tuple[int, int]] = Counter()
         players = []
-        for session, task in enumerate(self._tasks):
-            if task.make_episode not in kinds:
-                kinds[task.make_episode] = self._first(task)
-            kind = kinds[task.make_episode]
+        for session, task in enumerate(self._tasks[self._num_seated :], self._num_seated):
+            if task.make_episode not in self._kinds:
+                self._kinds[task.make_episode] = self._first(task)
+            kind = self._kinds[task.make_episode]
             # Members may share their outcomes, never their samples.
             key = (task.group_id, task.outcome_seed)
-            kind.waiting.append((session, repetitions[key], task))
-            repetitions[key] += 1
-            if kind.is_instant or len(kind.waiting) <= MAX_THREADS:
+            kind.waiting.append((session, self._repetitions[key], task))
+            self._repetitions[key] += 1
+            if kind.is_instant or kind.num_players < MAX_THREADS:
+                kind.num_players += 1
                 players.append(asyncio.create_task(self._play_in_turn(kind)))
+        self._num_seated = len(self._tasks)
         return players
 
     def _first(self, task: Task) -> _Kind:
@@ -258,6 +277,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                         self._trajectories[session] = trajectory
                     finally:
                         self._engine.release(session)
+        kind.num_players -= 1
 
     @contextlib.contextmanager
     def _seat(self, kind: _Kind) -> Iterator[_Seat]:
@@ -299,7 +319,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 )
         except EnvironmentFailed as error:
             return self._unplayed(trajectory, error)
-        max_tokens = settings.max_response_length or seat.episode.budget.max_response_length
+        max_tokens = seat.episode.max_response_length
         stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, repetition)
         while True:
             sampling = SamplingParams(
@@ -343,6 +363,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     async def _start(self, task: Task, seat: _Seat) -> list[Message]:
         def start() -> list[Message]:
             seat.episode = seat.episode or task.make_episode()
+            if self._settings.max_response_length is not None:
+                seat.episode.max_response_length = self._settings.max_response_length
             return seat.episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
 
         try:

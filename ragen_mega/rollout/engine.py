@@ -5,6 +5,7 @@ The weight stream is the whole coupling of trainer and engine:
 `engine.load_weights(policy.export_weights(engine.shard))`.
 """
 
+import asyncio
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class EngineCounts:
     """Requests that were asked again because a server was lost."""
     restarts: int = 0
     """Servers that replaced a lost one."""
+    steps: int = 0
+    """Passes that decoded a token of every running trajectory; not known of a server."""
 
 
 class EngineShard(NamedTuple):
@@ -68,6 +71,9 @@ class RolloutEngine(Protocol):
     """
 
     counts: EngineCounts
+
+    num_slots: int
+    """Trajectories that advance at a time; more wait. 0 where another process samples."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Weights and KV cache are on the device only inside. Memory for weights is taken at once,
@@ -101,6 +107,16 @@ class RolloutEngine(Protocol):
         again. Any RuntimeError, MemoryError or OSError means that the engine has failed,
         WeightsLost that it can be helped.
         """
+
+    def limit(self, steps: int | None) -> asyncio.Future[None]:
+        """Done after so many more decoding steps, after which the engine stands still until the
+        next call; None: never. A server goes on, and a step is taken as a hundredth of a second.
+        """
+        loop = asyncio.get_running_loop()
+        is_over: asyncio.Future[None] = loop.create_future()
+        if steps is not None:
+            loop.call_later(0.01 * steps, lambda: is_over.done() or is_over.set_result(None))
+        return is_over
 
     def release(self, session: int) -> None:
         """The trajectory is over; its cache may go."""

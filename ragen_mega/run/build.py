@@ -28,11 +28,13 @@ from ragen_mega.models.memory_plan import Setting, check_fits
 from ragen_mega.models.server_cut import check_cpu_cut, head_rows
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
-from ragen_mega.report.metrics import CONFIG_FILE, RunLogger
+from ragen_mega.report.metrics import RunLogger
+from ragen_mega.report.provenance import describe_start
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, evaluation_boards
+from ragen_mega.run.check import check
 from ragen_mega.run.placement import ACTOR, CRITIC, PLACEMENTS, Placement
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
@@ -44,8 +46,8 @@ from ragen_mega.storage.checkpoints import (
     lock_run,
 )
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, with_name
 from ragen_mega.warm_start.small_model import (
-    BASE,
     Start,
     find_warm_start,
     is_complete,
@@ -61,6 +63,8 @@ def build(config: StarPOConfig) -> Run:
     """
     groups = initialize(config.parallel, config.train.seed)
     names, trained = config.environment.evaluated, config.environment.shares
+    world_size = distributed.world_size()
+    on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
     boards = {
         name: evaluation_boards(
             config.environment, name, config.evaluation.boards if name in trained else None
@@ -68,23 +72,19 @@ def build(config: StarPOConfig) -> Run:
         for name in names
     }
     check_model_and_engine(config)
-    lock, checkpoint = claim(config)
+    config, lock, checkpoint = claim(config)
     references = known_references(config, checkpoint) or {
         name: reference_players(
             config.environment, name, boards[name], config.evaluation.eval_prompts
         )
         for name in names
     }
-    logger = RunLogger(
-        config.run_directory,
+    logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
+    console = Console(
         is_writer=distributed.is_main(),
-        wandb_project=config.logging.wandb_project,
-        resume=config.checkpoint.resume,
-        overwrite=config.logging.overwrite,
+        num_steps=config.train.num_steps,
+        evaluations=config.planned_evaluations(num_engines(config)),
     )
-    logger.write_config(config.to_dict())
-    distributed.barrier()
-    console = Console(is_writer=distributed.is_main(), num_steps=config.train.num_steps)
 
     base = base_directory(config)
     hf = load_config(str(base))
@@ -116,9 +116,36 @@ def build(config: StarPOConfig) -> Run:
     )
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
+        on_main(lambda: run.traces.drop_from(run.step))
     else:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
     return run
+
+
+def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
+    """The run's directory and its log, which rank 0 writes. Collective."""
+    opened: list[RunLogger] = []
+    world_size = distributed.world_size()
+
+    def begin() -> None:
+        logger = RunLogger(
+            config.run_directory,
+            is_writer=True,
+            wandb_project=config.logging.wandb_project,
+            resume=config.checkpoint.resume,
+            overwrite=config.logging.overwrite,
+        )
+        start = describe_start(
+            config,
+            first_step=first_step,
+            world_size=world_size,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        )
+        logger.write_config(config.to_dict(), start)
+        opened.append(logger)
+
+    on_main(begin)
+    return opened[0] if opened else RunLogger(config.run_directory, is_writer=False)
 
 
 def build_models(
@@ -155,9 +182,12 @@ def base_directory(config: StarPOConfig) -> Path:
     if config.model.load is not None:
         return local_directory(config.model.load)
     base = config.run_directory / BASE
-    if distributed.is_main() and not is_complete(base):
-        write_small_model(config, base)
-    distributed.barrier()
+
+    def write() -> None:
+        if not is_complete(base):
+            write_small_model(config, base)
+
+    on_main(write)
     return base
 
 
@@ -178,40 +208,52 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
     Collective.
     """
     rollout = config.rollout
-    num_sessions = rollout.sessions_per_engine(num_engines(config))
     if rollout.rollout_engine == "embedded":
+        num_sessions = rollout.sessions_per_engine(num_engines(config))
         return EmbeddedEngine(hf, max_context=rollout.max_context_length, max_sessions=num_sessions)
-    is_on_gpu = torch.cuda.is_available()
-    dtype = "bfloat16" if config.parallel.bf16 else "float32"
+    settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
     group = distributed.consecutive_group(tp)
     transfer = (
         rollout.weight_transfer
         if rollout.weight_transfer != "auto"
         else "ipc"
-        if is_on_gpu
+        if settings.device == "cuda"
         else "file"
     )
     if group is not None and distributed.rank() % tp:
         part = EngineShard(distributed.rank() % tp, tp)
         return SGLangFollower(
-            hf, part, getattr(torch, dtype), group=group, transfer=transfer, fp8=rollout.rollout_fp8
+            hf,
+            part,
+            getattr(torch, settings.dtype),
+            group=group,
+            transfer=transfer,
+            fp8=rollout.rollout_fp8,
         )
-    settings = ServerSettings(
+    return SGLangEngine(hf, settings, group=group, transfer=transfer)
+
+
+def server_settings(config: StarPOConfig) -> ServerSettings:
+    """Of this rank's SGLang server. Raises ValueError where it could not start."""
+    rollout, is_on_gpu = config.rollout, torch.cuda.is_available()
+    num_sessions = rollout.sessions_per_engine(num_engines(config))
+    return ServerSettings(
         python=Path(rollout.sglang_python or sys.executable),
         directory=config.run_directory / "sglang" / f"rank_{distributed.rank():05d}",
         max_context=rollout.max_context_length,
         max_running_requests=num_sessions,
         kv_cache_tokens=rollout.kv_cache_size(num_sessions),
         device="cuda" if is_on_gpu else "cpu",
-        dtype=dtype,
-        tensor_parallel_size=tp,
+        dtype="bfloat16" if config.parallel.bf16 else "float32",
+        tensor_parallel_size=rollout.rollout_tensor_parallel_size,
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
         random_seed=config.train.seed + distributed.rank(),
+        start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
+        command_line=rollout.sglang_command_line,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
-    return SGLangEngine(hf, settings, group=group, transfer=transfer)
 
 
 def check_model_and_engine(config: StarPOConfig) -> None:
@@ -219,7 +261,9 @@ def check_model_and_engine(config: StarPOConfig) -> None:
     if config.model.load is None:
         hf = small_model(config.model, vocab_size=512)
     else:
-        hf = load_config(str(local_directory(config.model.load)))
+        directory = str(local_directory(config.model.load))
+        hf = load_config(directory)
+        load_tokenizer(directory)
     check_model(hf, config.parallel)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
@@ -231,7 +275,6 @@ def check_model_and_engine(config: StarPOConfig) -> None:
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError where the engine could not serve this model on this machine."""
     tp = config.rollout.rollout_tensor_parallel_size
-    num_engines(config)
     head_rows(hf, 0, tp)
     capability = precision.Machine.here().capability
     if config.rollout.rollout_engine == "sglang" and capability is None:
@@ -244,6 +287,8 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
+    if config.rollout.sglang_arguments:
+        on_main(lambda: server_settings(config).check_command_line())
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
@@ -257,22 +302,33 @@ def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
 def num_engines(config: StarPOConfig) -> int:
     """Rollout engines of this job. Raises ValueError unless every one has its ranks on one node."""
     world_size = distributed.world_size()
-    return config.rollout.num_engines(
-        world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    )
+    return config.rollout.num_engines(world_size, ranks_per_node(world_size))
 
 
-def claim(config: StarPOConfig) -> tuple[TextIO | None, Checkpoint | None]:
-    """Lock the run directory (the lock is rank 0's), and with --resume find what to go on from.
-    Collective.
+def ranks_per_node(world_size: int) -> int:
+    """Ranks of this job on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint | None]:
+    """Name the run and lock its directory (the lock is rank 0's), and with --resume find what to go
+    on from. Collective.
 
     Raises ValueError if another process works there or if the checkpoint is of another model.
     """
     locks: list[TextIO] = []
-    on_main(lambda: locks.append(lock_run(config.run_directory)))
 
     def say(line: str) -> None:
         print(line, flush=True)
+
+    def lock() -> StarPOConfig:
+        named, said = with_name(config)
+        locks.append(lock_run(named.run_directory))
+        if said:
+            say(said)
+        return named
+
+    config = on_main(lock)
 
     def find() -> Checkpoint | None:
         if not config.checkpoint.resume:
@@ -289,4 +345,4 @@ def claim(config: StarPOConfig) -> tuple[TextIO | None, Checkpoint | None]:
             say(f"resume: {line}")
         return checkpoint
 
-    return (locks[0] if locks else None), on_main(find)
+    return config, (locks[0] if locks else None), on_main(find)

@@ -1,45 +1,130 @@
-"""Flags, checked before anything heavy is imported: what the launch script does first.
+"""Everything that can be refused before anything heavy is imported: what the launch script does
+first, torchrun's ranks after it, and `build` for those who come from Python.
 
     python -m ragen_mega.run.check NUM_RANKS [flags]
 
-Exit code 0: go on; 2: one line says why not; HELPED: --help has been printed.
+Exit code 0: go on; 2: one line says why not; NOTHING_LEFT: the help has been printed, or the run
+has finished.
 """
 
+import importlib.util
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from ragen_mega.config import parse
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.environments.boards import load_boards
+from ragen_mega.models.directory import glance
+from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
+from ragen_mega.storage.run_directory import Finished, check_directory, check_finished, with_name
 
-HELPED = 100
+NOTHING_LEFT = 100
 
 
-def check(flags: Sequence[str], num_ranks: int | None) -> None:
-    """Raise ValueError, in one line, if flags or layout cannot work on so many ranks of one node
-    (None: torchrun will count them).
+def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
+    """Raise ValueError, in one line, if the run cannot work on so many ranks, and Finished if it is
+    done. What needs torch, a GPU or the network is looked at later.
     """
-    config = parse(flags, recipe=DEFAULT_RECIPE)
-    if num_ranks is not None:
-        config.parallel.check_world(num_ranks)
-        config.rollout.num_engines(num_ranks, num_ranks)
-    python = config.rollout.sglang_python
-    if python is not None and not Path(python).exists():
+    config, _ = with_name(config)
+    config.parallel.check_world(num_ranks)
+    config.rollout.num_engines(num_ranks, ranks_per_node)
+    if config.evaluation.boards is not None:
+        for name in config.environment.shares:
+            load_boards(config.evaluation.boards, name, **config.environment.options(name))
+    _check_models(config)
+    if config.rollout.rollout_engine == "sglang":
+        _check_sglang(config.rollout.sglang_python)
+    asked = (
+        config.parallel.fp8 != "none" or config.parallel.transformer_impl == "transformer_engine"
+    )
+    if asked and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            f"sglang_python {python} does not exist; give the interpreter of an environment that"
-            " has SGLang, e.g. the one that tools/setup_sglang_cpu.sh makes"
+            f"fp8 {config.parallel.fp8} with transformer_impl {config.parallel.transformer_impl}"
+            " needs Transformer Engine, which is not installed; drop them, or pip install"
+            " --no-build-isolation -e '.[h100]' on a machine with GPUs"
+        )
+    if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"wandb_project {config.logging.wandb_project} needs the package wandb, which is not"
+            " installed; run pip install wandb or drop --wandb-project"
+        )
+    check_directory(
+        config.run_directory,
+        resume=config.checkpoint.resume,
+        overwrite=config.logging.overwrite,
+    )
+    check_finished(config)
+
+
+def _check_models(config: StarPOConfig) -> None:
+    model, parallel = config.model, config.parallel
+    if model.load is None:
+        shape = ModelShape.from_config(
+            {
+                "model_type": "qwen2",
+                "num_hidden_layers": model.num_layers,
+                "hidden_size": model.hidden_size,
+                "num_attention_heads": model.num_attention_heads,
+                "num_key_value_heads": model.num_query_groups,
+                "intermediate_size": model.ffn_hidden_size,
+                "vocab_size": 512,
+            }
+        )
+    else:
+        shape = glance("--load", model.load, needs_tokenizer=True)
+    if model.critic_load is not None:
+        glance("--critic-load", model.critic_load, needs_tokenizer=False)
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if shape is not None and (error := cut_error(shape, tp, pp)):
+        raise ValueError(error)
+
+
+def _check_sglang(python: str | None) -> None:
+    remedy = "; set --sglang-python to the one that tools/setup_sglang_cpu.sh makes"
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+    try:
+        done = subprocess.run([python or sys.executable, "-c", program], capture_output=True)
+    except OSError as error:
+        raise ValueError(
+            f"sglang_python {python} cannot be run ({error.strerror}){remedy}"
+        ) from None
+    if done.returncode:
+        raise ValueError(
+            f"rollout_engine sglang needs SGLang, and {python or sys.executable} has none{remedy}"
         )
 
 
-def main() -> None:
-    num_ranks, *flags = sys.argv[1:]
+def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> str | None:
+    """Leave the process, with one line, unless a run of these flags can begin. Of several ranks the
+    first looks: when the others came to it, the run might have begun. Returns what to say of a run
+    that has finished.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return None
     try:
-        check(flags, int(num_ranks) if num_ranks.isdigit() else None)
-    except ValueError as error:
+        check(parse(flags, recipe=DEFAULT_RECIPE), num_ranks, ranks_per_node)
+    except Finished as done:
+        return str(done)
+    except (ValueError, OSError) as error:
         fail(str(error))
-    except SystemExit:  # parse has printed the help
-        raise SystemExit(HELPED) from None
+    return None
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error
+    num_ranks, *flags = sys.argv[1:]
+    if not num_ranks.isdecimal() or int(num_ranks) == 0:
+        fail(f"NPROC_PER_NODE must be a number of ranks, at least 1, not {num_ranks!r}; unset it")
+    try:
+        if finished := check_flags(flags, int(num_ranks), int(num_ranks)):
+            print(finished)
+            sys.exit()
+    except SystemExit as left:
+        raise SystemExit(left.code or NOTHING_LEFT) from None
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
 
 MAX_SESSIONS = 256
-"""Trajectories that are decoded at once."""
+"""Trajectories that are decoded at a time."""
 
 
 def evaluate(
@@ -94,8 +94,8 @@ def evaluate_sets(
         engine.load_weights((name, reader(name)) for name in reader.names())
         engine.start()
         for name, (_, config, rollout) in played.items():
-            with console.progress(f"evaluate {name}", per_rank) as progress:
-                advance = progress.advance
+            title, max_turns = f"evaluate {name}", config.expected_turns
+            with console.progress(title, per_rank, max_turns=max_turns) as progress:
                 results[name] = play(
                     engine,
                     renderer,
@@ -105,7 +105,7 @@ def evaluate_sets(
                     boards=states[name],
                     num_prompts=num_prompts,
                     samples_per_prompt=samples_per_prompt,
-                    advance=lambda num_tokens, is_over, advance=advance: advance(is_over),
+                    advance=progress.turn,
                 )
     return results
 

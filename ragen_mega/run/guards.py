@@ -1,13 +1,15 @@
-"""Updates that a non-finite loss or gradient cost: said, counted, their batches kept, and after
-some in a row the end.
+"""Work that taught nothing: updates that a non-finite loss or gradient cost, and steps of which the
+filter kept no group. Each is said and counted, and some in a row are the end.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ragen_mega.config import StarPOConfig
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.types import TokenBatch
+from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.rollout.summary import environment_errors
 from ragen_mega.storage.sealed_files import write_sealed
 
 FAULTS = "faults"
@@ -76,3 +78,49 @@ class UpdateGuard:
             path, dict(minibatch.tensors()), {"step": step, "model": model, "result": dict(result)}
         )
         return path
+
+
+def nothing_to_learn(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
+    """Why the filter kept none of a step's groups, and the remedy."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    returns = sorted({round(trajectory.total_reward, 6) for trajectory in trajectories})
+    cut = sum(turn.info.get("finish_reason") == "length" for turn in turns)
+    malformed = sum(not turn.info.get("is_format_valid") for turn in turns)
+    failed = len(environment_errors(groups))
+    earned = f"{returns[0]:g}" if len(returns) == 1 else f"{returns[0]:g} to {returns[-1]:g}"
+    limit = config.rollout.expected_response_length
+    for is_so, why in (
+        (
+            failed == len(trajectories),
+            "the environment ended every trajectory by an error; mend it, or raise"
+            " --environment-timeout",
+        ),
+        (
+            cut == len(turns),
+            f"all {cut} answers were cut at --max-response-length {limit}; raise it, or"
+            " --max-context-length",
+        ),
+        (
+            malformed == len(turns),
+            f"none of {malformed} answers has the form that the prompt asks for ({cut} were cut at"
+            f" --max-response-length {limit}); start from a model that follows it, or warm-start"
+            " longer",
+        ),
+        (
+            all(trajectory.success for trajectory in trajectories),
+            "every trajectory succeeds with the same return: the task is solved; make it harder by"
+            " --environment-options, or stop here",
+        ),
+        (
+            all(len(set(group.total_rewards)) == 1 for group in groups),
+            f"within each group all returns are equal (returns {earned}); raise --group-size or"
+            " --temperature, or make the task easier",
+        ),
+    ):
+        if is_so:
+            return why
+    return (
+        f"--filter-strategy {config.filter.filter_strategy} kept none of {len(groups)} groups"
+        f" (returns {earned}); loosen --filter-value or name another"
+    )

@@ -142,6 +142,8 @@ class Colocated:
             self.phase = phase
             if self.mode != "none":
                 self._move()
+            if phase is not Phase.TRAIN and torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what the trainer keeps for later the engine needs now
             self._record(phase.value)
 
     def take_ledger(self) -> dict[str, Max]:

@@ -3,10 +3,9 @@ evaluation, checkpoints, the log.
 """
 
 import hashlib
-import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -23,9 +22,9 @@ from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.tables import PlugInError, is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.checksums import checksum
+from ragen_mega.data.checksums import checksum_each
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.packing import minibatches
+from ragen_mega.data.packing import count_minibatches, minibatches
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.reference_players import Baselines
@@ -35,7 +34,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
-from ragen_mega.report.step_metrics import observe
+from ragen_mega.report.step_metrics import engine_vs_policy, observe
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
 from ragen_mega.rollout.collector import Task
@@ -50,7 +49,7 @@ from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
-from ragen_mega.storage.model_writers import save_huggingface
+from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
@@ -84,6 +83,7 @@ class Run:
     placement: Placement
     timers: Timers
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
+    screen: ExitStack = field(default_factory=ExitStack)  # the console's, while training
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     started: float = field(default_factory=time.monotonic)
@@ -91,6 +91,10 @@ class Run:
     warm_start: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the policy could do before reinforcement learning, by environment."""
     best_success: float | None = None
+    empty_steps: int = 0
+    """Steps in a row, the last one included, that trained on nothing."""
+    evaluated: dict[str, EvaluationResult] = field(default_factory=dict)
+    """The last evaluation, once the last step has made it."""
     summary: dict[str, Any] = field(default_factory=dict)
     """What the run came to; empty until it has finished."""
 
@@ -167,10 +171,14 @@ class Run:
         """
         config, num_tasks = self.config, sum(len(group) for group in tasks)
         failure = None
-        with self.console.progress("rollout", num_tasks // count_engines(self.engine)) as progress:
+        max_turns, num_here = (
+            config.environment.expected_turns,
+            num_tasks // count_engines(self.engine),
+        )
+        with self.console.progress("rollout", num_here, max_turns=max_turns) as progress:
 
             def advance(num_tokens: int, is_over: bool) -> None:
-                progress.advance(is_over)
+                progress.turn(num_tokens, is_over)
                 self.stop.interrupt()
 
             try:
@@ -227,7 +235,7 @@ class Run:
                 on_main(lambda: self.traces.write_step(step, shown, kept, batch))
 
     def note(self, step: int, text: str) -> None:
-        """Say something that happened in a step, and keep it in events.jsonl."""
+        """Report something that happened in a step, and keep it in events.jsonl."""
         self.console.say(f"step {step}: {text}")
         self.logger.note(step, text)
 
@@ -257,6 +265,23 @@ class Run:
             keep_zero=config.filter_keep_zero,
         )
 
+    def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
+        """`batch` with what `--old-logprobs` says; without any where the forward pass of the step's
+        one optimizer step is under the same weights and serves. What the policy computes here is
+        compared with the engine's.
+        """
+        config = self.config
+        if config.loss.old_logprobs == "engine":
+            return batch.with_fields(old_logprobs=batch.rollout_logprobs)
+        updates = count_minibatches(batch, config.train.minibatch_size)
+        updates *= config.train.updates_per_rollout
+        serves = updates == 1 and "actor" in self.learners(step)
+        if config.loss.old_logprobs == "auto" and serves and not config.advantages_need_logprobs:
+            return batch
+        logprobs = self.policy.logprobs(batch)
+        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
+        return batch.with_fields(old_logprobs=logprobs)
+
     def learners(self, step: int) -> dict[str, MegatronPolicy | MegatronCritic]:
         """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
         critic = {"critic": self.critic} if self.critic else {}
@@ -267,7 +292,7 @@ class Run:
         """The minibatches of a step, the same on every rank and at every call."""
         train = self.config.train
         generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
-        total = max(1, round(batch.num_trajectories / train.minibatch_size))
+        total = count_minibatches(batch, train.minibatch_size)
         self.timers.trained_tokens = batch.num_positions * train.updates_per_rollout
         with self.console.progress("update", total * train.updates_per_rollout) as progress:
             for minibatch in minibatches(
@@ -286,18 +311,24 @@ class Run:
         if self.stop.agreed():
             raise Interrupted
 
-    def finish_step(self, step: int, metrics: Metrics) -> None:
+    def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
         """Close a step: warnings, schedules, one row of metrics, evaluation and checkpoint when
-        due. May raise Interrupted.
+        due. `empty` says why it trained nothing. May raise Interrupted, and ValueError after too
+        many empty steps.
         """
         self.advance(metrics)
         for warning in observe(self.monitor, metrics):
             self.note(step, str(warning))
         self.timers.close_step(metrics)
         metrics.add("memory", self.placement.take_ledger())
+        self.console.step(step, metrics.result())  # evaluation says its own lines below
         is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
-        if not is_last and interval and (step + 1) % interval == 0:
+        if step == 0:
+            metrics.add("eval", self._scores(self.warm_start, "initial_"))
+        if is_last:
+            self.evaluated = self.evaluate(step + 1, metrics, self.config.evaluation.eval_samples)
+        elif interval and (step + 1) % interval == 0:
             success = self._mean_success(self.evaluate(step + 1, metrics))
         metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
@@ -309,11 +340,24 @@ class Run:
                 f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/",
             )
         on_main(lambda: self.logger.log(step, result))
-        self.console.step(step, result)
         self.step = step + 1
+        self._count_empty(empty)
         if not is_last and self._is_checkpoint_due(success):
             self.save(success)
         self.stop_if_asked()
+
+    def _count_empty(self, why: str | None) -> None:
+        self.empty_steps = self.empty_steps + 1 if why else 0
+        if why is None:
+            return
+        self.console.say(f"step {self.step - 1}: trained on nothing: {why}")
+        if self.empty_steps == self.config.train.max_empty_steps:
+            self.empty_steps = 0  # a resumed run may try as often
+            self.save()
+            raise ValueError(
+                f"{self.config.train.max_empty_steps} steps in a row trained on nothing, the bound"
+                f" of --max-empty-steps: {why}; {self.checkpoints.last('that changed')}"
+            )
 
     def advance(self, metrics: Metrics) -> None:
         """What every step ends with, also one that is only replayed: the schedules, and the number
@@ -343,7 +387,8 @@ class Run:
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()
             for name in self.config.environment.evaluated:
-                with self.console.progress(f"evaluate {name}", num_episodes) as progress:
+                title, max_turns = f"evaluate {name}", self.config.environment.expected_turns
+                with self.console.progress(title, num_episodes, max_turns=max_turns) as progress:
                     results[name] = evaluate(
                         self.engine,
                         self.renderer,
@@ -354,18 +399,27 @@ class Run:
                         num_prompts=config.eval_prompts,
                         samples_per_prompt=samples,
                         reference=self.references[name],
-                        advance=lambda num_tokens, is_over: progress.advance(is_over),
+                        advance=progress.turn,
                         send_again=self.send_weights_again,
                         watch=partial(self._trace_evaluation, step, name),
                     )
         for name, result in results.items():
-            shares = self.config.environment.shares
-            suffix = "" if len(shares) == 1 and name in shares else f"_{name}"
-            if metrics is not None:
-                values = {key: getattr(result, key) for key in EVALUATED}
-                metrics.add("eval", {f"{k}{suffix}": v for k, v in values.items() if v is not None})
-            self.console.say(f"step {step} {name}: {result}")
+            self.console.say(f"after {step} steps, {name}: {result}", "bold")
+        if metrics is not None:
+            metrics.add("eval", self._scores({name: r.to_dict() for name, r in results.items()}))
         return results
+
+    def _scores(
+        self, results: Mapping[str, Mapping[str, float | None]], prefix: str = ""
+    ) -> dict[str, float]:
+        """Evaluated sets, as they are logged; what nobody knows is left out."""
+        shares = self.config.environment.shares
+        return {
+            f"{prefix}{what}" + ("" if len(shares) == 1 and name in shares else f"_{name}"): value
+            for name, result in results.items()
+            for what in EVALUATED
+            if (value := result[what]) is not None
+        }
 
     def _mean_success(self, results: dict[str, EvaluationResult]) -> float:
         """Of the environments that are trained."""
@@ -386,17 +440,20 @@ class Run:
         """Evaluate, write the last checkpoint, export the policy for transformers, write the
         summary.
         """
-        evaluated = self.evaluate(self.step, samples=self.config.evaluation.eval_samples)
+        evaluated = self.evaluated or self.evaluate(
+            self.step, samples=self.config.evaluation.eval_samples
+        )
         self.save(self._mean_success(evaluated))
+        self.checkpoints.wait()  # it must not be lost with an export that the disk has no room for
         results = {name: result.to_dict() for name, result in evaluated.items()}
-        save_huggingface(
+        export(
             self.logger.directory / FINAL_EXPORT,
             self.policy.hf,
             self.renderer.tokenizer,
             self.policy.export_weights(),
-            is_writer=distributed.is_main(),
         )
         self.summary = {
+            "run": str(self.logger.directory),
             "sets": results,
             "steps": self.step,
             "seconds": time.monotonic() - self.started,
@@ -405,7 +462,6 @@ class Run:
             "warm_start": self.warm_start,
         }
         on_main(lambda: self.logger.write_summary(self.summary))
-        self.checkpoints.wait()
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
         self.console.say(f"to read it: python tools/view.py {self.logger.directory}")
@@ -427,6 +483,7 @@ class Run:
             "best_success": self.best_success,
             "weight_version": self.engine.weight_version,
             "nonfinite": self.guard.consecutive,
+            "empty_steps": self.empty_steps,
         }
         with self.timed("checkpoint"):
             self.checkpoints.save(
@@ -446,10 +503,11 @@ class Run:
         self.warm_start, self.best_success = state["warm_start"], state["best_success"]
         self.engine.weight_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
-        on_main(lambda: self.traces.drop_from(self.step))
+        self.empty_steps = state.get("empty_steps", 0)
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
+        self.screen.enter_context(self.console.open())
         return self
 
     def __exit__(
@@ -462,17 +520,16 @@ class Run:
             if isinstance(error, Interrupted):
                 self.save()
                 self.checkpoints.wait()
-                name = signal.Signals.SIGTERM.name
-                self.console.say(
-                    f"stopped by {name} after {self.step} steps; --resume goes on from there"
-                )
+                self.console.say(f"stopped after {self.step} steps; --resume goes on from there")
             if isinstance(error, (FloatingPointError, PlugInError)):
-                raise type(error)(f"{error}; {self.checkpoints.last()}") from error
+                last = self.checkpoints.last("a lower --lr or --clip-grad")
+                raise type(error)(f"{error}; {last}") from error
         finally:
             self.close()
 
     def close(self) -> None:
         """Stop the engine and flush all files; safe after any failure."""
+        self.screen.close()
         self.engine.shutdown()
         self.logger.close()
         if self.lock:
@@ -489,5 +546,5 @@ class Run:
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
     """A digest of the parameters of all ranks, for one pass over them. Collective."""
-    local = [checksum(value) for value in parameters]
+    local = checksum_each([*parameters])
     return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()

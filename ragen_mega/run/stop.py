@@ -1,8 +1,11 @@
-"""How a run is made to stop: SIGTERM becomes a question that all ranks answer alike at points where
-they meet anyway, and the death of another rank an error in one line.
+"""How a run is made to stop: a signal becomes a question that all ranks answer alike at points
+where they meet anyway, and the death of another rank an error in one line.
 """
 
+import os
 import signal
+import threading
+import time
 from types import FrameType
 
 import torch
@@ -12,37 +15,78 @@ from ragen_mega.data import distributed
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What stops a run: a scheduler, Ctrl-C, the end of the terminal."""
 RANK_LOST = (
     "another rank of this job has ended or does not answer; --resume goes on from the last"
     " checkpoint"
 )
+_POLL_SECONDS = 1.0
 
 
 class StopSignal:
-    """Whether SIGTERM has come in, here or on another rank."""
+    """Whether a signal to stop has come in, here or on another rank."""
 
     def __init__(self) -> None:
-        self._received = False
+        self.received: signal.Signals | None = None
 
     def listen(self) -> None:
-        """From now on a first SIGTERM is remembered, and a second one ends the process without a
-        checkpoint.
+        """From now on the first of SIGNALS is remembered, and a second one ends the process without
+        a checkpoint.
         """
-        signal.signal(signal.SIGTERM, self._receive)
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
 
     def agreed(self) -> bool:
-        """Whether any rank has received SIGTERM. Collective."""
-        return bool(distributed.sum_over_ranks(torch.tensor([int(self._received)])))
+        """Whether any rank has received one of them. Collective."""
+        return bool(distributed.sum_over_ranks(torch.tensor([int(bool(self.received))])))
 
     def interrupt(self) -> None:
-        """Raise Interrupted if this rank has received SIGTERM."""
-        if self._received:
+        """Raise Interrupted if this rank has received one of them."""
+        if self.received:
             raise Interrupted
 
+    @property
+    def exit_code(self) -> int:
+        """Of a rank that stops: of the signal that it, or else another rank, has received."""
+        return 128 + (self.received or signal.SIGTERM)
+
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if self._received:
-            raise SystemExit(128 + signum)
-        self._received = True
+        if self.received:
+            _leave(signum, None)
+        self.received = signal.Signals(signum)
+        _say(f"{self.received.name}: writing a checkpoint; the same again leaves without one")
+
+
+def leave_when_told() -> None:
+    """Until a run listens, any of SIGNALS ends this process: there is nothing to keep yet."""
+    for number in SIGNALS:
+        signal.signal(number, _leave)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    _say(f"stopped by {signal.Signals(signum).name} at once")
+    os._exit(128 + signum)  # an exception could be caught, and threads may still be writing
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        # Not by print: the signal may have come in the middle of one.
+        os.write(2, f"{line}\n".encode())
+
+
+def end_with_launcher() -> None:
+    """Send SIGTERM to this rank once the launcher that started it is gone, even by SIGKILL: nobody
+    else would end its ranks. A process that torchrun has not started does nothing.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()
+
+
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def fail_if_rank_lost(error: RuntimeError) -> None:

@@ -182,16 +182,16 @@ class CheckpointWriter:
         """Steps that have a checkpoint, newest first."""
         return [int(path.name.removeprefix("step_")) for path in _published(self.directory)]
 
-    def last(self) -> str:
-        """What to say of the newest checkpoint when the run cannot go on. Collective: waits for one
-        that is being written.
+    def last(self, change: str) -> str:
+        """What to say of the newest checkpoint when the run cannot go on without a `change`.
+        Collective: waits for one that is being written.
         """
         self.wait()
         if not (published := _published(self.directory)):
-            return "there is no checkpoint yet: start again with a lower --lr or --clip-grad"
+            return f"there is no checkpoint yet: start again with {change}"
         return (
-            f"the last good checkpoint is {published[0]}: --resume goes on from there, e.g. with a"
-            " lower --lr or --clip-grad"
+            f"the last good checkpoint is {published[0]}: --resume goes on from there, e.g. with"
+            f" {change}"
         )
 
     def _prepare(self, temporary: Path) -> None:

@@ -2,6 +2,7 @@
 whether they still are.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -13,7 +14,23 @@ from typing import Any
 from ragen_mega import __version__
 
 MANIFEST = "manifest.json"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 _LIBRARIES = ("torch", "megatron-core", "transformers")
+
+
+def describe_error(error: OSError, directory: Path | str) -> str:
+    """What an error of the operating system means for a run in `directory`: what cannot be written,
+    why, and the remedy; another error as it is.
+    """
+    if error.errno not in _FULL | _FORBIDDEN:
+        return str(error)
+    remedy = (
+        "choose another --output"
+        if error.errno in _FORBIDDEN
+        else "free space or choose another --output"
+    )
+    return f"cannot write {error.filename or directory}: {error.strerror}; {remedy}"
 
 
 def sync(path: Path) -> None:

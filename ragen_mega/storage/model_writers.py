@@ -9,8 +9,10 @@ https://github.com/huggingface/safetensors#format
 import copy
 import json
 import math
+import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
@@ -43,8 +46,8 @@ def num_bytes(kind: Kind) -> int:
 
 
 class TensorFile:
-    """A safetensors file whose tensors are written one by one, in any order. Until it is closed
-    another name is in the directory.
+    """A safetensors file whose tensors are written one by one, in any order. Until it is closed it
+    has another name.
     """
 
     def __init__(
@@ -138,16 +141,60 @@ def save_huggingface(
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
     """Write a directory that `transformers` loads; its weights get their name last, when all is
-    there. Every rank must call it: `weights` is a collective stream.
+    there. Every rank must call it: `weights` is a collective stream, which goes to its end also
+    when the disk is full.
 
-    The generation config is that of the directory from which `hf` was loaded. Raises ValueError if
-    the weights are not those of the model, or not all of the type of the first.
+    The generation config is that of the directory from which `hf` was loaded. Raises OSError, and
+    ValueError if the weights are not those of the model, or not all of the type of the first.
     """
     stream = iter(weights)
-    if not is_writer:
+    try:
+        if is_writer:
+            _write(directory, hf, tokenizer, stream, is_critic, max_shard_size)
+    finally:
         for _ in stream:
             pass
-        return
+
+
+def export(
+    directory: Path,
+    hf: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    is_critic: bool = False,
+) -> None:
+    """`save_huggingface` by rank 0, on whose return the directory is there. Collective. Raises what
+    it does on all ranks.
+    """
+    failures: list[Exception] = []
+    try:
+        save_huggingface(
+            directory,
+            hf,
+            tokenizer,
+            weights,
+            is_writer=distributed.is_main(),
+            is_critic=is_critic,
+        )
+    except (OSError, ValueError) as error:
+        failures.append(error)
+
+    def say() -> None:
+        for failure in failures:
+            raise failure
+
+    distributed.on_main(say)
+
+
+def _write(
+    directory: Path,
+    hf: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stream: Iterator[tuple[str, Tensor]],
+    is_critic: bool,
+    max_shard_size: int,
+) -> None:
     first = next(stream)
     dtype = first[1].dtype
     shape = ModelShape.of(hf)
@@ -160,7 +207,7 @@ def save_huggingface(
     config = copy.deepcopy(hf)
     config.architectures, config.dtype = [shape.family.architecture], dtype
     config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    _save_tokenizer(tokenizer, directory)
     generation = Path(hf.name_or_path) / "generation_config.json"
     if hf.name_or_path and generation.is_file():
         shutil.copyfile(generation, directory / generation.name)
@@ -170,3 +217,12 @@ def save_huggingface(
             raise ValueError(f"{name} is {tensor.dtype}, and others are {dtype}; export one type")
         writer.write(name, tensor)
     writer.close()
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(directory)) from None
+        raise

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_mega.data.packing import flatten
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
 from ragen_mega.storage.sealed_files import read_sealed, write_sealed
 
@@ -135,10 +136,10 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
         "seeds": torch.tensor([(t.seed, t.outcome_seed, t.weight_version) for t in trajectories]),
         "ends": torch.tensor([(t.terminated, t.truncated) for t in trajectories]),  # [S, 2] bool
         "lengths": torch.tensor([(len(t), len(t.turns)) for t in trajectories]),  # [S, 2]
-        "tokens": _concatenate((t.tokens for t in trajectories), np.int32),  # [sum L]
-        "loss_mask": _concatenate((t.loss_mask for t in trajectories), np.bool_),  # [sum L]
+        "tokens": flatten((t.tokens for t in trajectories), np.int32),  # [sum L]
+        "loss_mask": flatten((t.loss_mask for t in trajectories), np.bool_),  # [sum L]
         # [sum L]
-        "rollout_logprobs": _concatenate((t.rollout_logprobs for t in trajectories), np.float64),
+        "rollout_logprobs": flatten((t.rollout_logprobs for t in trajectories), np.float64),
         # [sum K, 2]
         "turns": torch.tensor([(t.start, t.end) for t in turns], dtype=torch.int32).reshape(-1, 2),
         "rewards": torch.tensor([turn.reward for turn in turns], dtype=torch.float64),  # [sum K]
@@ -148,11 +149,6 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
         for t in trajectories
     ]
     return tensors, facts
-
-
-def _concatenate(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
-    # several times faster than torch.tensor of a list
-    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
 
 
 def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> list[TrajectoryGroup]:

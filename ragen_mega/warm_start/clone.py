@@ -125,14 +125,18 @@ def scripted_episodes(
 
 
 def scripted_texts(
-    make_episode: Callable[[], Episode], seeds: Sequence[int], *, skill: float
+    make_episode: Callable[[], Episode],
+    seeds: Sequence[int],
+    *,
+    skill: float,
+    timeout: float = EnvironmentConfig.environment_timeout,
 ) -> list[str]:
     """Everything that is said in scripted episodes, one string per message: the corpus of the
     tokenizer.
     """
     # The chat template's words, as frequent as they will be.
     texts = ["system\nuser\nassistant\n"] * len(seeds)
-    for played in scripted_episodes(make_episode, seeds, skill=skill):
+    for played in scripted_episodes(make_episode, seeds, skill=skill, timeout=timeout):
         texts.extend(message.content for message in played.messages)
         for response, result in played.turns:
             texts.append(response)

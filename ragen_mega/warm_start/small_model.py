@@ -2,13 +2,12 @@
 it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
 from ragen_mega.algorithm.credit import estimate_advantages
@@ -26,7 +25,8 @@ from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
-from ragen_mega.storage.model_writers import save_huggingface
+from ragen_mega.storage.model_writers import export, save_huggingface
+from ragen_mega.storage.run_directory import BASE
 from ragen_mega.warm_start.clone import (
     FitStep,
     as_trajectory,
@@ -37,8 +37,8 @@ from ragen_mega.warm_start.clone import (
 from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-BASE, WARM_START, WARM_START_CRITIC = "base", "warm_start", "warm_start_critic"
-"""Subdirectories of a run without --load: the random small model, what cloning made of it, and the
+WARM_START, WARM_START_CRITIC = "warm_start", "warm_start_critic"
+"""Subdirectories of a run without --load: what cloning made of the small model in `base`, and the
 critic of that.
 """
 WARM_START_SEEDS = 100_000
@@ -89,14 +89,20 @@ def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
 
 def write_small_model(config: StarPOConfig, directory: Path) -> None:
     """Train the tokenizer on scripted play and write a randomly initialised model beside it."""
-    texts = []
+    texts: list[str] = []
+    vocabulary: list[str] = []
     for name in config.environment.shares:
+        make_episode = episode_maker(config.environment, name)
         texts += scripted_texts(
-            episode_maker(config.environment, name),
+            make_episode,
             range(200),
             skill=config.warm_start.warm_start_skill,
+            timeout=config.environment.environment_timeout,
         )
-    tokenizer = train_tokenizer(texts)
+        environment = make_episode().environment
+        vocabulary += getattr(environment, "vocabulary", ())
+        calls.close(environment)
+    tokenizer = train_tokenizer(texts, vocabulary=vocabulary)
     # So that no layout needs padded vocabulary rows.
     rows = config.parallel.tensor_model_parallel_size * 8
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
@@ -135,7 +141,11 @@ def warm_start(
         if note := narration_note(name, episode):
             console.say(note)
     first_turns = scripted_play(
-        config, renderer, console, 4 * warm.warm_start_trajectories, max_turns=1
+        config,
+        renderer,
+        console,
+        4 * warm.warm_start_trajectories,
+        max_turns=warm.warm_start_first_turns,
     )
     episodes = scripted_play(config, renderer, console, warm.warm_start_trajectories)
     stages = [
@@ -144,12 +154,12 @@ def warm_start(
     ]
     _fit(student, student.clone, stages, console, "warm start", seed=config.train.seed)
     start = Start(config.run_directory / WARM_START, None)
-    _export(start.policy, hf, renderer, student.export_weights())
+    export(start.policy, hf, renderer.tokenizer, student.export_weights())
     if not _starts_critic(config):
         return start
     critic = warm_start_critic(config, hf, groups, console, start.policy, episodes)
     start = start._replace(critic=config.run_directory / WARM_START_CRITIC)
-    _export(start.critic, hf, renderer, critic.export_weights(), is_critic=True)
+    export(start.critic, hf, renderer.tokenizer, critic.export_weights(), is_critic=True)
     return start
 
 
@@ -232,25 +242,6 @@ def scripted_play(
     parts = distributed.gather_objects(written)
     ordered = (parts[index % world_size][index] for index in range(count))
     return [trajectory for trajectory in ordered if trajectory is not None]
-
-
-def _export(
-    directory: Path,
-    hf: PretrainedConfig,
-    renderer: ChatRenderer,
-    weights: Iterable[tuple[str, Tensor]],
-    *,
-    is_critic: bool = False,
-) -> None:
-    save_huggingface(
-        directory,
-        hf,
-        renderer.tokenizer,
-        weights,
-        is_writer=distributed.is_main(),
-        is_critic=is_critic,
-    )
-    distributed.barrier()
 
 
 def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:

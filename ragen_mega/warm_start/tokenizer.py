@@ -9,9 +9,9 @@ loads it as the Qwen2Tokenizer that it is.
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from tokenizers import AddedToken, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 CHAT_TEMPLATE = (
@@ -35,15 +35,19 @@ _UNIT = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)| [a-z]+/[a-z]+")
 _MIN_FREQUENCY = 2
 
 
-def train_tokenizer(texts: Sequence[str], *, num_merges: int = 300) -> Qwen2Tokenizer:
-    """Train on `texts`: 256 bytes, markers, tags, the coordinates and pairs that occur, and up to
-    `num_merges` merges.
+def train_tokenizer(
+    texts: Sequence[str], *, vocabulary: Iterable[str] = (), num_merges: int = 300
+) -> Qwen2Tokenizer:
+    """Train on `texts`: 256 bytes, markers, tags, the texts of `vocabulary`, the coordinates and
+    pairs that occur, and up to `num_merges` merges of what is left.
     """
+    vocabulary = sorted(set(vocabulary))
     units = Counter(match for text in texts for match in _UNIT.findall(text))
-    added = [*_TAGS, *sorted(unit for unit, count in units.items() if count >= _MIN_FREQUENCY)]
+    frequent = sorted(unit for unit, count in units.items() if count >= _MIN_FREQUENCY)
+    added = list(dict.fromkeys((*_TAGS, *vocabulary, *frequent)))
     blank = Qwen2Tokenizer().backend_tokenizer
     blank.train_from_iterator(
-        (_UNIT.sub("\n", text) for text in texts),
+        (_UNIT.sub("\n", text) for text in _without(vocabulary, texts)),
         trainers.BpeTrainer(
             vocab_size=256 + len(_MARKERS) + num_merges,
             min_frequency=_MIN_FREQUENCY,
@@ -63,3 +67,13 @@ def train_tokenizer(texts: Sequence[str], *, num_merges: int = 300) -> Qwen2Toke
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
     return tokenizer
+
+
+def _without(vocabulary: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+    """The texts with a line break in place of what is in the vocabulary."""
+    splitter = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    splitter.add_tokens([AddedToken(known, normalized=False) for known in vocabulary])
+    for text in texts:
+        pieces = splitter.encode(text)
+        spans = zip(pieces.ids, pieces.offsets, strict=True)
+        yield "\n".join(text[start:end] for token, (start, end) in spans if token == 0)

@@ -150,7 +150,7 @@ def test_every_metric_is_explained(run: Path) -> None:
 
 def test_events_are_told_once(tmp_path: Path) -> None:
     logger = RunLogger(tmp_path / "run", is_writer=True, tensorboard=False)
-    logger.write_config({})
+    logger.write_config({}, {})
     logger.note(1, "first")
     logger.note(2, "to be repeated")
     logger.note(1, "first")  # the run was resumed at step 1

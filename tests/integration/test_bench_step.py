@@ -60,7 +60,7 @@ def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
         assert round(trained) == sum(
             len(trajectory.tokens) - 1 for trajectory in groups[0].trajectories
         )
-    assert len(rows) == 3 and len(run["all_seconds"]) == 2
+    assert len(rows) == 4 and len(run["all_seconds"]) == 2
     assert run["sampled_tokens_per_trajectory"] == TURNS * RESPONSE
     assert (run["num_trajectories"], run["trained_trajectories"]) == (8, 2)
 
@@ -116,7 +116,7 @@ def test_the_random_model_never_stops(tmp_path: Path, is_tied: bool) -> None:
             "--model Qwen9",
             "the size of Qwen9 is not known; give --load a directory with a config.json",
         ),
-        ("--steps 1", "--steps must be at least 2"),
+        ("--steps 2", "--steps must be at least 3"),
         ("--keep 0.5 0", "--keep must hold shares above 0"),
     ],
 )

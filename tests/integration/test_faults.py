@@ -7,24 +7,31 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.rollout.collector import Task
 from ragen_mega.run.run import Run
+from ragen_mega.storage.checkpoints import find_latest
+from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.storage.run_directory import Finished
 from ragen_mega.storage.sealed_files import read_sealed
 from ragen_mega.train import starpo
-from tests.support.faulty_runs import WARM_START, open_run, poison, record_moves
-from tests.support.runs import finish, metrics, state
+from tests.support.faulty_runs import FLAGS, WARM_START, open_run, poison, record_moves, start_of
+from tests.support.runs import finish, launch, metrics, state
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,6 +130,7 @@ def test_a_rollout_of_other_weights_or_settings_is_not_used(
         in capfd.readouterr().out
     )
     shutil.rmtree(output / "other_settings" / "checkpoints" / "step_00000004")
+    (output / "other_settings" / "summary.json").unlink()
     finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4", "--temperature", "0.9"))
     assert steps == [3, 2, 3]
 
@@ -136,8 +144,8 @@ def load_replay():
 
 def replay_arguments(run: Path, step: int) -> argparse.Namespace:
     return argparse.Namespace(
-        run=run, step=step, tolerance=1e-4, tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1, use_distributed_optimizer=False, json=None,
+        run=run, step=step, tolerance=1e-4, num_ranks=None, tensor_model_parallel_size=None,
+        pipeline_model_parallel_size=None, use_distributed_optimizer=None, json=None,
     )  # fmt: skip
 
 
@@ -178,6 +186,36 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
         tool.replay(replay_arguments(moved, 9))
     with pytest.raises(ValueError, match="holds no run .*; give a run directory"):
         tool.replay(replay_arguments(tmp_path, 0))
+
+
+@pytest.mark.forks
+def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the README says it, in a process that knows nothing of ranks."""
+    flags = [*FLAGS, "--load", str(start_of(output)), "--num-steps", "2", "--overwrite"]
+    run = launch(tmp_path, "two", 2, *flags)
+    before, out = digest(run), tmp_path / "out.json"
+    command = [sys.executable, ROOT / "tools/replay.py", "--run", run, "--step", "1", "--json", out]
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, capture_output=True, text=True, env=alone, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["world_size"] == 2 and result["largest_difference"] == 0.0
+    assert "on 2 ranks" in done.stdout and digest(run) == before
+
+    monkeypatch.delenv("RANK", raising=False)  # this process has trained
+    config = json.loads((run / "config.json").read_text())
+    (start,) = config["provenance"]
+    assert (start["world_size"], start["recipe"], start["first_step"]) == (2, "none", 0)
+    for changes, reason in (
+        ({"ranks_per_node": 1}, "the run had 2 ranks, 1 on each node, and this tool starts those"),
+        ({"device": "cuda", "ranks_per_node": 2}, "the run had 2 GPUs on .*, and here are"),
+    ):
+        config["provenance"] = [start | changes]
+        (run / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=reason):
+            load_replay().read_config(replay_arguments(run, 1))
 
 
 def test_bad_updates_change_nothing_and_are_kept(
@@ -241,6 +279,88 @@ def test_bad_updates_in_a_row_stop_the_run(output: Path) -> None:
         f"the last good checkpoint is {output}/stopped/checkpoints/step_00000002: --resume goes on"
         " from there" in said
     )
+
+
+def test_the_first_and_the_last_evaluation_are_in_the_log(output: Path) -> None:
+    rows = [
+        json.loads(line)
+        for line in (output / "straight" / "metrics.jsonl").read_text().splitlines()
+    ]
+    summary = json.loads((output / "straight" / "summary.json").read_text())
+    for row, key, result in (
+        (rows[0], "eval/initial_", summary["warm_start"]["bandit"]),
+        (rows[-1], "eval/", summary["sets"]["bandit"]),
+    ):
+        for what in ("success", "reward", "random", "optimum"):
+            assert row[f"{key}{what}"] == result[what]
+    assert [len([key for key in row if key.startswith("eval/")]) for row in rows] == [4, 0, 0, 4]
+    events = EventAccumulator(str(output / "straight" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("eval/initial_success")] == [0]
+    assert [event.step for event in events.Scalars("eval/success")] == [3]
+
+
+def test_a_finished_run_is_neither_changed_nor_said_to_train(output: Path) -> None:
+    before = digest(output / "straight")
+    with pytest.raises(ValueError, match="lr would change nothing"):
+        open_run(output, "straight", "--resume", "--lr", "5e-4")
+    with pytest.raises(Finished, match="raise --num-steps to train on"):
+        open_run(output, "straight", "--resume")
+    assert digest(output / "straight") == before
+
+
+def test_a_start_that_is_refused_late_leaves_nothing_to_overwrite(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the model does not fit: found once its directory is there."""
+    with monkeypatch.context() as patched:
+        patched.setattr("ragen_mega.run.build.build_models", _refuse)
+        with pytest.raises(ValueError, match="refused"):
+            open_run(output, "late")
+    run = open_run(output, "late", "--num-steps", "1")
+    run.close()
+
+
+def _refuse(*args: object) -> None:
+    raise ValueError("refused")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--max-response-length", "2"), "all 8 answers were cut at --max-response-length 2"),
+        (("--temperature", "50"), "none of 8 answers has the form"),
+    ],
+)
+def test_steps_that_train_nothing_say_why_and_end_the_run(
+    output: Path, capfd: pytest.CaptureFixture, flags: tuple[str, ...], why: str
+) -> None:
+    name = f"empty{flags[0]}"
+    common = ("--max-turns", "1", "--filter-strategy", "top_fraction", "--max-empty-steps", "2")
+    run = open_run(output, name, *common, *flags, "--save-interval", "0")
+    with pytest.raises(
+        ValueError, match=f"2 steps in a row .*--max-empty-steps.*{why}.*; (?:raise|start)"
+    ):
+        finish(run)
+    said = capfd.readouterr().out
+    assert said.count("trained on nothing: ") == 2 and f"step 1: trained on nothing: {why}" in said
+    assert [row["step"] for row in metrics(output / name)] == [0, 1]
+    assert (output / name / "checkpoints" / "step_00000002").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", ".model.safetensors.tmp"])
+def test_an_export_without_room_loses_nothing_else(output: Path, file: str) -> None:
+    run = open_run(output, f"full-{file}", "--num-steps", "1")
+    export = run.logger.directory / "huggingface"
+    export.mkdir()
+    (export / file).symlink_to("/dev/full")
+    with pytest.raises(OSError) as failed:
+        finish(run)
+    said = describe_error(failed.value, output)
+    assert said.startswith("cannot write ") and str(output) in said
+    assert said.endswith("No space left on device; free space or choose another --output")
+    assert len(metrics(run.logger.directory)) == 1
+    assert find_latest(run.logger.directory / "checkpoints", print).step == 1
 
 
 class Flaky(Bandit):

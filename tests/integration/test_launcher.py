@@ -3,7 +3,9 @@ codes, signals.
 """
 
 import ast
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,8 +14,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.run
 
 from ragen_mega.config import parse, read_flags, with_recipe
+from ragen_mega.run.check import check_flags
+from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/pretrain_starpo.sh"
@@ -45,6 +51,99 @@ def execute(
         timeout=timeout,
         env=environment(**changes),
     )
+
+
+MODEL = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+}
+LACKING = {
+    "no_config": ("config.json",),
+    "no_weights": ("model.safetensors",),
+    "no_tokenizer": ("tokenizer.json",),
+    "no_template": ("chat_template.jinja",),
+}
+"""Copies of a model directory, and what is deleted there."""
+MISTAKES = [
+    # values
+    ("--lr x", "--lr & 'x'"),
+    ("--lr -1", "lr must be positive, not -1"),
+    ("--lr nan", "lr must be a finite number, not nan"),
+    ("--num-steps 1.5", "--num-steps & '1.5'"),
+    ("--num-groups 0", "num_groups must be at least 1, not 0; set --num-groups"),
+    ("--gamma 2", "gamma must be from 0 to 1, not 2.0; set --gamma"),
+    ("--temperature 0", "temperature must be positive, not 0.0; set --temperature"),
+    ("--eval-temperature -1", "eval_temperature must be at least 0, not -1"),
+    ("--keep-rollouts all", "--keep-rollouts & 'all'"),
+    ("--seed -1", "seed must be at least 0, not -1; set --seed"),
+    ("--max-turns 0", "max_turns must be at least 1, not 0"),
+    ("--format-penalty 1", "format_penalty must be at most 0, not 1.0; set --format-penalty"),
+    ("--rollout-engine vllm", "--rollout-engine & vllm & embedded & sglang"),
+    # flags
+    ("--learning-rat 1", "--learning-rat & --help"),
+    ("--lr", "--lr"),
+    ("lr=3", "lr=3"),
+    ("--bf16 yes", "yes"),
+    ("--recipe sea", "--recipe & frozen_lake & 'sea'"),
+    # combinations
+    ("--resume --overwrite", "drop --resume or --overwrite"),
+    ("--group-size 1", "group_size is 1; raise --group-size or set --filter-strategy none"),
+    ("--minibatch-size 7", "(7) must divide the 128 trajectories & set --minibatch-size 4"),
+    ("--max-response-length 512", "(512) must be below max_context_length (512)"),
+    ("--kl-coef 0.1", "kl_kind (none) and kl_coef (0.1) need each other; set both or none"),
+    ("--hidden-size 97", "hidden_size (97) & set --hidden-size 96"),
+    ("--keep-best --eval-interval 0", "drop it or set --eval-interval"),
+    ("--fp8 hybrid", "add --bf16 or drop --fp8"),
+    ("--sglang-python x", "drop it or set --rollout-engine sglang"),
+    ("--sequence-parallel", "drop --sequence-parallel or raise --tensor-model-parallel-size"),
+    # names
+    ("--environments frozenlake", "'frozenlake' & did you mean frozen_lake?"),
+    ("--environments nothing:World", "cannot import nothing:World & working directory"),
+    ("--environment-options '{bad'", "'{bad' & write it in single quotes, e.g."),
+    ('--environment-options \'{"frozen_lake": {"slip": 1}}\'', "slip; its options are size"),
+    ("--advantage-estimator ppo", "'ppo' & gae"),
+    ("--filter-strategy best", "'best'; choose one of min_p"),
+    ("--reward environment+form", "'form' & did you mean format?"),
+    # layout
+    ("--tensor-model-parallel-size 3", "(3) & must divide the world size (2); start torchrun"),
+    (
+        "--rollout-engine sglang --rollout-tensor-parallel-size 4",
+        "(4) must divide the ranks of a node (2) & set --rollout-tensor-parallel-size 1",
+    ),
+    ("--pipeline-model-parallel-size 2 --num-layers 3", "(2) must divide the model's layers (3)"),
+    # files
+    ("--boards none.jsonl", "none.jsonl & check the path"),
+    ("--load ./none", "./none does not exist; give the directory of a model"),
+    ("--load runs/taken", "runs/taken is a run, not a model; give runs/taken/huggingface"),
+    ("--load llama", "llama & one of qwen2, qwen3, not 'llama'"),
+    ("--load no_config", "no_config holds no config.json; give the directory"),
+    ("--load no_weights", "no_weights holds no weights (model.safetensors"),
+    ("--load no_tokenizer", "no_tokenizer holds no tokenizer (tokenizer.json"),
+    ("--load no_template", "tokenizer without chat template; load an Instruct model"),
+    ("--critic-load ./none", "--critic-load ./none does not exist"),
+    ("--rollout-engine sglang --sglang-python /none", "/none cannot be run & setup_sglang_cpu.sh"),
+    # the run
+    ("--name taken", "already holds an unfinished run; add --overwrite & --resume & --name"),
+    ("--name thesis --overwrite", "holds files that are no run & choose another --name"),
+    ("--name a/b", "name must be that of one directory, not 'a/b'; set --output"),
+    ("--output llama/config.json", "llama/config.json is a file; choose another"),
+]
+"""Flags of a person in a hurry, and parts of what is said."""
+
+
+def model_directory(parent: Path) -> str:
+    """What looks like a model as long as nobody reads its weights."""
+    directory = parent / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (directory / name).touch()
+    return str(directory)
 
 
 def program(directory: Path, source: str) -> Path:
@@ -100,15 +199,13 @@ class TestCheck:
         ("flags", "code", "said"),
         [
             (["--help"], 100, "--tensor-model-parallel-size"),
-            (["--learning-rat", "1"], 2, "unknown flag --learning-rat"),
-            (["--tensor-model-parallel-size", "3"], 2, "must divide the world size (2)"),
-            (["--rollout-engine", "sglang", "--rollout-tensor-parallel-size", "4"], 2, "divide"),
-            (["--rollout-engine", "sglang", "--sglang-python", "/none"], 2, "does not exist"),
-            (["--environments", "nothing:World"], 2, "cannot import nothing"),
-            ([], 0, ""),
+            (["--load", "{model}", "--boards", "/none"], 2, "/none"),
+            (["--load", "{model}", "--tensor-model-parallel-size", "2"], 0, ""),
         ],
     )
     def test_neither_torch_nor_transformers_is_imported(self, tmp_path, flags, code, said):
+        model = model_directory(tmp_path)
+        flags = [flag.format(model=model) for flag in flags]
         source = f"""
             import sys
 
@@ -127,6 +224,38 @@ class TestCheck:
         assert process.returncode == code, process.stderr
         assert said in process.stdout + process.stderr
         assert len(process.stderr.splitlines()) == (code == 2)
+
+    @pytest.mark.parametrize(("flags", "said"), MISTAKES)
+    def test_a_mistake_is_one_line_with_rule_value_and_remedy(
+        self, tmp_path, monkeypatch, capsys, flags, said
+    ):
+        """Nothing is written for a start that is refused."""
+        monkeypatch.chdir(tmp_path)
+        model = model_directory(tmp_path)
+        for name in LACKING:
+            shutil.copytree(model, tmp_path / name)
+            for file in LACKING[name]:
+                (tmp_path / name / file).unlink()
+        (tmp_path / "llama").mkdir()
+        (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+        for name, files in (("taken", ("config.json", "metrics.jsonl")), ("thesis", ("a.tex",))):
+            for file in files:
+                path = tmp_path / "runs" / name / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text('{"warm_start": {}}')
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as left:
+            check_flags(shlex.split(flags), 2, 2)
+        out, err = capsys.readouterr()
+        assert (left.value.code, out) == (2, "")
+        assert err.startswith("error: ") and len(err.splitlines()) == 1, err
+        assert all(part in err for part in said.split(" & ")), err
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_a_number_of_ranks_that_is_none(self):
+        process = execute("bash", SCRIPT, NPROC_PER_NODE="all")
+        assert (process.returncode, len(process.stderr.splitlines())) == (2, 1)
+        assert "NPROC_PER_NODE must be a number of ranks" in process.stderr
 
 
 class TestRecipes:
@@ -191,7 +320,39 @@ class TestLaunch:
         assert process.returncode == 128 + signal.SIGKILL
         assert process.stderr.startswith("error: rank 0 was killed by SIGKILL")
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_every_signal_reaches_every_rank_once_and_their_time_is_their_own(self, tmp_path):
+        """Ctrl-C in a terminal, twice: the second does not wait for the first."""
+        script = program(
+            tmp_path,
+            """
+            import os, signal, time
+            def receive(number, frame):
+                os.write(1, f"{number}\\n".encode())
+                count.append(number)
+                if len(count) == 2:
+                    os._exit(130)
+            count = []
+            signal.signal(signal.SIGINT, receive)
+            os.write(1, b"up\\n")
+            while True:
+                time.sleep(1)
+            """,
+        )
+        process = subprocess.Popen(
+            [*LAUNCH, "--nproc-per-node", "2", str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)
+            assert [process.stdout.readline() for _ in range(2)] == ["2\n"] * 2
+        assert process.communicate() == ("", "") and process.returncode == 128 + signal.SIGINT
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
     def test_signals_stop_every_rank(self, tmp_path, number):
         script = program(
             tmp_path,
@@ -248,7 +409,9 @@ class TestSetup:
                 case "$*" in
                 *"pip --version"* | *"ragen_mega.run.check"*) ;;
                 *"pip install"*)
-                    if [ -e {copy}/fail-pip ]; then echo "ERROR: no route" >&2; exit 1; fi ;;
+                    if [ -e {copy}/fail-pip ]; then echo "ERROR: no route" >&2; exit 1; fi
+                    if [ -e {copy}/full-disk ]; then cat /dev/zero >/dev/full; exit; fi
+                    if [ -e {copy}/interrupted ]; then kill -INT $$; sleep 60; fi ;;
                 "- "*) if [ -e {copy}/lacks ]; then echo numpy; exit 3; fi ;;
                 *) echo "started" ;;
                 esac
@@ -260,7 +423,7 @@ class TestSetup:
     def start(self, copy, path="/usr/local/bin:/usr/bin:/bin"):
         return execute("bash", copy / "examples/pretrain_starpo.sh", PATH=path)
 
-    @pytest.mark.parametrize("fault", ["fail-pip", "lacks"])
+    @pytest.mark.parametrize("fault", ["fail-pip", "full-disk", "interrupted", "lacks"])
     def test_a_failed_installation_is_not_complete_and_the_same_command_repairs_it(
         self, copy, fault
     ):
@@ -268,7 +431,8 @@ class TestSetup:
         for _ in range(2):
             process = self.start(copy)
             assert process.returncode == 1
-            assert process.stderr.splitlines()[-1].startswith("error: setup failed")
+            *_, last = process.stderr.splitlines()
+            assert last.startswith("error: ") and "un the command again" in last, process.stderr
             assert "started" not in process.stdout
             assert not list((copy / ".venv").glob(".installed*"))
         (copy / fault).unlink()
@@ -285,9 +449,8 @@ class TestSetup:
             (tools / name).symlink_to(shutil.which(name))
         process = self.start(copy, path=str(tools))
         assert process.returncode == 1
-        said, needed, failed = process.stderr.splitlines()
-        assert said.startswith("setup: installing") and "Python 3.11, 3.12 or 3.13" in needed
-        assert failed.startswith("error: setup failed")
+        (said,) = process.stderr.splitlines()
+        assert said.startswith("error: Python 3.11, 3.12 or 3.13") and "PATH offers" in said
 
 
 @pytest.mark.slow
@@ -313,3 +476,19 @@ def test_a_fresh_copy_installs_itself(tmp_path):
         assert process.stderr.count("setup: installing") == expected, (
             f"command {attempt + 1}: {process.stderr}"
         )
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "flags", "bound"),
+    [(True, (), "node"), (True, ("--numa-binding", "socket"), "socket"), (False, (), None)],
+)
+def test_ranks_are_bound_to_the_cpus_beside_their_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, flags: tuple[str, ...], bound: str | None
+) -> None:
+    started = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.distributed.run, "run", started.append)
+    monkeypatch.setattr(launch.logging, "disable", lambda level: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert launch.main(["--nproc-per-node", "2", *flags, "train.py"]) == 0
+    assert [one.numa_binding for one in started] == [bound]

@@ -85,7 +85,7 @@ def state(trainer: Trainer) -> list[torch.Tensor]:
     return tensors + [
         value
         for parameter in trainer.module.parameters()
-        for value in _read_adam(trainer, parameter).values()
+        for value in _read_adam(trainer, parameter, "cpu").values()
     ]
 
 

@@ -202,8 +202,9 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
 
 
 def test_tools_over_sixty_turns_in_a_window_of_two(folder: Path) -> None:
-    flags = """--context-window 2 --filter-keep-zero --max-turns 60 --name tools --max-response-length 24
-        --reward""".split() + ["environment + 0.1*grounded_thought - 0.01*repetition"]  # fmt: skip
+    flags = "--context-window 2 --filter-keep-zero --max-turns 60 --max-response-length 24".split()
+    flags += ["--name", "tools"]
+    flags += ["--reward", "environment + 0.1*grounded_thought - 0.01*repetition"]
     flags += "--num-steps 1 --group-size 2 --eval-interval 0 --eval-prompts 1".split()
     done = train(folder, "my_world:Tools", *flags)
     assert done.returncode == 0, done.stderr

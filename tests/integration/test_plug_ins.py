@@ -118,9 +118,9 @@ def test_a_bad_plug_in_ends_the_run_with_one_line(
     assert len(errors) == 1 and message in errors[0]
 
 
-def test_the_page_of_the_algorithm_says_what_works(folder: Path, capfd) -> None:
-    """Module and flags of docs/algorithm.md, as they stand there."""
-    page = (ROOT / "docs/algorithm.md").read_text()
+def test_the_page_about_extending_says_what_works(folder: Path, capfd) -> None:
+    """Module and flags of docs/extending.md, as they stand there."""
+    page = (ROOT / "docs/extending.md").read_text()
     module = page.partition("<<'PYTHON'\n")[2].partition("\nPYTHON\n")
     (folder / "mine.py").write_text(module[0])
     command = module[2].partition("```")[0].replace("\\\n", " ")

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -143,6 +144,60 @@ def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:
         ranks[-1].send_signal(signal.SIGKILL)
         assert process.wait(600) == 0
     assert [row["step"] for row in metrics(output / "restarted")] == list(range(12))
+
+
+@contextmanager
+def training(output: Path, place: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """The launch script in a process group of its own, as in a terminal, once a step is logged."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+        "NPROC_PER_NODE": "2",
+    }
+    script = str(ROOT / "examples" / "pretrain_starpo.sh")
+    flags = [
+        "--recipe", "none", *FLAGS, "--load", str(start_of(output)), "--num-steps", "9999",
+        "--save-interval", "0", "--lr-decay", "constant", "--output", str(place), "--name", "run",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        [*command, script, *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        while not (place / "run" / "metrics.jsonl").exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        yield process
+
+
+@pytest.mark.parametrize("command", [("bash",), ("torchrun",)], ids=["bash", "torchrun"])
+def test_ctrl_c_writes_a_checkpoint_first(
+    output: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """The whole process group gets the signal; of the script, two ranks, nothing else is heard."""
+    with training(output, tmp_path, *command) as process:
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate()[1].splitlines()
+    line = "SIGINT: writing a checkpoint; the same again leaves without one"
+    assert said.count(line) == 1
+    if command == ("bash",):  # torchrun adds a report of its own
+        assert (process.returncode, said) == (128 + signal.SIGINT, [line])
+    assert not any(member.is_running() for member in family)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(output: Path, tmp_path: Path) -> None:
+    with training(output, tmp_path, "bash") as process:
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=300)
+        assert not alive
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
 def test_replay_on_two_ranks(output: Path, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(
     start: Path, straight: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()  # it had not finished
     path = next((tmp_path / "run" / "checkpoints" / "step_00000006").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -168,6 +169,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
     start: Path, straight: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()  # it had not finished
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
 
@@ -179,7 +181,8 @@ def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path
     with pytest.raises(
         ValueError, match="advantage.advantage_estimator was gae in .* and is grpo now; resume with"
     ):
-        open_run(output, "run", "--load", str(start), "--resume", "--advantage-estimator", "grpo")
+        other = ("--advantage-estimator", "grpo", "--num-steps", "9")
+        open_run(output, "run", "--load", str(start), "--resume", *other)
     first = open_run(tmp_path, "run", "--load", str(start))
     try:
         with pytest.raises(ValueError, match="another process works in run directory"):

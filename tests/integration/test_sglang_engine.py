@@ -153,6 +153,7 @@ def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.silicon
 def test_a_sleeping_server_gives_its_memory_back(tmp_path: Path) -> None:
     """Of the whole device, so that memory of the server's processes counts: asleep it lacks far
     less than awake.
@@ -221,7 +222,7 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_pa
         ):
             missing = tmp_path / "no.json"
             body = base64.b64encode(pickle.dumps([(str(missing), torch.empty(0))])).decode()
-            send(engine.server.client, [[Message(missing, body)]], 9)
+            send(engine.server.client, [[Message(missing, body, is_last=True)]], 9)
         load(weights)
         with pytest.raises(RuntimeError, match="is loaded and must be started"):
             generate([1])
@@ -408,6 +409,26 @@ def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
         trainer.kill()
         for pid in filter(is_alive, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+@same_on_a_cpu
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--tp 2 --model x --mem-fraction-static 0.8", "must not change model_path, tp_size,"),
+        pytest.param("--nope", "does not take .* unrecognized", marks=pytest.mark.slow),
+        pytest.param("--schedule-policy fcfs", None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_servers_parser_judges_further_arguments(
+    given: str, message: str | None, tmp_path: Path
+) -> None:
+    server = settings(tmp_path, command_line=given.split())
+    if message is None:
+        server.check_command_line()
+    else:
+        with pytest.raises(ValueError, match=message):
+            server.check_command_line()
 
 
 @same_on_a_cpu

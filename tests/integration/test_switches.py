@@ -165,7 +165,8 @@ def test_loss_and_gradient_of_the_policy(start: Path, batch) -> None:
         seen.append((float(loss), norm))
     gaps = [abs(a - b) + abs(c - d) for i, (a, c) in enumerate(seen) for b, d in seen[:i]]
     assert min(gaps) > 1e-3
-    flags = {item.name for item in dataclasses.fields(LossConfig)} - {"value_clip"}
+    flags = {item.name for item in dataclasses.fields(LossConfig)}
+    flags -= {"value_clip", "old_logprobs"}
     assert flags == {name for options in LOSSES for name in options}
 
 
@@ -295,8 +296,8 @@ class Watched:
         finish = self.run.finish_step
         self.rows: list[dict[str, float]] = []
 
-        def finish_step(step, metrics):
-            finish(step, metrics)
+        def finish_step(step, metrics, **why):
+            finish(step, metrics, **why)
             self.rows.append(metrics.result())
 
         self.run.finish_step = finish_step
@@ -365,6 +366,64 @@ def test_passes_over_a_rollout_and_minibatches(start: Path, tmp_path: Path) -> N
         assert len(orders) > 4, "every pass is shuffled anew"
 
 
+OLD_LOGPROBS = (
+    # flags, optimizer steps, which old log-probabilities they saw
+    ("--minibatch-size 16", 1, "none"),
+    ("--minibatch-size 16 --old-logprobs recompute", 1, "policy"),
+    ("--minibatch-size 16 --old-logprobs engine", 1, "engine"),
+    ("--minibatch-size 8", 2, "policy"),
+    ("--minibatch-size 16 --updates-per-rollout 2", 2, "policy"),
+    ("--minibatch-size 16 --kl-in-reward k1 --kl-reward-coef 0.1", 1, "policy"),
+)
+
+
+def test_old_logprobs_are_computed_where_something_needs_them(start: Path, tmp_path: Path) -> None:
+    runs = [
+        Watched(start, tmp_path, "--num-steps", "1", *flags.split()) for flags, _, _ in OLD_LOGPROBS
+    ]
+    for run, (flags, num_steps, whose) in zip(runs, OLD_LOGPROBS):
+        minibatches = run.of("actor", 0)
+        assert len(minibatches) == num_steps, flags
+        for one in minibatches:
+            old, engine = one.old_logprobs, one.rollout_logprobs
+            assert (old is None) == (whose == "none"), flags
+            assert (old is not None and torch.equal(old, engine)) == (whose == "engine"), flags
+        # watched in every mode: both computed what they say in float32
+        assert 0 < run.rows[0]["mismatch/logprob_max_abs_diff"] < 1e-4, flags
+    first, recomputed = runs[0].rows[0], runs[1].rows[0]
+    assert first["actor/approx_kl"] == 0
+    for key, value in recomputed.items():
+        if key.startswith(("actor/", "critic/", "mismatch/")):
+            assert first[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def test_the_first_pass_gives_the_gradient_of_recomputed_logprobs(start: Path, batch) -> None:
+    _, packed = batch
+    loss = LossConfig(importance_cap=2.0, kl_kind="k3", kl_coef=0.1)
+    gradients = []
+    for is_recomputed in (True, False):
+        config = TrainConfig(max_tokens_per_microbatch=32)
+        policy = make(MegatronPolicy, start, config, loss, temperature=TEMPERATURE)
+        old = policy.logprobs(packed)
+        result = policy.update(
+            dataclasses.replace(packed, old_logprobs=old if is_recomputed else None)
+        )
+        assert torch.equal(policy.pass_logprobs, old)
+        gradients.append(policy.trainer.gradients())
+    assert result["grad_norm"] > 0 and result["approx_kl"] == 0
+    for name, expected in gradients[0].items():
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--old-logprobs engine --importance-cap 2", "--old-logprobs first"]
+)
+def test_old_logprobs_that_cannot_be(flags: str) -> None:
+    with pytest.raises((ValueError, SystemExit)):
+        parse([*FLAGS, *flags.split()])
+
+
 def returns_by_group(run: Watched) -> dict[int, list[float]]:
     """Shaped returns of the step's whole rollout, read back as it was stored."""
     groups = run.run.rollouts.read(0).groups
@@ -387,7 +446,7 @@ def test_the_filter_ranks_raw_returns(start: Path, tmp_path: Path) -> None:
     grpo = "--advantage-estimator dr_grpo --num-steps 1 --keep-rollouts 0".split()
     for flags, count in (
         ("--filter-strategy top_k --filter-value 1", 1),
-        ("--filter-strategy top_k --filter-value 3 --soft-reweighting", 3),
+        ("--filter-strategy top_k --filter-value 3 --soft-reweighting --minibatch-size 4", 3),
         ("--filter-strategy top_fraction", 1),
         ("--filter-strategy none", 4),
     ):

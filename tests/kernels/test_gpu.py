@@ -24,6 +24,7 @@ from tests.kernels.kernel_cases import logprob_entropy_truth, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.silicon,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -54,6 +54,33 @@ def test_fused_gradient_is_the_unfused_gradient(backend, name):
     assert_stats(stats, truth.stats, max(1e-6, backend.tolerance))
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_without_old_logprobs_those_of_the_evaluation_serve(backend, name):
+    case, objective = make_case(21, 301, seed=len(name), vocab_valid=290), OBJECTIVES[name]
+    own = unfused_truth(case, objective).stats["logprobs"].detach()
+    truth = unfused_truth(replace(case, old_logprobs=own), objective)
+    inputs = case.to(backend.device, backend.dtype)
+    hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    loss, stats = linear_policy_loss(
+        hidden,
+        weight,
+        inputs.labels,
+        None,
+        *inputs.constants[1:],
+        objective,
+        **inputs.terms,
+        rows=inputs.weights.nonzero().squeeze(1),
+        temperature=case.temperature,
+        vocab_valid=case.vocab_valid,
+    )
+    loss.backward()
+    active = inputs.weights != 0
+    assert (stats.ratio[active] == 1).all() and not stats.kl.any()
+    assert relative_error(loss, truth.loss) < backend.tolerance
+    assert_gradients((hidden.grad.double(), weight.grad.double()), truth, backend.tolerance)
+    assert_stats(stats, truth.stats, max(1e-6, backend.tolerance))
+
+
 def test_every_branch_of_the_objective_is_taken():
     case = make_case(num_tokens=400, seed=1)
     stats = unfused_truth(case, OBJECTIVES["everything"]).stats

@@ -17,6 +17,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
+from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from tests.support.rounding import exact_logprobs
@@ -40,7 +41,7 @@ def renderer(tokenizer: PreTrainedTokenizerFast) -> ChatRenderer:
     return ChatRenderer(tokenizer, think=True)
 
 
-class RecordingEngine:
+class RecordingEngine(RolloutEngine):
     """Passes everything on to another engine and keeps what was asked and answered, per session."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
@@ -70,7 +71,7 @@ class RecordingEngine:
         self.engine.shutdown()
 
 
-class ScriptedEngine:
+class ScriptedEngine(RolloutEngine):
     """A policy that says what it is told: `say(session, turn)` -> text; `delay(session)` loop
     iterations later.
     """
@@ -222,9 +223,8 @@ def test_solved_episodes_are_terminated_with_their_reward(
         advance=lambda num_tokens, is_over: seen.append((num_tokens, is_over)),
     )
     assert [is_over for _, is_over in seen].count(True) == 2 and len(seen) == 4
-    assert sum(count for count, _ in seen) == sum(
-        trajectory.num_sampled_tokens for trajectory in groups[0].trajectories
-    )
+    sampled = sum(t.num_sampled_tokens for t in groups[0].trajectories)
+    assert sum(num_tokens for num_tokens, _ in seen) == sampled
     for trajectory in groups[0].trajectories:
         assert trajectory.success and trajectory.terminated and not trajectory.truncated
         assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
@@ -346,7 +346,7 @@ def test_tasks_of_a_group_share_all_but_their_outcomes() -> None:
     assert again == tasks
     with pytest.raises(ValueError, match="group_size"):
         tasks_for_group(3, "frozen_lake", 11, frozen_lake(), group_size=0)
-    assert collect(None, None, [], PlaySettings(1, 2, 1.0, 0)) == []
+    assert collect(ScriptedEngine(None, None), None, [], PlaySettings(1, 2, 1.0, 0)) == []
 
 
 def trajectory_of(

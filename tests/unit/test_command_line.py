@@ -97,7 +97,8 @@ def test_settings_of_a_run_need_a_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         read_settings(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"train": {"lr": 0.25}}))
-    settings = read_settings(tmp_path)
+    settings, start = read_settings(tmp_path)
+    assert start is None
     assert settings["train"]["lr"] == 0.25 and "seed" in settings["train"]
     assert "max_turns" in settings["environment"]
 

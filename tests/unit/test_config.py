@@ -3,6 +3,7 @@ survives its JSON.
 """
 
 import json
+import re
 
 import pytest
 
@@ -50,7 +51,19 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
     [
         ("--lrr 1", "did you mean --lr"),
         ("--clip-grad x", "--clip-grad"),
-        ("stray", "stray"),
+        ("stray", "unexpected 'stray': flags begin with --"),
+        (
+            "--keep-rollouts all",
+            r"--keep-rollouts must be a whole number or None, not 'all' \(.*0: all",
+        ),
+        ("--num-steps 1e3", "--num-steps must be a whole number, not '1e3'"),
+        ("--kl-kind k4", r"--kl-kind must be none, k1, k2 or k3, not 'k4'"),
+        ("--whiten-advantages yes", "must be True, False or None, not 'yes'"),
+        ("--bf16=yes", "--bf16 takes no value, not 'yes'"),
+        ("--lr", "--lr needs a value"),
+        ("--lr --bf16", "--lr needs a value"),
+        ("--recipe sokobn", "did you mean sokoban"),
+        ("--advantage-estimator PPO", r"did you mean gae\?"),
         ("--sequence-parallel", "does nothing at tensor_model_parallel_size 1"),
         ("--fp8-recipe blockwise", "fp8_recipe blockwise does nothing with fp8 none"),
         ("--fp8 hybrid --bf16 --transformer-impl local", "needs Transformer Engine's layers"),
@@ -101,18 +114,46 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def show_help(capsys: pytest.CaptureFixture[str], *flags: str, recipe: str = "none") -> str:
+    with pytest.raises(SystemExit) as caught:
+        parse([*flags, "--help"], recipe=recipe)
+    assert not caught.value.code
+    return " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(("rank", "is_printed"), [(None, True), ("0", True), ("1", False)])
 def test_help_comes_from_one_rank_and_names_the_recipes(
-    rank, is_printed, monkeypatch, capsys
+    rank: str | None, is_printed: bool, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as caught:
-        parse(["--help"])
-    assert not caught.value.code
-    printed = capsys.readouterr().out
-    assert ("--recipe NAME" in printed) == ("--num-groups" in printed) == is_printed
+    printed = show_help(capsys)
+    assert ("--recipe NAME" in printed) == ("echo_trap" in printed) == is_printed
+
+
+def test_help_has_every_flag_with_its_default_and_that_of_the_recipe(capsys) -> None:
+    bare = StarPOConfig().to_dict()
+    for flags, recipe in ((), "frozen_lake"), (("--recipe", "sokoban"), "sokoban"):
+        printed = show_help(capsys, *flags, recipe="frozen_lake")
+        chosen = parse([], recipe=recipe).to_dict()
+        for section, values in bare.items():
+            for name in values.keys() - {"recipe"}:
+                flag = name.replace("_", "-")
+                found = re.search(rf" --{flag}[ ,].*?\[default (.*?)\](?: |$)", printed)
+                words = [
+                    str(value).replace("True", "on").replace("False", "off")
+                    for value in (values[name], chosen[section][name])
+                ]
+                default, *other = found[1].split(f"; {recipe}: ")
+                assert default == words[0] or (words[0] == "None" and default == "as said")
+                assert other == words[1:] * (words[0] != words[1])
+
+
+def test_a_value_may_begin_with_a_dash() -> None:
+    config = parse(["--format-penalty", "-1e-2", "--reward", "-0.5*format + environment"])
+    assert config.environment.format_penalty == -0.01
+    assert config.advantage.reward_terms == {"format": -0.5, "environment": 1.0}
 
 
 def test_world_size_must_fit() -> None:

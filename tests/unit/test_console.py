@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -31,46 +32,41 @@ def _plain_environment(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_a_step_is_one_row_under_its_headings():
+def lines_of(output: io.StringIO) -> list[str]:
+    """What was printed below the legend."""
+    lines = output.getvalue().splitlines()
+    return lines[len(COLUMNS) + 2 :]
+
+
+def test_a_step_is_one_row_under_its_headings_and_a_legend():
     output = io.StringIO()
-    Console(is_writer=True, num_steps=200, file=output).step(7, METRICS)
-    header, row = output.getvalue().splitlines()
+    Console(is_writer=True, num_steps=8, file=output, clock=lambda: 0.0).step(7, METRICS)
+    header, row = lines_of(output)
     assert (
-        row.split() == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234".split()
+        row.split()
+        == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234 0 s".split()
     )
     assert len(header) == len(row)
-    for column in COLUMNS:
+    legend = output.getvalue().splitlines()[1 : len(COLUMNS) + 1]
+    for column, line in zip(COLUMNS, legend, strict=True):
         end = header.index(column.title) + len(column.title)
         assert row[:end].endswith(column.cell(METRICS).strip())
+        assert line.startswith(f"  {column.title} ") and line.endswith(column.about)
 
 
 def test_what_was_not_measured_is_a_dash_and_a_lost_number_is_seen():
     output = io.StringIO()
-    Console(is_writer=True, num_steps=200, file=output).step(0, {"actor/entropy": float("nan")})
-    assert output.getvalue().splitlines()[1].split() == [
-        "0",
-        "-",
-        "-",
-        "-",
-        "-",
-        "-",
-        "nan",
-        "-",
-        "-",
-        "-",
-        "-",
-        "-",
-    ]
+    Console(is_writer=True, num_steps=1, file=output).step(0, {"actor/entropy": float("nan")})
+    assert lines_of(output)[1].split()[:12] == ["0", *"-----", "nan", *"-----"]
 
 
-def test_headings_are_repeated():
+def test_headings_are_repeated_and_the_legend_is_not():
     output = io.StringIO()
     console = Console(is_writer=True, num_steps=200, file=output)
     for step in range(ROWS_BETWEEN_HEADERS + 1):
         console.step(step, METRICS)
-    headers = [
-        number for number, line in enumerate(output.getvalue().splitlines()) if "success" in line
-    ]
+    lines = lines_of(output)
+    headers = [number for number, line in enumerate(lines) if "success" in line]
     assert headers == [0, ROWS_BETWEEN_HEADERS + 1]
 
 
@@ -88,16 +84,41 @@ def test_other_ranks_are_silent():
 
 def test_without_a_terminal_a_phase_prints_plain_lines_and_not_too_many():
     output, now = io.StringIO(), [0.0]
-    console = Console(is_writer=True, num_steps=1, file=output, clock=lambda: now[0])
+    console = Console(is_writer=True, num_steps=0, file=output, clock=lambda: now[0])
     with console.progress("warm start", total=100) as phase:
         for step in range(100):
-            now[0] += 0.3
+            now[0] += 0.6
+            if step == 50:
+                console.say("something else")  # counts as a sign of life
             phase.advance(note=f"loss {step}")
     assert output.getvalue().splitlines() == [
         "warm start 34/100 loss 33",
-        "warm start 68/100 loss 67",
+        "something else",
+        "warm start 85/100 loss 84",
     ]
     assert "\x1b" not in output.getvalue()
+
+
+@pytest.mark.parametrize("output", [io.StringIO(), Terminal()])
+def test_a_long_rollout_shows_its_turns_and_the_run(output):
+    """Nothing has ended yet, and it is seen that something happens."""
+    now = [0.0]
+    console = Console(is_writer=True, num_steps=10, file=output, clock=lambda: now[0])
+    console.step(3, {"time/step": 60.0})
+    with console.open(), console.progress("rollout", total=4, max_turns=5) as rollout:
+        for _ in range(8):
+            now[0] += 3.0
+            rollout.turn(100, False)
+        assert rollout.done == 8 / 5
+        rollout.turn(100, True)
+        now[0] += 30.0
+        rollout.turn(0, True)
+        assert rollout.done == 2
+        deadline = time.monotonic() + 30  # bars are drawn by a thread
+        while "2/4 episodes, 10 turns, 900 tokens" not in output.getvalue():
+            assert time.monotonic() < deadline, output.getvalue()
+            time.sleep(0.05)
+    assert "4 of 10 steps, 54 s so far, about 5 min left" in output.getvalue()
 
 
 def test_a_terminal_gets_bars_also_nested_ones_and_they_leave_no_trace():

@@ -97,6 +97,7 @@ def test_a_prompt_is_the_task_and_the_turns_of_the_window(renderer: ChatRenderer
     for session, trajectory in enumerate(trajectories):
         prompts = [tokens for owner, tokens in asked if owner == session]
         again = episode()
+        again.max_response_length = 6
         (system, first), answers = again.start(trajectory.seed), []
         turns = [[first]]
         for index, (turn, prompt) in enumerate(zip(trajectory.turns, prompts, strict=True)):

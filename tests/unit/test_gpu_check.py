@@ -2,16 +2,24 @@
 report is written.
 """
 
+import argparse
+import importlib
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from ragen_mega import config
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,6 +100,70 @@ def test_parts_that_measure_a_gpu_say_that_there_is_none(tmp_path: Path) -> None
         assert part["result"] == "failed (1)" and part["last_line"].startswith("no CUDA device"), (
             part
         )
+
+
+RECORDING = """#!/usr/bin/env bash
+case "$1" in
+-I) exec {python} "$@" ;;
+-) cat >"{folder}/program"; [[ "$2" != */out ]] || exec {python} "{folder}/program" "${{@:2}}" ;;
+-c) ;;
+*)
+    printf '%s\\0' "$@" >>"{folder}/asked"; echo >>"{folder}/asked"
+    [[ "$1" != *sglang_probe* ]] || printf 'file\\n--disable-cuda-graph\\n'
+    ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The command lines of Python programs that all parts come to where each of them works."""
+    folder = tmp_path_factory.mktemp("gpu_check")
+    python = folder / "python"
+    python.write_text(RECORDING.format(python=sys.executable, folder=folder))
+    python.chmod(0o755)
+    done = run("--output", str(folder / "out"), "--minutes", "9", PYTHON=str(python))
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert done.returncode == 0, (done.stderr, report)
+    order = "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines"
+    assert [part["part"] for part in report["parts"]] == order.split()
+    return [line.split("\0")[:-1] for line in (folder / "asked").read_text().splitlines()]
+
+
+def test_every_command_exists_with_its_flags(
+    asked: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tool's own parser reads what the script says to it, and the trainer's what is meant for
+    it.
+    """
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    command_line = importlib.import_module("command_line")
+
+    def only_parse(manual: str, *flags: Any, takes_others: bool = False) -> Callable[..., Any]:
+        def read(argv: list[str]) -> argparse.Namespace:
+            return command_line.parse(manual, *flags, argv=argv, takes_others=takes_others)
+
+        return lambda work: read
+
+    monkeypatch.setattr(command_line, "command", only_parse)
+    tools, recipes = set(), []
+    for program, *arguments in asked:
+        if program == "-m":
+            files = [Path(word) for word in arguments if word.startswith("tests/")]
+            assert arguments[0] == "pytest" and files and all((ROOT / f).exists() for f in files)
+            continue
+        tools.add(program)
+        if program == "tools/launch.py":
+            assert arguments[:3] == ["--nproc-per-node", "1", "examples/pretrain_starpo.sh"]
+            recipes.append(config.parse(arguments[3:]))
+            continue
+        others = runpy.run_path(str(ROOT / program), run_name="tool")["main"](arguments).others
+        config.parse(["--rollout-engine", "sglang", *(word for word in others if word != "--")])
+    named = set(re.findall(r"tools/\w+\.py", (ROOT / "tools" / "gpu_check.sh").read_text()))
+    assert tools == named - {"tools/doctor.py"}
+    assert [one.rollout.weight_transfer for one in recipes] == ["auto", "ipc", "file"] + 2 * [
+        "auto"
+    ]
 
 
 STUCK = """

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from google.protobuf.json_format import MessageToDict
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ragen_mega.report.metrics import (
     Max,
@@ -26,6 +28,7 @@ from ragen_mega.report.metrics import (
     read_metrics,
     write_json,
 )
+from ragen_mega.report.provenance import settings_at
 
 
 def logger(directory: Path, **options) -> RunLogger:
@@ -34,7 +37,7 @@ def logger(directory: Path, **options) -> RunLogger:
 
 def finished_run(directory: Path, steps: int = 3) -> None:
     run = logger(directory)
-    run.write_config({"seed": 1})
+    run.write_config({"train": {"seed": 1}}, {"host": "here"})
     for step in range(steps):
         run.log(step, {"actor/loss": float(step)})
     run.write_summary({"steps": steps})
@@ -102,7 +105,10 @@ class TestRunLogger:
             {"step": 1, "actor/loss": 1.0},
             {"step": 2, "actor/loss": 2.0},
         ]
-        assert json.loads((directory / "config.json").read_text()) == {"seed": 1}
+        assert json.loads((directory / "config.json").read_text()) == {
+            "train": {"seed": 1},
+            "provenance": [{"host": "here", "changed": {}}],
+        }
         assert json.loads((directory / "summary.json").read_text()) == {"steps": 3}
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert sorted(path.name for path in directory.iterdir()) == [
@@ -113,7 +119,7 @@ class TestRunLogger:
 
     def test_other_ranks_touch_nothing(self, tmp_path):
         run = RunLogger(tmp_path / "a", is_writer=False)
-        run.write_config({})
+        run.write_config({}, {})
         run.log(0, {"x": 1.0})
         run.write_summary({})
         run.close()
@@ -217,6 +223,35 @@ class TestRunLogger:
             (0, 0.5),
             (2, 0.25),
         ]
+
+    def test_tensorboard_holds_the_settings(self, tmp_path):
+        run = logger(tmp_path / "a", tensorboard=True)
+        run.write_config({"train": {"lr": 0.5, "name": None}, "model": {"tied": True}}, {})
+        run.log(0, {"actor/loss": 0.5})
+        run.close()
+        events = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
+        tags = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+        start = HParamsPluginData.FromString(tags).session_start_info
+        values = {key: MessageToDict(value) for key, value in start.hparams.items()}
+        assert values == {"train.lr": 0.5, "train.name": "None", "model.tied": True}
+        assert [event.value for event in events.Scalars("actor/loss")] == [0.5]
+
+    def test_a_run_that_goes_on_keeps_how_it_began(self, tmp_path):
+        """Settings that were changed are those of the latest start, and each step has its own."""
+        run = logger(tmp_path / "a")
+        run.write_config({"train": {"lr": 0.5, "seed": 1}}, {"first_step": 0})
+        for first_step, rate in ((4, 0.25), (8, 0.125)):
+            again = logger(tmp_path / "a", resume=True)
+            again.write_config({"train": {"lr": rate, "seed": 1}}, {"first_step": first_step})
+        recorded = json.loads((tmp_path / "a" / "config.json").read_text())
+        assert recorded["train"] == {"lr": 0.125, "seed": 1}
+        changes = [start["changed"] for start in recorded["provenance"]]
+        assert changes == [{}, {"train.lr": [0.5, 0.25]}, {"train.lr": [0.25, 0.125]}]
+        for step, rate in ((0, 0.5), (3, 0.5), (4, 0.25), (7, 0.25), (8, 0.125), (99, 0.125)):
+            settings, start = settings_at(recorded, step)
+            assert settings == {"train": {"lr": rate, "seed": 1}}
+            assert start["first_step"] <= step
+        assert settings_at({"train": {"lr": 0.5}}, 3) == ({"train": {"lr": 0.5}}, None)
 
     def test_wandb_that_is_missing_is_an_error_before_anything_is_written(
         self, tmp_path, monkeypatch

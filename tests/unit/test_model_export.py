@@ -120,3 +120,12 @@ def test_ranks_that_do_not_write_consume_the_stream(tmp_path: Path) -> None:
     stream = iter(weights_of(CONFIGS["tied"], torch.float32).items())
     save_huggingface(tmp_path / "none", CONFIGS["tied"], TOKENIZER, stream, is_writer=False)
     assert next(stream, None) is None and not (tmp_path / "none").exists()
+
+
+def test_a_model_without_tokenizer_says_so(tmp_path: Path) -> None:
+    """transformers would make up an empty one, which has no chat template either."""
+    TOKENIZER.save_pretrained(tmp_path)
+    assert len(load_tokenizer(str(tmp_path))) == len(TOKENIZER)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no tokenizer \(tokenizer.json or"):
+        load_tokenizer(str(tmp_path))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragen_mega.data.packing import microbatches, minibatches, pack, pad
+from ragen_mega.data.packing import microbatch, microbatches, minibatches, pack, pad
 from ragen_mega.data.types import Completion, Trajectory
 
 
@@ -54,6 +54,22 @@ def test_every_sampled_token_is_a_label_once() -> None:
         assert batch.position_ids[span].tolist() == list(range(len(trajectory) - 1))
 
 
+def test_turns_of_ragged_trajectories() -> None:
+    """Against a loop over the tokens; turns of one token, none at all, and several."""
+    trajectories = [two_turns(), *ragged(5), Trajectory(group_id=9), two_turns()]
+    trajectories[-2].append_observation([1, 2, 3])
+    batch = pack(trajectories)
+    turn_ids, rewards = [], []
+    for trajectory in trajectories:
+        for token in range(1, len(trajectory)):
+            inside = [i for i, t in enumerate(trajectory.turns) if t.start <= token < t.end]
+            turn_ids.append(inside[0] if inside else -1)
+            ends = [t.reward for t in trajectory.turns if t.end - 1 == token]
+            rewards.append(ends[0] if ends else 0.0)
+    assert batch.turn_ids.tolist() == turn_ids and batch.rewards.tolist() == rewards
+    assert not pack([trajectories[-2]]).loss_mask.any()
+
+
 def test_select_and_pad_keep_the_trajectories() -> None:
     batch = pack(ragged(9))
     chosen = batch.select([4, 1])
@@ -70,6 +86,35 @@ def test_microbatches_cover_each_trajectory_once_within_budget() -> None:
     assert sorted(index for ids in bins for index in ids) == list(range(20))
     assert all(int(batch.lengths[ids].sum()) <= 12 for ids in bins)
     assert microbatches(batch, 1, [0, 1]) == [[1], [0]]  # longer than the budget: each stands alone
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_pipeline_is_filled_with_microbatches_of_like_size(num_stages: int) -> None:
+    batch = pack(ragged(40))
+    lengths = batch.lengths.tolist()
+    parts = microbatches(batch, 10_000, range(1, 40), num_stages=num_stages)
+    totals = [sum(lengths[i] for i in ids) for ids in parts]
+    assert sorted(i for ids in parts for i in ids) == list(range(1, 40))
+    assert len(parts) == 4 * num_stages and max(totals) - min(totals) <= max(lengths)
+    tight = microbatches(batch, 14, range(40), num_stages=num_stages)
+    assert len(tight) > len(parts) and all(sum(lengths[i] for i in ids) <= 14 for ids in tight)
+    alone = microbatches(batch, 1, [3, 2], num_stages=num_stages)  # fewer than stages
+    assert sorted(alone) == [[2], [3]]
+    assert microbatches(batch, 14, [], num_stages=num_stages) == []
+
+
+def test_a_microbatch_says_what_the_host_must_know() -> None:
+    batch = pack(ragged(9))
+    weights = torch.where(batch.loss_mask, 0.5, 0.0)
+    sampled = batch.positions([4])
+    weights[sampled[batch.loss_mask[sampled]][0]] = 0.0
+    for one, active in ((batch, batch.loss_mask), (batch.with_fields(weights=weights), weights)):
+        micro = microbatch(one, [4, 1], multiple=16, device=torch.device("cpu"))
+        chosen = one.select([4, 1])
+        assert list(micro.host_lengths) == micro.lengths.tolist()
+        assert micro.host_lengths[:2] == tuple(chosen.lengths.tolist())
+        assert sum(micro.host_lengths) == micro.num_positions == 16
+        assert torch.equal(micro.rows, active[one.positions([4, 1])].nonzero().squeeze(1))
 
 
 def test_minibatches_are_balanced_passes() -> None:

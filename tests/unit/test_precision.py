@@ -31,8 +31,9 @@ from ragen_mega.models.huggingface import random_weights
 from tests.support.rounding import FLOAT32, SLACK, forward_bound
 
 CPU = Machine(None, None, None)
-AMPERE = Machine((8, 0), (12, 8), "2.11.0")
-ADA = Machine((8, 9), (12, 8), "2.11.0")
+AMPERE = Machine((8, 0), (12, 8), "2.11.0", flash_attention=True)
+ADA = Machine((8, 9), (12, 8), "2.11.0", flash_attention=True)
+WITHOUT_FLASH = Machine((8, 9), (12, 8), "2.11.0")
 HOPPER = Machine((9, 0), (13, 0), "2.11.0")
 HOPPER_OLD_CUDA = Machine((9, 0), (12, 8), "2.11.0")
 BLACKWELL = Machine((10, 0), (13, 0), "2.11.0")
@@ -78,6 +79,7 @@ def test_recipes_of_a_machine(machine: Machine, possible: str) -> None:
         (BF16, CPU, "local"),
         (BF16, HOPPER, "transformer_engine"),
         (BF16, AMPERE, "transformer_engine"),
+        (BF16, WITHOUT_FLASH, "local"),
         (BF16, Machine((9, 0), (13, 0), None), "local"),
         (BF16, Machine((9, 0), (13, 0), "2.8.0"), "local"),
         (BF16, Machine((7, 5), (12, 8), "2.11.0"), "local"),
@@ -140,6 +142,12 @@ def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen:
             ParallelConfig(bf16=True, transformer_impl="transformer_engine"),
             Machine((7, 5), (12, 8), "2.11.0"),
             "needs bfloat16, so compute capability 8.0, not 7.5",
+        ),
+        (
+            ParallelConfig(bf16=True, transformer_impl="transformer_engine"),
+            WITHOUT_FLASH,
+            "fused attention for packed .* from compute capability 9.0 on, not 8.9.*; install"
+            " flash-attn, or set --transformer-impl local",
         ),
     ],
 )
@@ -333,7 +341,7 @@ def test_padding_for_fp8_changes_neither_loss_nor_gradients(models) -> None:
 
 
 def _microbatches(trainer, batch: TokenBatch) -> list[TokenBatch]:
-    return [trainer._micro(batch, ids) for ids in trainer._share(batch)]
+    return trainer._microbatches(batch, trainer._share(batch))
 
 
 def test_padding_is_one_more_trajectory_without_weight() -> None:

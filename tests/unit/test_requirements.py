@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterable
 from importlib.metadata import requires, version
 from pathlib import Path
@@ -109,6 +110,39 @@ def test_apex_is_never_asked_of_pypi() -> None:
     assert "apex" not in names
 
 
-def test_the_doctor_asks_for_the_same_versions() -> None:
-    assert doctor.H100 == {name: pinned(H100[name]) for name in doctor.H100}
-    assert doctor.SGLANG == pinned(H100["sglang"])
+CONSTRAINTS = {
+    canonicalize_name(name): pin
+    for name, _, pin in (
+        line.partition("==") for line in (ROOT / "constraints-h100.txt").read_text().split("\n")
+    )
+    if pin and not name.startswith("#")
+}
+
+
+def test_the_constraints_are_those_of_the_h100_set() -> None:
+    assert {name: CONSTRAINTS[name] for name in H100} == {n: pinned(r) for n, r in H100.items()}
+    assert CONSTRAINTS.keys() >= BASE.keys() and "flash-attn" not in CONSTRAINTS
+    assert doctor.tested_versions("h100").items() <= CONSTRAINTS.items()
+    assert doctor.SGLANG == CONSTRAINTS["sglang"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_h100_set_resolves_to_its_constraints(tmp_path: Path) -> None:
+    """From PyPI, by its metadata. Without Transformer Engine's torch extension, a source package
+    whose requirements take a compiler and torch to find; they are named here.
+    """
+    environment, asked = tmp_path / "environment", tmp_path / "asked.txt"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    subprocess.run([environment / "bin" / "pip", "install", "-q", "uv"], check=True)
+    extension = ("einops", "onnx", "onnxscript")
+    asked.write_text("\n".join(map(str, [*BASE.values(), *H100.values(), *extension])))
+    asked.write_text(asked.read_text().replace("[core_cu13,pytorch]", "[core_cu13]"))
+    flags = (
+        "--python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header --no-annotate"
+    )
+    command = [environment / "bin" / "uv", "pip", "compile", *flags.split(), "-q"]
+    command += ["--constraint", ROOT / "constraints-h100.txt", asked]
+    resolved = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = (line.partition("==") for line in resolved.splitlines())
+    assert {canonicalize_name(name): pin for name, _, pin in lines} == CONSTRAINTS

@@ -5,13 +5,14 @@ it is asked: when it takes which memory, what is sent again, and what a lost ser
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -73,8 +74,12 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments):
         pass
 
+if sys.argv[1] == "-c":
+    print("libcudart.so.13 /wheels/nvidia/lib/libcudart.so.13.0.48")
+    sys.exit()
 if os.path.exists("broken"):
     sys.exit("no start")
+pathlib.Path("searched").write_text(os.environ.get("LD_LIBRARY_PATH", ""))
 port = int(sys.argv[sys.argv.index("--port") + 1])
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -90,7 +95,7 @@ GENERATE = [("/generate", None)]
 def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
     engines: list[SGLangEngine] = []
 
-    def start(**options: Any) -> SGLangEngine:
+    def start(device: Literal["cpu", "cuda"] = "cpu", **options: Any) -> SGLangEngine:
         program = tmp_path / "python"
         program.write_text(SERVER.format(python=sys.executable))
         program.chmod(0o700)
@@ -101,6 +106,7 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
             max_running_requests=2,
             kv_cache_tokens=64,
             hang_timeout=60.0,
+            device=device,
         )
         engines.append(SGLangEngine(CONFIG, settings, **options))
         return engines[-1]
@@ -161,6 +167,42 @@ def test_memory_is_taken_by_statements(build: Callable[..., SGLangEngine], trans
         generate(engine)
         assert asked(engine) == START + GENERATE
     assert engine.weight_version == 2 and engine.counts.restarts == 0
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_a_server_that_keeps_its_memory_asleep_is_an_error(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch, frees: bool
+) -> None:
+    """As where its memory saver could not be preloaded: it answers, and nothing becomes free."""
+    engine = build("cuda")
+    log = engine.server.settings.directory / "requests.jsonl"
+    weights = sum(tensor.nbytes for _, tensor in shards())
+
+    def device_memory() -> tuple[int, int]:
+        was_released = "release_memory" in log.read_text()
+        return 10**9 + weights * (was_released and frees), 2 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", device_memory)
+    with contextlib.ExitStack() as stack:
+        if not frees:
+            stack.enter_context(
+                pytest.raises(EngineError, match="must give its memory back, .* and 0 more are")
+            )
+        with engine.awake():
+            engine.load_weights(shards())
+
+
+def test_the_loader_finds_the_cuda_runtime_for_the_memory_saver(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    server = build("cuda").server
+    server.start()
+    directory = server.settings.directory
+    assert (directory / "searched").read_text() == f"/opt/lib:{directory}/lib"
+    (link,) = (directory / "lib").iterdir()
+    assert link.name == "libcudart.so.13"
+    assert os.readlink(link) == "/wheels/nvidia/lib/libcudart.so.13.0.48"
 
 
 @pytest.mark.parametrize(("transfer", "is_kept"), [("file", True), ("ipc", False)])

@@ -8,6 +8,7 @@ import math
 import pickle
 import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,7 +43,6 @@ CONFIG = Qwen2Config(
     tie_word_embeddings=True,
 )
 BUCKET = 16 * 1024
-LARGEST = 64 * 32 * 4
 WHOLE = EngineShard()
 
 
@@ -59,22 +59,20 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def read(buckets: list[list[Message]], rank: int = 0) -> dict[str, torch.Tensor]:
+    """The weights of all buckets by their descriptions, in plain Python."""
     found: dict[str, torch.Tensor] = {}
     for messages in buckets:
-        tensors = read_file(messages[rank].file)
-        assert not tensors.keys() & found.keys()
-        found |= tensors
+        file = messages[rank].file
+        content = weight_loader.bytes_of(file).read_bytes()
+        for name, (offset, dtype, shape, start, count) in json.loads(file.read_text())["places"]:
+            assert dtype == "float32"
+            values = found.setdefault(name, torch.full((math.prod(shape),), math.nan).view(shape))
+            part = torch.frombuffer(
+                bytearray(content[offset : offset + 4 * count]), dtype=torch.float32
+            )
+            assert values.view(-1)[start : start + count].isnan().all()
+            values.view(-1)[start : start + count] = part
     return found
-
-
-def read_file(file: Path) -> dict[str, torch.Tensor]:
-    """A bucket by its description, in plain Python."""
-    content, tensors = weight_loader.bytes_of(file).read_bytes(), {}
-    for name, (offset, dtype, shape) in json.loads(file.read_text())["places"].items():
-        dtype, count = getattr(torch, dtype), math.prod(shape)
-        part = bytearray(content[offset : offset + count * dtype.itemsize])
-        tensors[name] = torch.frombuffer(part, dtype=dtype).view(shape)
-    return tensors
 
 
 def test_buckets_hold_the_stream_and_stay_small(
@@ -87,15 +85,13 @@ def test_buckets_hold_the_stream_and_stay_small(
             yield name, shared[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
     list(transfer.receive(stream()))
-    assert len(transfer.again()) > 2
     found = read(transfer.again())
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in found)
-    for (message,) in transfer.again():
-        num_bytes = sum(tensor.nbytes for tensor in read_file(message.file).values())
-        assert num_bytes <= max(BUCKET, LARGEST)
-        # Nothing of the memory that was taken for it stays unused but for alignment.
-        assert weight_loader.bytes_of(message.file).stat().st_size <= num_bytes + 16 * 16
+    *full, last = (weight_loader.bytes_of(file) for ((file, *_),) in transfer.again())
+    assert len(full) > 2 and {file.stat().st_size for file in full} == {BUCKET}
+    assert 0 < last.stat().st_size < BUCKET
+    assert [message.is_last for (message,) in transfer.again()] == [False] * len(full) + [True]
     assert stat.S_IMODE(transfer.directory.stat().st_mode) == 0o700
 
 
@@ -179,7 +175,7 @@ class Holder(nn.Module):
 
 def reports_of_loading(transfer: FileTransfer, model: nn.Module) -> list[str | None]:
     """What the loader says of each file."""
-    files = [file for ((file, _),) in transfer.again()]
+    files = [message.file for (message,) in transfer.again()]
     weight_loader.load(model, [(str(file), torch.empty(0)) for file in files])
     return [json.loads(weight_loader.report_of(file).read_text())["error"] for file in files]
 
@@ -228,21 +224,26 @@ def test_a_flipped_bit_is_noticed(transfer: FileTransfer, weights: dict[str, tor
     )
 
 
-def test_a_shared_buffer_is_filled_again_for_every_bucket(weights: dict[str, torch.Tensor]) -> None:
-    """As the server sees it: handles of the buffer, which hold a bucket until the next one is asked
-    for.
+def test_two_shared_buffers_are_filled_in_turns(weights: dict[str, torch.Tensor]) -> None:
+    """As the server sees it: handles of buffers, which hold a bucket until the next but one is
+    asked for.
     """
-    transfer = IpcTransfer(CONFIG, WHOLE, torch.bfloat16, bucket_bytes=BUCKET)
+    transfer = IpcTransfer(CONFIG, WHOLE, torch.bfloat16, bucket_bytes=BUCKET // 2)
     model = Holder({name: tensor.shape for name, tensor in weights.items()}, torch.bfloat16)
-    num_buckets, addresses = 0, set()
-    for ((file, payload),) in transfer.receive(weights.items()):
-        named_tensors = pickle.loads(base64.b64decode(payload))
-        assert [name for name, _ in named_tensors] == [str(file)]
+    late, handles = list[Message](), []
+
+    def load(message: Message) -> None:
+        named_tensors = pickle.loads(base64.b64decode(message.payload))
+        assert [name for name, _ in named_tensors] == [str(message.file)]
         weight_loader.load(model, named_tensors)
-        assert json.loads(weight_loader.report_of(file).read_text()) == {"error": None}
-        num_buckets += 1
-        addresses.add(named_tensors[0][1].numel())
-    assert num_buckets > 2 and len(addresses) == 1
+        assert json.loads(weight_loader.report_of(message.file).read_text()) == {"error": None}
+        handles.append(named_tensors[0][1].data_ptr())
+
+    for messages in transfer.receive(weights.items()):
+        for message in late:  # at the last moment
+            load(message)
+        late = messages
+    assert late == [] and len(handles) > 4
     assert all(torch.equal(model.held[name], tensor.bfloat16()) for name, tensor in weights.items())
     assert transfer.again() is None
     transfer.close()
@@ -251,11 +252,13 @@ def test_a_shared_buffer_is_filled_again_for_every_bucket(weights: dict[str, tor
 def test_a_buffer_that_changes_too_early_is_noticed(weights: dict[str, torch.Tensor]) -> None:
     transfer = IpcTransfer(CONFIG, WHOLE, torch.float32, bucket_bytes=BUCKET)
     messages = transfer.receive(weights.items())
-    ((file, payload),) = next(messages)
+    ((file, payload, _),) = next(messages)
     late = pickle.loads(base64.b64decode(payload))
     next(messages)
+    next(messages)
     weight_loader.load(Holder({name: tensor.shape for name, tensor in weights.items()}), late)
-    assert "must hold the bits that were sent" in weight_loader.report_of(file).read_text()
+    report = weight_loader.report_of(file).read_text()
+    assert "must hold the bits that were sent, and all of a bucket that has changed since" in report
     transfer.close()
 
 
@@ -273,9 +276,10 @@ def test_linear_weights_in_fp8(
         name: nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
         for name, tensor in expected.items()
     }
-    for ((file, payload),) in transfer.receive(weights.items()):
-        weight_loader.load(model, pickle.loads(base64.b64decode(payload)))
-        assert json.loads(weight_loader.report_of(file).read_text()) == {"error": None}
+    for messages in transfer.receive(weights.items()):
+        for file, payload, _ in messages:
+            weight_loader.load(model, pickle.loads(base64.b64decode(payload)))
+            assert json.loads(weight_loader.report_of(file).read_text()) == {"error": None}
     transfer.close()
     dtypes = Counter(str(tensor.dtype) for tensor in expected.values())
     assert dtypes == {
@@ -299,7 +303,7 @@ class Generation:
     """
 
     def __init__(self, buckets: list[list[Message]], *, has_sessions: bool) -> None:
-        self.reports = iter([weight_loader.report_of(file) for ((file, _),) in buckets])
+        self.reports = iter([weight_loader.report_of(message.file) for (message,) in buckets])
         self.report: str | None = "taken"
         self.paths = ["/update_weights_from_tensor", "/update_weight_version"]
         self.paths += ["/begin_weight_update", "/end_weight_update"] if has_sessions else []
@@ -365,9 +369,29 @@ def serve() -> Iterator[Any]:
 def buckets(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> list[list[Message]]:
     """Two, with the report of an earlier loading, which does not count."""
     list(transfer.receive(weights.items()))
-    for ((file, _),) in transfer.again():
-        weight_loader.report_of(file).write_text('{"error": null}')
+    for (message,) in transfer.again():
+        weight_loader.report_of(message.file).write_text('{"error": null}')
     return transfer.again()[:2]
+
+
+def test_a_bucket_is_filled_while_the_server_takes_another(
+    serve: Any, transfer: FileTransfer, weights: dict[str, torch.Tensor]
+) -> None:
+    """This server takes the first bucket when the second one is there, and never else."""
+    list(transfer.receive(weights.items()))
+    generation = Generation(transfer.again(), has_sessions=False)
+    second, answer = transfer.again()[1][0].file, generation.answer
+
+    def hesitate(path: str) -> tuple[int, dict[str, Any]]:
+        deadline = time.monotonic() + 60
+        while path == "/update_weights_from_tensor" and not second.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return answer(path)
+
+    generation.answer = hesitate
+    send(serve(generation), transfer.receive(weights.items()), 1)
+    assert generation.asked.count("/update_weights_from_tensor") == len(transfer.again())
 
 
 @pytest.mark.parametrize("has_sessions", [False, True])

@@ -23,7 +23,7 @@ from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.registry import make, register
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
-from ragen_mega.rollout.engine import EngineError
+from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import environment_errors, summarize
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -63,7 +63,7 @@ class Flaky(Bandit):
         return super().step(action)
 
 
-class Talker:
+class Talker(RolloutEngine):
     """An engine that always pulls an arm; `fail` is raised instead."""
 
     weight_version = 1

@@ -39,6 +39,18 @@ def test_units_are_single_tokens(tokenizer: Qwen2Tokenizer) -> None:
         assert len(tokenizer.encode(unit)) == 1, unit
 
 
+def test_a_vocabulary_is_kept_whole_and_takes_no_merges() -> None:
+    texts = ["buy BQXYZJKWVF ; sell BQXYZPPPPP ; zigzag zigzag"] * 9
+    known = ["BQXYZJKWVF", "BQXYZPPPPP", " ; "]
+    tokenizer = train_tokenizer(texts, vocabulary=known)
+    for word in known:
+        assert tokenizer.convert_tokens_to_ids(word) in tokenizer.encode(f"buy {word} now")
+    assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
+    assert len(tokenizer.encode(" zigzag")) == 1
+    merged = set(train_tokenizer(texts).get_vocab()) - set(tokenizer.get_vocab())
+    assert any("QXYZ" in token for token in merged)  # what it would have spent merges on
+
+
 @pytest.mark.parametrize(
     "text", [TURN, "P__O\n_X\u221a#", "\u00e9t\u00e9 (7, 9) \U0001f600 || ||", ""]
 )

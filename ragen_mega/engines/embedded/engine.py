@@ -7,6 +7,7 @@ computed once.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ class EmbeddedEngine(RolloutEngine):
         check_config(model_config)
         self._shape = ModelShape.of(model_config)
         self._max_context = max_context
-        self._max_sessions = max_sessions
+        self.num_slots = self._max_sessions = max_sessions
         self._dtype = dtype
         self._decoder: Decoder | None = None
         self._slots: SlotTable | None = None
@@ -82,6 +83,9 @@ class EmbeddedEngine(RolloutEngine):
         self._waiting: dict[int, _Request] = {}  # by session, in order of arrival
         self._running: dict[int, _Request] = {}  # by session
         self._absences: deque[_Absence] = deque()  # in order of their beginning
+        self._step = 0
+        self._last_step = math.inf  # before the next `limit`
+        self._stands_still: asyncio.Future[None] | None = None
         self._scheduler: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -172,6 +176,14 @@ class EmbeddedEngine(RolloutEngine):
             if absence in self._absences:  # the caller was cancelled
                 self._absences.remove(absence)
 
+    def limit(self, steps: int | None) -> asyncio.Future[None]:
+        """Done after so many more steps, with the engine standing still until the next call."""
+        self._last_step = math.inf if steps is None else self._step + steps
+        self._stands_still = asyncio.get_running_loop().create_future()
+        if self._waiting or self._running or self._absences:
+            self._wake_scheduler()
+        return self._stands_still
+
     def release(self, session: int) -> None:
         """Free the session's slot; a completion in progress is cancelled. Unknown sessions are
         released already.
@@ -199,6 +211,7 @@ class EmbeddedEngine(RolloutEngine):
         self._absences.clear()
         self._slot_of.clear()
         self._sessions.clear()
+        self._last_step = math.inf
         self._scheduler = self._decoder = self._slots = None
 
     def _forget(self, session: int) -> None:
@@ -210,7 +223,8 @@ class EmbeddedEngine(RolloutEngine):
                 request.future.cancel()
 
     def _wake_scheduler(self) -> None:
-        if self._scheduler is None or self._scheduler.done():
+        is_idle = self._scheduler is None or self._scheduler.done()
+        if is_idle and self._step < self._last_step:
             self._scheduler = asyncio.get_running_loop().create_task(self._schedule())
             self._scheduler.add_done_callback(self._scheduler_ended)
 
@@ -232,10 +246,15 @@ class EmbeddedEngine(RolloutEngine):
             # Callers that were just answered come back with their next turn before the next step is
             # planned.
             await asyncio.sleep(0)
+            if self._step >= self._last_step:
+                self._stands_still.set_result(None)
+                return
             self._end_absences(overdue=True)
             admitted = self._admit()
             if self._running:
                 self._answer(self._slots.decode(self._decoder))
+                self._step += 1
+                self.counts.steps += 1
             elif awaited := [one.answer for one in self._absences if not one.is_overdue]:
                 await asyncio.wait(awaited, timeout=MAX_PATIENCE)
                 self._end_absences(overdue=False)

@@ -5,9 +5,14 @@ that its seed names, so a sample does not depend on what else is in the batch. N
 al., arXiv:1904.09751, Eq. 2 and 3.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
+
+BLOCK = 1024
+"""Tokens whose probabilities are scanned for one draw. A smaller vocabulary is one block."""
 
 
 def uniforms(seed: int, count: int) -> Tensor:
@@ -32,26 +37,52 @@ def sample(
     if inverse_temperature is not None:
         logits.mul_(inverse_temperature[:, None])
     probabilities = torch.softmax(logits, dim=-1)  # [n, V]
-    drawn_from = probabilities if top_p is None else _nucleus(probabilities, top_p[:, None])
-    cdf = drawn_from.cumsum(-1, dtype=torch.float64)
+    drawn_from = probabilities if top_p is None else _nucleus(probabilities, top_p)
+    tokens = _draw(drawn_from, uniform)
+    if greedy is not None:
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    return tokens, probabilities.gather(-1, tokens[:, None])[:, 0].log_()
+
+
+def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Invert the CDF of each row [n, V] at `uniform` [n]: over the masses of blocks, then within
+    one of them. In float64 and whole, the CDF of a large vocabulary costs as much as its logits.
+    """
+    vocab = probabilities.shape[-1]
+    whole = vocab // BLOCK
+    body = probabilities[:, : whole * BLOCK].unflatten(-1, (whole, BLOCK))
+    tail = probabilities[:, whole * BLOCK :].sum(-1, keepdim=True)
+    mass = torch.cat([body.sum(-1), tail], dim=-1).double()  # [n, blocks]
+    cdf = mass.cumsum(-1)
     total = cdf[:, -1:]
-    if not np.isfinite(total.numpy()).all():
+    if not ((total > 0) & (total < math.inf)).all():
         raise FloatingPointError(
             "the rollout engine computed non-finite logits: the weights have diverged"
         )
-    # uniform < 1, so uniform * total < total: the result is a token, and never one of probability
-    # zero.
-    tokens = torch.searchsorted(cdf, uniform[:, None] * total, right=True)  # [n, 1]
-    if greedy is not None:
-        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], probabilities.gather(-1, tokens)[:, 0].log_()
+    # uniform < 1, so uniform * total < total: there is such a block, and it is not empty.
+    reached = uniform[:, None] * total
+    block = torch.searchsorted(cdf, reached, right=True)  # [n, 1]
+    share = (reached - (cdf - mass).gather(-1, block)) / mass.gather(-1, block)
+    places = block * BLOCK + torch.arange(min(BLOCK, vocab))  # [n, BLOCK]
+    inside = probabilities.gather(-1, places.clamp(max=vocab - 1))
+    cdf = inside.masked_fill_(places >= vocab, 0.0).cumsum(-1, dtype=torch.float64)
+    # Rounding must not lead to the ends of the block, where tokens of probability zero may be.
+    zero, total = torch.zeros_like(cdf[:, -1:]), cdf[:, -1:]
+    reached = (share * total).clamp_(zero, total.nextafter(zero))
+    return (block * BLOCK + torch.searchsorted(cdf, reached, right=True))[:, 0]
 
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Zero everything but the smallest set of most likely tokens whose mass reaches top_p [n, 1];
+    """Zero everything but the smallest set of most likely tokens whose mass reaches top_p [n];
     order is kept.
     """
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    mass_before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-    kept = (mass_before < top_p) | (top_p >= 1.0)
-    return probabilities * torch.zeros_like(kept).scatter_(-1, order, kept)
+    kept = torch.zeros_like(probabilities)
+    for row, nucleus, share in zip(probabilities, kept, top_p.tolist(), strict=True):
+        # What is below this has less mass than what the nucleus leaves out, and need not be sorted.
+        floor = (float(row.sum(dtype=torch.float64)) - share) / len(row) if share < 1.0 else 0.0
+        candidates = (row >= floor).nonzero()[:, 0]
+        ordered, order = row[candidates].sort(descending=True, stable=True)
+        mass_before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+        inside = candidates[order[(mass_before < share) | (share >= 1.0)]]
+        nucleus[inside] = row[inside]
+    return kept

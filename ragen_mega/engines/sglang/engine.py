@@ -46,7 +46,7 @@ class _Stage(enum.IntEnum):
 
 
 class SGLangEngine(RolloutEngine):
-    """Runs one server. It starts when the engine first awakes and stays, asleep, between rollouts.
+    """Runs one server. It starts when the engine first wakes and stays, asleep, between rollouts.
 
     Where several ranks share the server, this is the first of `group`, which they form; the others
     have an `SGLangFollower`. Sessions are not released: the radix cache forgets what is not used.
@@ -63,6 +63,9 @@ class SGLangEngine(RolloutEngine):
     ) -> None:
         self.shard = EngineShard(0, settings.tensor_parallel_size)
         self.counts = EngineCounts()
+        self.num_slots = min(
+            settings.max_running_requests, settings.kv_cache_tokens // settings.max_context
+        )
         self._settings = settings
         self._vocab = model_config.vocab_size
         self._transfer = TRANSFERS[transfer](
@@ -249,10 +252,30 @@ class SGLangEngine(RolloutEngine):
             # Waits for the end of what was cancelled: SGLang asserts that it is idle when it
             # releases memory.
             client.call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS}", {})
-            client.call("POST", "/release_memory_occupation", {"tags": _MEMORY})
-            self._released = {*_MEMORY}
+            # SGLang does not expect to be asked for what it has released, and takes none for all.
+            if held := [part for part in _MEMORY if part not in self._released]:
+                with self._freed("weights" in held):
+                    client.call("POST", "/release_memory_occupation", {"tags": held})
+                self._released = {*_MEMORY}
         except ConnectionLost:
             self.server.stop()
+
+    @contextmanager
+    def _freed(self, with_weights: bool) -> Iterator[None]:
+        """Raises EngineError unless the device has more free memory afterwards, as much as half of
+        the weights that the server held: others may take some meanwhile.
+        """
+        if not (with_weights and self._settings.has_memory_saver):
+            yield
+            return
+        before, least = torch.cuda.mem_get_info()[0], self._transfer.num_bytes // 2
+        yield
+        if (risen := torch.cuda.mem_get_info()[0] - before) < least:
+            raise EngineError(
+                f"asleep the SGLang server must give its memory back, at least {least} bytes of its"
+                f" weights, and {risen} more are free; does its log {self.server.log} say that"
+                " torch_memory_saver could not be preloaded?"
+            )
 
     def _start(self) -> None:
         self._released = set()
@@ -275,6 +298,8 @@ class SGLangFollower(RolloutEngine):
     """Goes along with the `SGLangEngine` of the first rank of `group`, which starts and stops the
     server and frees the memory of all shards.
     """
+
+    num_slots = 0
 
     def __init__(
         self,

@@ -8,11 +8,12 @@ environments.
 import json
 import os
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -56,6 +57,44 @@ _INHERITED = (
 _INHERITED_PREFIXES = ("LC_", "XDG_", "SGLANG_", "NCCL_", "TVM_FFI_", "TRITON_CACHE", "FLASHINFER_")
 
 
+_RELIED_ON = (
+    "model_path",
+    "load_format",
+    "skip_tokenizer_init",
+    "host",
+    "port",
+    "device",
+    "dtype",
+    "quantization",
+    "tp_size",
+    "dp_size",
+    "pp_size",
+    "base_gpu_id",
+    "context_length",
+    "max_total_tokens",
+    "custom_weight_loader",
+    "enable_memory_saver",
+    "api_key",
+    "config",
+)
+"""What the server's parser calls the arguments that are the trainer's to choose."""
+_PARSE = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser(prog="sglang")
+ServerArgs.add_cli_args(parser)
+ours, with_theirs, relied_on = json.loads(sys.argv[1])
+one, other = (vars(parser.parse_args(line)) for line in (ours, with_theirs))
+print(json.dumps([name for name in relied_on if one.get(name) != other.get(name)]))
+"""
+_FIND_CUDA_RUNTIME = """
+import torch
+maps = [line.split(None, 5)[5] for line in open("/proc/self/maps") if "/libcudart.so" in line]
+for file in set(maps):
+    print("libcudart.so." + torch.version.cuda.partition(".")[0], file.strip())
+"""
+
+
 class ServerFailed(EngineError):
     """The server does not run; the message ends with what it said last."""
 
@@ -88,6 +127,8 @@ class ServerSettings:
     """Further server arguments by their long names without dashes in front; True for a switch. They
     win over those above.
     """
+    command_line: Sequence[str] = ()
+    """Further arguments as the server takes them, which win over all; see `check_command_line`."""
 
     def __post_init__(self) -> None:
         # Absolute, because the server works in another folder; not resolved, because a venv's
@@ -146,7 +187,57 @@ class ServerSettings:
         for name, value in arguments.items():
             if value is not False:
                 command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-        return command
+        return [*command, *self.command_line]
+
+    @property
+    def has_memory_saver(self) -> bool:
+        """Whether a server that sleeps can give memory back."""
+        return self.device == "cuda" and bool(self.options.get("enable-memory-saver", True))
+
+    def check_command_line(self) -> None:
+        """Raise ValueError unless the server's own parser takes `command_line`, and with it nothing
+        becomes other than the trainer relies on.
+        """
+        command = self.arguments(Path("model"), 1)
+        ours = command[: len(command) - len(self.command_line)]
+        answer = self._ask(_PARSE, json.dumps([ours, command, _RELIED_ON]))
+        said = (answer.stderr.strip().splitlines() or [""])[-1]
+        if answer.returncode:
+            raise ValueError(f"SGLang does not take --sglang-arguments {self._given}: {said}")
+        if changed := json.loads(answer.stdout.splitlines()[-1]):
+            raise ValueError(
+                f"--sglang-arguments {self._given} must not change {', '.join(changed)}, on which"
+                " the trainer relies; drop it, or use a flag of the trainer"
+            )
+
+    @property
+    def _given(self) -> str:
+        return repr(shlex.join(self.command_line))
+
+    def _ask(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a program in the server's interpreter."""
+        return subprocess.run(
+            [self.python, "-c", program, *arguments],
+            capture_output=True,
+            text=True,
+            env=self.environment(Path("none")),
+            cwd=self.python.parent,  # nothing of this folder is to be imported
+            check=False,
+        )
+
+    def link_cuda_runtime(self) -> Path:
+        """A folder with the CUDA runtime that torch uses in the server's environment.
+
+        The memory saver is preloaded, for which the loader must find it; torch's wheels keep it to
+        themselves. Empty where torch has none of its own.
+        """
+        folder = self.directory / "lib"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            for line in self._ask(_FIND_CUDA_RUNTIME).stdout.splitlines():
+                name, _, file = line.partition(" ")
+                (folder / name).symlink_to(file)
+        return folder
 
     def environment(self, rendezvous: Path) -> dict[str, str]:
         """Variables of the server: of the trainer's only what every program needs, no secrets, no
@@ -169,6 +260,9 @@ class ServerSettings:
         }
         if self.device == "cpu":
             kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        else:
+            searched = [kept.get("LD_LIBRARY_PATH"), str(self.directory / "lib")]
+            kept["LD_LIBRARY_PATH"] = ":".join(filter(None, searched))
         if self.device == "cpu" and self.tensor_parallel_size > 1:
             # Else SGLang asks for one NUMA node for each of its ranks.
             cores = sorted(os.sched_getaffinity(0))
@@ -221,6 +315,8 @@ class SGLangServer:
         log.
         """
         self.stop()
+        if self.settings.device == "cuda":
+            self.settings.link_cuda_runtime()
         port, api_key = _free_port(), secrets.token_hex(32)
         rendezvous = self.settings.directory / "rendezvous"
         rendezvous.unlink(missing_ok=True)
@@ -287,8 +383,8 @@ class SGLangServer:
             time.sleep(_POLL_SECONDS)
         self.stop()
         raise self.failure(
-            f"the SGLang server was not healthy within {self.settings.start_timeout:g} s; raise the"
-            " limit or see the log"
+            f"the SGLang server was not healthy within {self.settings.start_timeout:g} s; raise"
+            " --sglang-start-timeout or see the log"
         )
 
 

@@ -16,32 +16,57 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ragen_mega.data.checksums import check_checksums, check_names, checksums
+from ragen_mega.data.checksums import check_names, checksum
 
 LOADER = f"{__name__}.load"
 """By which SGLang finds it."""
+ALIGNMENT = 16
+"""Bytes."""
 
 
 class Place(NamedTuple):
-    """Where a tensor stands in the bytes of a bucket."""
+    """Where a run of a parameter's elements stands in the bytes of a bucket."""
 
     offset: int
     dtype: str
     shape: list[int]
+    """Of the whole parameter."""
+    start: int
+    """The first of the elements, in the flattened parameter."""
+    count: int
+
+    @property
+    def end(self) -> int:
+        """Of the bytes in the bucket; the next run begins at a multiple of ALIGNMENT."""
+        return self.offset + self.count * self._dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor in `memory`, [bytes] uint8."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        num_bytes = torch.Size(self.shape).numel() * dtype.itemsize
-        return memory[self.offset : self.offset + num_bytes].view(dtype).view(self.shape)
+        """The elements in `memory`, [bytes] uint8."""
+        return memory[self.offset : self.end].view(self._dtype)
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The elements in the parameter."""
+        return parameter.view(-1)[self.start : self.start + self.count]
+
+    def fill(self, memory: Tensor, elements: Tensor) -> None:
+        """Copy the elements into `memory`, with zeros up to the next run."""
+        self.view(memory).copy_(elements)
+        if padding := -self.end % ALIGNMENT:
+            memory[self.end : self.end + padding].zero_()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
 
 class Contents(NamedTuple):
     """What a bucket must hold; a JSON file of its own."""
 
-    places: dict[str, Place]
+    places: list[tuple[str, Place]]
     """By SGLang's names."""
-    sums: dict[str, str]
+    num_bytes: int
+    checksum: int
+    """Of these bytes."""
     all_names: list[str] | None
     """In the last bucket, the names of the whole set."""
 
@@ -51,7 +76,7 @@ class Contents(NamedTuple):
     @classmethod
     def read(cls, file: Path) -> Contents:
         places, *others = json.loads(file.read_text()).values()
-        return cls({name: Place(*place) for name, place in places.items()}, *others)
+        return cls([(name, Place(*place)) for name, place in places], *others)
 
 
 def bytes_of(file: Path) -> Path:
@@ -88,22 +113,38 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _copy(file: Path, memory: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
-    places, sums, all_names = Contents.read(file)
-    if unknown := places.keys() - parameters.keys():
+    """Copy a bucket into the parameters, and read it back from there for the checksum."""
+    contents = Contents.read(file)
+    if unknown := {name for name, _ in contents.places} - parameters.keys():
         raise ValueError(
             f"SGLang's model has no {min(unknown)}; this version lays out its layers differently"
         )
     if not memory.numel():
         memory = map_bytes(file)
-    for name, place in places.items():
-        held, sent = parameters[name].detach(), place.view(memory)
-        if sent.shape != held.shape or sent.dtype != held.dtype:
+    device = parameters[contents.places[0][0]].device
+    held = torch.empty(contents.num_bytes, dtype=torch.uint8, device=device)
+    for name, place in contents.places:
+        parameter = parameters[name].detach()
+        if [*parameter.shape] != place.shape or str(parameter.dtype) != f"torch.{place.dtype}":
             raise ValueError(
-                f"SGLang holds {name} as {list(held.shape)} {held.dtype} and got"
-                f" {list(sent.shape)} {sent.dtype}"
+                f"SGLang holds {name} as {list(parameter.shape)} {parameter.dtype} and got"
+                f" {place.shape} torch.{place.dtype}"
             )
-        held.copy_(sent)
-    # The sums wait for the device: when the server answers, the bucket has been read.
-    check_checksums(sums, checksums((name, parameters[name]) for name in places))
-    if all_names is not None:
-        check_names(all_names, parameters)
+        place.of(parameter).copy_(place.view(memory))
+        place.fill(held, place.of(parameter))
+    # The sum waits for the device: when the server answers, the bucket has been read.
+    if checksum(held) != contents.checksum:
+        differing = [
+            name
+            for name, place in contents.places
+            if not torch.equal(
+                held[place.offset : place.end], memory[place.offset : place.end].to(device)
+            )
+        ]
+        raise ValueError(
+            "the engine must hold the bits that were sent, and"
+            f" {', '.join(differing) or 'all of a bucket that has changed since'} differ; send all"
+            " weights again"
+        )
+    if contents.all_names is not None:
+        check_names(contents.all_names, parameters)

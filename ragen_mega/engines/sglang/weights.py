@@ -15,20 +15,22 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ragen_mega.data.checksums import check_names, checksums
+from ragen_mega.data.checksums import check_names, checksum
 from ragen_mega.engines.sglang.fp8_blocks import quantize_stream
 from ragen_mega.engines.sglang.http_json import JSONClient, RequestRefused
 from ragen_mega.engines.sglang.weight_loader import (
+    ALIGNMENT,
     LOADER,
     Contents,
     Place,
@@ -39,9 +41,9 @@ from ragen_mega.engines.sglang.weight_loader import (
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 
-BUCKET_BYTES = 512 * 2**20
+BUCKET_BYTES = 192 * 2**20
+"""A multiple of what the checksum takes at a time; the memory plan knows it."""
 _SHARED_MEMORY = Path("/dev/shm")
-_ALIGNMENT = 16  # bytes, of a tensor in a bucket
 
 
 class Message(NamedTuple):
@@ -51,6 +53,7 @@ class Message(NamedTuple):
     """What `weight_loader` reads; its report is written beside it."""
     payload: str
     """The file's name and a tensor, serialized."""
+    is_last: bool
 
 
 @dataclass(slots=True)
@@ -59,16 +62,31 @@ class Bucket:
 
     file: Path
     memory: Tensor  # [bytes] uint8
-    places: dict[str, Place] = field(default_factory=dict)
+    places: list[tuple[str, Place]] = field(default_factory=list)
     num_bytes: int = 0
     """In use."""
 
-    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Copy a weight, as `dtype`."""
-        place = Place(self.num_bytes, str(dtype).removeprefix("torch."), list(tensor.shape))
-        place.view(self.memory).copy_(tensor.detach())
-        self.places[name] = place
-        self.num_bytes += _aligned(tensor.numel() * dtype.itemsize)
+    @property
+    def is_full(self) -> bool:
+        return self.num_bytes == len(self.memory)
+
+    def add(self, name: str, flat: Tensor, start: int, expected: Tensor) -> int:
+        """Copy as many elements of a weight, from `start` on, as there is room for; where the next
+        bucket goes on.
+        """
+        dtype = expected.dtype
+        count = min(len(flat) - start, (len(self.memory) - self.num_bytes) // dtype.itemsize)
+        shape, kind = [*expected.shape], str(dtype).removeprefix("torch.")
+        place = Place(self.num_bytes, kind, shape, start, count)
+        place.fill(self.memory, flat[start : start + count])
+        self.places.append((name, place))
+        self.num_bytes = _aligned(place.end)
+        return start + count
+
+    def write(self, all_names: list[str] | None) -> None:
+        """Describe it, once the device has written it."""
+        used = self.memory[: self.num_bytes]
+        Contents(self.places, self.num_bytes, checksum(used), all_names).write(self.file)
 
 
 class WeightTransfer(ABC):
@@ -96,38 +114,31 @@ class WeightTransfer(ABC):
         """The same for all ranks of the server; there from the first stream to `close`."""
         self._shard = shard
         self._group = group
-        self._bucket_bytes = bucket_bytes
         self._sent: list[list[Message]] = []  # the last complete stream
         self._prepare = quantize_stream if fp8 else iter
         with torch.device("meta"):  # without memory
             full = AutoModelForCausalLM.from_config(model_config, dtype=dtype).state_dict()
             cut = cut_stream(full.items(), model_config, *shard)
             self._expected = dict(self._prepare(cut))
-        sizes = [_aligned(tensor.nbytes) for tensor in self._expected.values()]
-        self._memory_bytes = max(*sizes, min(bucket_bytes, sum(sizes)))  # of any bucket
+        self.num_bytes = sum(_aligned(tensor.nbytes) for tensor in self._expected.values())
+        self._memory_bytes = _aligned(min(bucket_bytes, self.num_bytes))  # of any bucket
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
         """Stream of (SGLang's name, shard) -> of each bucket, the messages of all ranks of the
-        server, which must have copied it when the next one is asked for.
+        server; in the end an empty list.
 
-        All ranks of the group go through all of it. Raises ValueError unless exactly the expected
-        names and shapes arrive.
+        The server takes a bucket while the next one is filled: it must have copied the one before
+        the last when another is asked for, and the last when the stream is to end. All ranks of
+        the group go through all of it. Raises ValueError unless exactly the expected names and
+        shapes arrive.
         """
         self._sent, sent = [], list[list[Message]]()
-        for bucket, is_last in self._fill(weights):
-            memory, places = bucket.memory, bucket.places
-            sums = checksums((name, place.view(memory)) for name, place in places.items())
-            Contents(places, sums, [*self._expected] if is_last else None).write(bucket.file)
-            if memory.is_cuda:
-                torch.cuda.synchronize()
-            payload = base64.b64encode(self._pickle(bucket)).decode()
-            messages = [Message(bucket.file, payload)] * self._shard.size
-            if self._group is not None:
-                dist.all_gather_object(messages, messages[0], group=self._group)
-            yield messages
-            if self._group is not None:
-                dist.barrier(group=self._group)
+        for messages in self._describe(weights):
             sent.append(messages)
+            yield messages
+            self._meet()
+        yield []
+        self._meet()
         self._sent = sent
 
     def again(self) -> list[list[Message]] | None:
@@ -140,6 +151,16 @@ class WeightTransfer(ABC):
         """Give the memory of all ranks back, for good. Safe to call again."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
+        """Fill buckets; of each the messages of all ranks."""
+        for bucket, is_last in self._fill(weights):
+            bucket.write([*self._expected] if is_last else None)
+            payload = base64.b64encode(self._pickle(bucket)).decode()
+            messages = [Message(bucket.file, payload, is_last)] * self._shard.size
+            if self._group is not None:
+                dist.all_gather_object(messages, messages[0], group=self._group)
+            yield messages
+
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Bucket, bool]]:
         """Copy the stream; of each bucket that is full, whether it is the last."""
         self.directory.mkdir(mode=0o700, exist_ok=True)
@@ -147,7 +168,7 @@ class WeightTransfer(ABC):
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
         files = (own / f"{index:05d}.json" for index in itertools.count())
-        bucket, missing = self._open(next(files), None), dict(self._expected)
+        bucket, missing = self._open(next(files)), dict(self._expected)
         for name, tensor in self._prepare(weights):
             expected = missing.pop(name, None)
             if expected is None or tensor.shape != expected.shape:
@@ -158,16 +179,23 @@ class WeightTransfer(ABC):
                     f" {wanted if wanted is None else list(wanted.shape)}; check that the weights"
                     " belong to the model config"
                 )
-            if bucket.places and bucket.num_bytes + expected.nbytes > self._bucket_bytes:
-                yield bucket, False
-                bucket = self._open(next(files), bucket.memory)
-            bucket.add(name, tensor, expected.dtype)
+            flat, start = tensor.detach().reshape(-1), 0
+            while start < len(flat):
+                if bucket.is_full:
+                    yield bucket, False
+                    bucket = self._open(next(files))
+                start = bucket.add(name, flat, start, expected)
         check_names(self._expected.keys() - missing.keys(), self._expected)
         yield bucket, True
 
+    def _meet(self) -> None:
+        """Wait for all ranks of the server."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
     @abstractmethod
-    def _open(self, file: Path, memory: Tensor | None) -> Bucket:
-        """An empty bucket; `memory` is that of the one before."""
+    def _open(self, file: Path) -> Bucket:
+        """An empty bucket."""
 
     @abstractmethod
     def _pickle(self, bucket: Bucket) -> bytes:
@@ -181,7 +209,7 @@ class FileTransfer(WeightTransfer):
     They stay, so that a server that has died can be given all of them again without the trainer.
     """
 
-    def _open(self, file: Path, memory: Tensor | None) -> Bucket:
+    def _open(self, file: Path) -> Bucket:
         with bytes_of(file).open("wb") as opened:
             # At once, because a write to memory that is not there would kill this process.
             os.posix_fallocate(opened.fileno(), 0, self._memory_bytes)
@@ -194,24 +222,42 @@ class FileTransfer(WeightTransfer):
 
 
 class IpcTransfer(WeightTransfer):
-    """Through one buffer on the device that both processes map (CUDA IPC), filled again for every
-    bucket: a device copy.
+    """Through two buffers on the device that both processes map (CUDA IPC), filled in turns: a
+    device copy.
 
     Nothing is kept: for a server that is lost the trainer has to send all again. Between processes
-    on a CPU the buffer is shared memory, in torch's "file_system" manner.
+    on a CPU the buffers are shared memory, in torch's "file_system" manner.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """As any transfer."""
+        super().__init__(*arguments, **options)
+        self._buffers: list[Tensor] = []  # the one in use last
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
+        """As any transfer; in the end the device has the buffers' memory again."""
+        yield from super().receive(weights)
+        self._buffers.clear()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # what the server has closed
+            torch.cuda.empty_cache()
 
     def again(self) -> None:
         """None."""
 
-    def _open(self, file: Path, memory: Tensor | None) -> Bucket:
-        if memory is None and torch.cuda.is_available():
-            memory = torch.empty(self._memory_bytes, dtype=torch.uint8, device="cuda")
-        elif memory is None:
-            # A name that the server can open, not a descriptor.
-            multiprocessing.set_sharing_strategy("file_system")
-            memory = torch.empty(self._memory_bytes, dtype=torch.uint8).share_memory_()
-        return Bucket(file, memory)
+    def _open(self, file: Path) -> Bucket:
+        if len(self._buffers) < 2:
+            self._buffers.append(self._allocate())
+        else:
+            self._buffers.reverse()
+        return Bucket(file, self._buffers[-1])
+
+    def _allocate(self) -> Tensor:
+        if torch.cuda.is_available():
+            return torch.empty(self._memory_bytes, dtype=torch.uint8, device="cuda")
+        # A name that the server can open, not a descriptor.
+        multiprocessing.set_sharing_strategy("file_system")
+        return torch.empty(self._memory_bytes, dtype=torch.uint8).share_memory_()
 
     def _pickle(self, bucket: Bucket) -> bytes:
         pickled = io.BytesIO()
@@ -223,7 +269,8 @@ TRANSFERS = {"file": FileTransfer, "ipc": IpcTransfer}
 
 
 def send(client: JSONClient, buckets: Iterable[list[Message]], version: int) -> None:
-    """Have a server take one full set of weights, in the manner of its generation.
+    """Have a server take one full set of weights, in the manner of its generation, each bucket
+    while the next one is made.
 
     Raises RequestRefused when it does not take a bucket, or holds other bits than were sent.
     """
@@ -233,24 +280,33 @@ def send(client: JSONClient, buckets: Iterable[list[Message]], version: int) -> 
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RequestRefused(f"{path}: {answer.get('message')}")
 
+    def take(messages: list[Message]) -> None:
+        for message in messages:
+            report_of(message.file).unlink(missing_ok=True)
+        body = {
+            "serialized_named_tensors": [message.payload for message in messages],
+            "load_format": LOADER,
+            "flush_cache": True,
+            "torch_empty_cache": messages[0].is_last,  # of what the loader computed with
+            # Requests of callers that were cancelled may still run; nobody waits for them.
+            "abort_all_requests": True,
+        }
+        post("/update_weights_from_tensor", body)
+        for rank, message in enumerate(messages):
+            _check_report(message.file, rank)
+
     # SGLang 0.5.21 and later take weights between two requests only, which earlier ones lack.
     has_session = "/begin_weight_update" in client.call("GET", "/openapi.json")["paths"]
     if has_session:
         post("/begin_weight_update", {})
     try:
-        for messages in buckets:
-            for message in messages:
-                report_of(message.file).unlink(missing_ok=True)
-            body = {
-                "serialized_named_tensors": [message.payload for message in messages],
-                "load_format": LOADER,
-                "flush_cache": True,
-                # Requests of callers that were cancelled may still run; nobody waits for them.
-                "abort_all_requests": True,
-            }
-            post("/update_weights_from_tensor", body)
-            for rank, message in enumerate(messages):
-                _check_report(message.file, rank)
+        with ThreadPoolExecutor(1) as thread:
+            taken = thread.submit(lambda: None)
+            for messages in buckets:
+                taken.result()
+                if messages:
+                    taken = thread.submit(take, messages)
+            taken.result()
     finally:  # a set that broke off can be followed by another
         if has_session:
             post("/end_weight_update", {})
@@ -267,7 +323,7 @@ def _check_report(file: Path, rank: int) -> None:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _agree_on_directory(group: dist.ProcessGroup | None) -> Path:

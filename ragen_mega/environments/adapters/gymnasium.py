@@ -2,7 +2,7 @@
 its, for which importing this module registers `ragen_mega/Sokoban-v0` and its siblings.
 
 Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032). Ours seen from there take the
-index of an action and observe text.
+index of an action, or text where the environment takes text, and observe text.
 """
 
 import re
@@ -173,7 +173,7 @@ class AnyText(spaces.Text):
         return isinstance(x, str)
 
 
-class TextWorld(gymnasium.Env[str, int]):
+class TextWorld(gymnasium.Env[str, int | str]):
     """One of our environments, one primitive action a step.
 
     The seed of `reset` is the prompt seed, so the episode is the native environment's. `reset`
@@ -188,13 +188,11 @@ class TextWorld(gymnasium.Env[str, int]):
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"render_mode must be ansi or None, not {render_mode!r}")
         self.world = make(environment_name, **options)
-        if not hasattr(self.world, "actions"):
-            raise ValueError(
-                f"{environment_name} takes text, and Gymnasium's view of an environment takes the"
-                " index of an action; use it without Gymnasium"
-            )
         self.render_mode = render_mode
-        self.action_space = spaces.Discrete(len(self.world.actions))
+        self.takes_text = not hasattr(self.world, "actions")
+        self.action_space = (
+            AnyText() if self.takes_text else spaces.Discrete(len(self.world.actions))
+        )
         self.observation_space = AnyText()
         self._observation = ""
 
@@ -215,12 +213,13 @@ class TextWorld(gymnasium.Env[str, int]):
         )
         return self._observation, {"success": False}
 
-    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int | str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if not self.action_space.contains(action):
-            raise ValueError(
-                f"action must be an index into {', '.join(self.world.actions)}, not {action!r}"
-            )
-        result = calls.step(self.world, self.world.actions[int(action)])
+            known = "text" if self.takes_text else f"an index into {', '.join(self.world.actions)}"
+            raise ValueError(f"action must be {known}, not {action!r:.60}")
+        result = calls.step(
+            self.world, action if self.takes_text else self.world.actions[int(action)]
+        )
         self._observation = text_of(result.observation)
         return self._observation, result.reward, result.terminated, result.truncated, result.info
 

@@ -180,6 +180,7 @@ function overview(root) {
 
 function factsOf(run) {
   const { advantage, environment, filter, model, parallel, provenance, rollout, train } = run.config;
+  const start = provenance?.at(-1); // the latest of them
   return [
     ["environments", environment?.environments],
     ["model", model?.load ?? `small model, ${model?.num_layers} layers of width ${model?.hidden_size}`],
@@ -187,9 +188,9 @@ function factsOf(run) {
     ["rollout", `${rollout?.num_groups} groups of ${rollout?.group_size}, ${rollout?.rollout_engine}`],
     ["layout", `tensor ${parallel?.tensor_model_parallel_size}, pipeline ${parallel?.pipeline_model_parallel_size}`],
     ["seed", train?.seed],
-    ["hardware and versions", run.summary?.hardware ?? provenance?.hardware],
-    ["command", provenance?.command],
-    ["commit", provenance?.commit],
+    ["hardware and versions", run.summary?.hardware ?? start?.hardware],
+    ["command", start?.command],
+    ["commit", start?.commit],
   ].filter(([, value]) => value !== undefined && value !== null);
 }
 

@@ -1,0 +1,193 @@
+"""The settings of a run as flags: what each takes, the parser of them all, and their help."""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from ragen_mega.config import schema
+from ragen_mega.config.schema import StarPOConfig, flag_of
+from ragen_mega.data.registry import did_you_mean
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Section -> name -> value, as `StarPOConfig.to_dict` gives them."""
+_WORDS = {int: ("INT", "a whole number"), float: ("NUMBER", "a number"), str: ("TEXT", "a text")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One setting on the command line."""
+
+    section: str
+    name: str
+    kinds: tuple[Any, ...]
+    """Types that it takes, and the values of a Literal."""
+    default: Any
+    about: str
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is given as --x or --no-x, without a value."""
+        return self.kinds == (bool,)
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What can be written for it, where that can be listed -> its value."""
+        named = {bool: (True, False)} | dict.fromkeys(_WORDS, ())
+        values = [value for kind in self.kinds for value in named.get(kind, (kind,))]
+        return {str(value): value for value in values}
+
+    @property
+    def metavar(self) -> str:
+        """Stands for its value."""
+        return "|".join([_WORDS[kind][0] for kind in self.kinds if kind in _WORDS] or self.choices)
+
+    def read(self, text: str) -> Any:
+        """The value that `text` stands for. Raises ArgumentTypeError in plain words."""
+        if text in self.choices:
+            return self.choices[text]
+        free = [kind for kind in self.kinds if kind in _WORDS]
+        for kind in free:
+            with contextlib.suppress(ValueError):
+                return kind(text)
+        *first, last = [*(_WORDS[kind][1] for kind in free), *self.choices]
+        rule = f"{', '.join(first)} or {last}" if first else last
+        about = f" ({self.about.rstrip('.')})" if self.about else ""
+        close = did_you_mean(text, self.choices)
+        raise argparse.ArgumentTypeError(f"must be {rule}, not {text!r}{close}{about}")
+
+
+@cache
+def all_flags() -> tuple[Flag, ...]:
+    """Every setting, in order."""
+    abouts = _abouts()
+    return tuple(
+        Flag(section.name, item.name, _kinds(hints[item.name]), item.default, abouts[key])
+        for section in dataclasses.fields(StarPOConfig)
+        for hints in [get_type_hints(section.default_factory)]
+        for item in dataclasses.fields(section.default_factory)
+        for key in [(section.default_factory.__name__, item.name)]
+    )
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """What a value may be: the members of a union, the values of a Literal, None for its type."""
+    if annotation is NoneType:
+        return (None,)
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    members = get_args(annotation)
+    return tuple(kind for member in members for kind in _kinds(member)) or (annotation,)
+
+
+def _abouts() -> dict[tuple[str, str], str]:
+    """(Section class, field) -> the docstring below the field, on one line."""
+    abouts: dict[tuple[str, str], str] = {}
+    for part in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(part, ast.ClassDef):
+            for item, below in zip(part.body, [*part.body[1:], None], strict=True):
+                if isinstance(item, ast.AnnAssign):
+                    text = below.value if isinstance(below, ast.Expr) else None
+                    about = text.value if isinstance(text, ast.Constant) else ""
+                    abouts[part.name, item.target.id] = " ".join(about.split())
+    return abouts
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (--[\w-]+)[^:]*:", r"\1", message)
+        message = message.replace("expected one argument", "needs a value; see --help")
+        raise ValueError(message.replace("ignored explicit argument", "takes no value, not"))
+
+
+def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The settings that flags give; of a repeated one the last. Raises ValueError, in one line, for
+    a word that is no flag and a value that is none of its flag.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for one in all_flags():
+        if one.is_switch:
+            parser.add_argument(flag_of(one.name), action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(flag_of(one.name), type=one.read)
+    given, others = parser.parse_known_args(_joined(argv))
+    for word in others:
+        name = word.split("=", 1)[0]
+        if not name.startswith("--"):
+            raise ValueError(f"unexpected {word!r}: flags begin with --; --help lists all")
+        close = did_you_mean(name, [flag_of(one.name) for one in all_flags()])
+        raise ValueError(f"unknown flag {name}{close}; --help lists all")
+    settings: dict[str, dict[str, Any]] = {}
+    for one in all_flags():
+        if one.name in given:
+            settings.setdefault(one.section, {})[one.name] = getattr(given, one.name)
+    return settings
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """With --flag=value for --flag value, which may begin with a dash, and dashes in names."""
+    valued = {flag_of(one.name) for one in all_flags() if not one.is_switch}
+    words, joined = list(argv), []
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if name in valued and not equals and words and not words[0].startswith("--"):
+            equals, value = "=", words.pop(0)
+        joined.append(name + equals + value)
+    return joined
+
+
+def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
+    """Every flag by section: what it takes, what it does, its default, and the value that the
+    recipe in effect sets instead.
+    """
+    width = min(shutil.get_terminal_size().columns, 100)
+    lines = [
+        "usage: bash examples/pretrain_starpo.sh [--recipe NAME] [flags]",
+        "",
+        *textwrap.wrap(
+            f"{StarPOConfig.__doc__} A later flag wins, and any flag over the recipe's.", width
+        ),
+        "",
+        "  --recipe NAME",
+        *_indented(f"flags to begin with: {', '.join(recipes)}; here: {recipe}", width),
+    ]
+    sections = {
+        item.name: item.default_factory.__doc__ for item in dataclasses.fields(StarPOConfig)
+    }
+    for section, title in sections.items():
+        lines += [
+            "",
+            *textwrap.wrap(f"{section.replace('_', ' ')}: {' '.join(title.split())}", width),
+        ]
+        for one in all_flags():
+            if one.section == section and one.name != "recipe":
+                flag = flag_of(one.name)
+                value = f", --no-{flag[2:]}" if one.is_switch else f" {one.metavar}"
+                changed = chosen.get(section, {}).get(one.name, one.default)
+                other = f"; {recipe}: {_shown(changed)}" if changed != one.default else ""
+                is_said = one.default is None and "default" in one.about
+                default = "as said" if is_said else _shown(one.default)
+                about = f"{one.about} [default {default}{other}]"
+                lines += [f"  {flag}{value}", *_indented(about, width)]
+    return "\n".join(lines) + "\n"
+
+
+def _indented(text: str, width: int) -> list[str]:
+    indent = 8 * " "
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _shown(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,177 @@
+"""WebShop's own catalogue, read from a folder where the user has put its files.
+
+They are not part of this package, since the licence of the scraped catalogue is not stated. Files
+are read entry by entry, each entry is checked, and a mistake is an error that says where it is.
+"""
+
+import random
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import ijson
+
+from ragen_mega.environments.worlds.webshop.catalogue import Product, Request
+
+GoalKind = Literal["synthetic", "human"]
+
+_LONGEST_ASIN = 10
+_DEFAULT_PRICE = 100.0
+_NO_ATTRIBUTES = ("DUMMY_ATTR",)  # as the original: fits no goal
+_DOWNLOAD = (
+    "download it as its setup.sh does (github.com/princeton-nlp/WebShop; a copy of the small set is"
+    " the Hugging Face data set ZihanWang314/ragen-datasets)"
+)
+
+
+class _Files(NamedTuple):
+    products: Path
+    attributes: Path
+    human: Path
+
+
+def read_folder(
+    folder: Path, *, goals: GoalKind, seed: int
+) -> Iterator[tuple[Product, list[Request]]]:
+    """Products with what is asked for of them; `seed` draws prices that are given as a range.
+
+    The small set (items_shuffle_1000.json) is read where it is, else the full one. Products with an
+    identifier that is longer than 10 characters, or seen before, are left out as in the original.
+    Raises ValueError for a missing file or an entry that lacks something.
+    """
+    files = _find(folder, goals)
+    described = dict(_entries(files.attributes, ""))
+    asked = dict(_entries(files.human, "")) if goals == "human" else {}
+    generator = random.Random(seed)
+    seen: set[str] = set()
+    for number, entry in enumerate(_entries(files.products, "item")):
+        where = f"{files.products.name}, product {number}"
+        asin = _text(entry, "asin", where)
+        if asin == "nan" or len(asin) > _LONGEST_ASIN or asin in seen:
+            continue
+        seen.add(asin)
+        about = described.get(asin, {})
+        product = _product(entry, asin, about, where, generator)
+        if goals == "human":
+            where = f"{files.human.name}, {asin}"
+            yield product, _human_requests(asked.get(asin, []), where)
+        else:
+            where = f"{files.attributes.name}, {asin}"
+            yield product, _synthetic_requests(about, where)
+
+
+def _find(folder: Path, goals: GoalKind) -> _Files:
+    """Those of the small set, or of the full one. ValueError names the first that is missing."""
+    size = "_1000" if (folder / "items_shuffle_1000.json").is_file() else ""
+    if not size and not (folder / "items_shuffle.json").is_file():
+        size = "_1000"
+    files = _Files(
+        folder / f"items_shuffle{size}.json",
+        folder / f"items_ins_v2{size}.json",
+        folder / "items_human_ins.json",
+    )
+    for path in files if goals == "human" else files[:2]:
+        if not path.is_file():
+            raise ValueError(
+                f"WebShop's data has a file {path.name}, and {path} is none; {_DOWNLOAD}"
+            )
+    return files
+
+
+def _entries(path: Path, prefix: str) -> Iterator[Any]:
+    """What the file holds, one after the other: elements of a list (`item`), or (key, value)."""
+    read = ijson.items if prefix else ijson.kvitems
+    try:
+        with path.open("rb") as file:
+            yield from read(file, prefix, use_float=True)
+    except ijson.JSONError as error:
+        raise ValueError(f"{path} is not whole JSON ({error}); {_DOWNLOAD} again") from None
+
+
+def _product(
+    entry: dict[str, Any],
+    asin: str,
+    about: dict[str, Any],
+    where: str,
+    generator: random.Random,
+) -> Product:
+    price, price_text = _price(entry.get("pricing"), where, generator)
+    bullets = entry.get("small_description") or []
+    return Product(
+        asin=asin,
+        title=_text(entry, "name", where),
+        description=entry.get("full_description") or "",
+        bullets=tuple(map(str, bullets)) if isinstance(bullets, list) else (str(bullets),),
+        query=_text(entry, "query", where).lower().strip(),
+        product_category=_text(entry, "product_category", where),
+        attributes=tuple(about.get("attributes", _NO_ATTRIBUTES)),
+        options=_options(entry.get("customization_options") or {}, where),
+        price=price,
+        price_text=price_text,
+    )
+
+
+def _price(text: Any, where: str, generator: random.Random) -> tuple[float, str]:
+    """Dollars, and what the page says; a range costs something between its ends."""
+    if not text:
+        return _DEFAULT_PRICE, f"${_DEFAULT_PRICE}"
+    digits = [re.sub(r"[^\d.]", "", part) for part in str(text).split("$")[1:]]
+    try:
+        prices = [float(Decimal(part)) for part in digits][:2]
+    except ArithmeticError:
+        prices = []
+    if not prices:
+        raise ValueError(f"{where}: pricing must be $a or $a to $b, not {text!r:.60}")
+    if len(prices) == 1:
+        return prices[0], f"${prices[0]}"
+    return generator.uniform(*prices), f"${prices[0]} to ${prices[1]}"
+
+
+def _options(named: Any, where: str) -> dict[str, tuple[str, ...]]:
+    if not isinstance(named, dict):
+        raise ValueError(f"{where}: customization_options must be an object, not {named!r:.60}")
+    return {
+        name.lower(): tuple(
+            _text(value, "value", where).strip().replace("/", " | ").lower() for value in values
+        )
+        for name, values in named.items()
+        if values is not None
+    }
+
+
+def _synthetic_requests(about: dict[str, Any], where: str) -> list[Request]:
+    if about.get("instruction") is None:
+        return []
+    text = _text(about, "instruction", where)
+    return [Request(text, _attributes(about, where), None)]
+
+
+def _human_requests(requests: list[dict[str, Any]], where: str) -> list[Request]:
+    """Those that name attributes, as in the original."""
+    return [
+        Request(
+            _text(request, "instruction", where).strip("."),
+            _attributes(request, where),
+            tuple(request.get("instruction_options", ())),
+        )
+        for request in requests
+        if request.get("instruction_attributes")
+    ]
+
+
+def _attributes(about: dict[str, Any], where: str) -> tuple[str, ...]:
+    attributes = about.get("instruction_attributes")
+    if not attributes or not all(isinstance(attribute, str) for attribute in attributes):
+        raise ValueError(
+            f"{where}: instruction_attributes must be a list of texts, not {attributes!r:.60}"
+        )
+    return tuple(attributes)
+
+
+def _text(entry: Any, key: str, where: str) -> str:
+    value = entry.get(key) if isinstance(entry, dict) else None
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {key} must be a text, not {value!r:.60}")
+    return value

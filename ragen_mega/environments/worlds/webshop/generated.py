@@ -1,0 +1,132 @@
+"""A catalogue out of thin air: departments, groups, attributes, options and prices, drawn from a
+seed, so that the shop opens without anybody's data.
+
+Titles, instructions and goals have the form of WebShop's synthetic ones. Results on it say
+something about a method, nothing about scores on WebShop's own catalogue.
+"""
+
+import itertools
+import random
+import string
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ragen_mega.environments.worlds.webshop.catalogue import Product, Request
+from ragen_mega.environments.worlds.webshop.reward import CATEGORY_SEPARATOR
+
+_ASIN_LENGTH = 10
+_PRICES = [dollars + 0.99 for dollars in range(4, 60, 5)]
+_ATTRIBUTES_PER_PRODUCT, _ATTRIBUTES_ASKED_FOR = 3, 2
+_BRANDS = "alder bravo cedar delta ember fjord gusto heron indra juno koral lumen".split()
+
+
+class Department(NamedTuple):
+    """A part of the shop, with the words that its products are made of."""
+
+    name: str
+    groups: dict[str, tuple[str, ...]]
+    """Group -> types of product."""
+    attributes: tuple[str, ...]
+    options: dict[str, tuple[str, ...]]
+
+
+_COLOURS = ("black", "white", "red", "blue", "green", "yellow", "grey", "brown")
+DEPARTMENTS = (
+    Department(
+        "clothing",
+        {"tops": ("shirt", "sweater", "hoodie"), "bottoms": ("jeans", "skirt", "shorts")},
+        ("cotton", "linen", "slim", "loose", "striped", "quilted", "stretch", "casual"),
+        {"color": _COLOURS, "size": ("small", "medium", "large", "x-large")},
+    ),
+    Department(
+        "home",
+        {"bedroom": ("pillow", "blanket", "mattress"), "lighting": ("lamp", "lantern", "candle")},
+        ("wooden", "modern", "rustic", "foldable", "floral", "handmade", "velvet", "compact"),
+        {"color": _COLOURS, "style": ("classic", "nordic", "vintage")},
+    ),
+    Department(
+        "electronics",
+        {"audio": ("speaker", "headset", "radio"), "power": ("charger", "cable", "adapter")},
+        ("wireless", "portable", "braided", "magnetic", "waterproof", "fast", "slender", "gaming"),
+        {"color": _COLOURS, "length": ("3ft", "6ft", "10ft")},
+    ),
+    Department(
+        "beauty",
+        {"hair": ("shampoo", "conditioner", "brush"), "skin": ("lotion", "soap", "serum")},
+        ("vegan", "organic", "natural", "gentle", "herbal", "scented", "moisturizing", "hydrating"),
+        {"scent": ("lavender", "citrus", "vanilla", "mint"), "volume": ("4oz", "8oz", "16oz")},
+    ),
+    Department(
+        "grocery",
+        {"drinks": ("tea", "coffee", "cocoa"), "snacks": ("cookies", "crackers", "granola")},
+        ("roasted", "crunchy", "keto", "kosher", "instant", "salted", "decaf", "gluten-free"),
+        {"flavor": ("ginger", "caramel", "berry", "honey"), "pack": ("single", "double", "family")},
+    ),
+    Department(
+        "outdoors",
+        {"camping": ("tent", "hammock", "stove"), "cycling": ("helmet", "gloves", "pump")},
+        ("rugged", "ventilated", "insulated", "sturdy", "inflatable", "padded", "light", "rigid"),
+        {"color": _COLOURS, "capacity": ("solo", "duo", "group")},
+    ),
+)
+
+
+def generate_catalogue(
+    *, num_products: int, num_departments: int, seed: int
+) -> Iterator[tuple[Product, list[Request]]]:
+    """Products with a request each, the same ones for the same arguments.
+
+    Titles are distinct. Raises ValueError for a number of products or departments that cannot be.
+    """
+    if not 1 <= num_departments <= len(DEPARTMENTS):
+        raise ValueError(f"departments must be 1 to {len(DEPARTMENTS)}, not {num_departments}")
+    kinds = [
+        (department, group, noun, brand, attributes)
+        for department in DEPARTMENTS[:num_departments]
+        for group, nouns in department.groups.items()
+        for noun in nouns
+        for brand in _BRANDS
+        for attributes in itertools.combinations(department.attributes, _ATTRIBUTES_ASKED_FOR)
+    ]
+    if not 1 <= num_products <= len(kinds):
+        raise ValueError(
+            f"{num_departments} departments have titles for 1 to {len(kinds)} products, not for"
+            f" {num_products}"
+        )
+    generator = random.Random(seed)
+    asins: set[str] = set()
+    for department, group, noun, brand, attributes in generator.sample(kinds, num_products):
+        shown = generator.sample(attributes, len(attributes))
+        others = [one for one in department.attributes if one not in shown]
+        hidden = generator.sample(others, _ATTRIBUTES_PER_PRODUCT - len(shown))
+        price = generator.choice(_PRICES)
+        product = Product(
+            asin=_fresh_asin(asins, generator),
+            title=" ".join((brand, *shown, noun)).title(),
+            description=f"{brand} makes this {noun} for every day.",
+            bullets=(f"{', '.join(hidden)} {noun}", f"from the {group} collection"),
+            query=noun,
+            product_category=f" {CATEGORY_SEPARATOR} ".join((department.name, group, noun)),
+            attributes=(*shown, *hidden),
+            options={
+                name: tuple(_some(values, generator)) for name, values in department.options.items()
+            },
+            price=price,
+            price_text=f"${price}",
+        )
+        yield product, [Request(f"i need a {' '.join(shown)} {noun}", tuple(shown), None)]
+
+
+def _some(values: tuple[str, ...], generator: random.Random) -> list[str]:
+    """Two to four values, in their order."""
+    chosen = generator.sample(values, generator.randint(2, min(4, len(values))))
+    return sorted(chosen, key=values.index)
+
+
+def _fresh_asin(taken: set[str], generator: random.Random) -> str:
+    while True:
+        rest = generator.choices(string.ascii_uppercase + string.digits, k=_ASIN_LENGTH - 1)
+        asin = "B" + "".join(rest)
+        if asin not in taken:
+            taken.add(asin)
+            return asin

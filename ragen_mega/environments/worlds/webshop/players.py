@@ -1,0 +1,112 @@
+"""Players to compare with: the oracle, which knows the product, and WebShop's rule.
+
+The rule (arXiv:2207.01206, section 5.1): search the instruction, open the first result, buy it.
+"""
+
+import copy
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ragen_mega.environments.protocol import Budget, References, Solver
+from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
+from ragen_mega.environments.worlds.webshop.pages import BACK, BUY, NEXT, PREVIOUS
+
+_NO_KEYWORDS = frozenset(
+    "a an and are for i in is it lower me my need of on or price than that the to want with".split()
+)
+_RANDOM_EPISODES = 8
+
+
+def keywords(goal: Goal) -> list[str]:
+    """Words of a request that say what is wanted: without its price, small words and colons."""
+    request = goal.instruction.rpartition(", and price lower than")[0] or goal.instruction
+    return keywords_of(request)
+
+
+def keywords_of(text: str) -> list[str]:
+    """Distinct words that carry meaning, in lower case and in their order."""
+    words = re.findall(r"[\w'-]+", text.lower())
+    return list(dict.fromkeys(word for word in words if word not in _NO_KEYWORDS))
+
+
+def possible_actions(shopper: Any) -> list[str]:
+    """What the open page offers. Searches are for all keywords together, or for one of them."""
+    page = shopper.page
+    if page.kind == "start":
+        words = keywords(shopper.goal)
+        return [f"search[{query}]" for query in (" ".join(words), *words)]
+    return [f"click[{name}]" for name in page.clickable]
+
+
+def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
+    """What the oracle does next: search the title, open the product, choose what is asked, buy."""
+    facts = shopper.facts()
+    goal, page, product, chosen = (facts[key] for key in ("goal", "page", "product", "chosen"))
+    if page.kind == "done":
+        return []
+    if page.kind == "start":
+        title = re.sub(r"[][]", " ", goal.title)  # brackets would end the action
+        return [f"search[{title}]"]
+    if page.kind == "results":
+        if goal.asin in page.clickable:
+            return [f"click[{goal.asin}]"]
+        asins = [one.asin for one in facts["hits"]]
+        ahead = (
+            goal.asin in asins
+            and page.products
+            and asins.index(goal.asin) > asins.index(page.products[-1].asin)
+        )
+        return [f"click[{NEXT if ahead else BACK}]"]
+    if product.asin != goal.asin or page.kind == "sub":
+        return [f"click[{PREVIOUS}]"]
+    for option in goal.options:
+        name, value = option if isinstance(option, tuple) else _name_of(product, option)
+        if value in page.option_names and chosen.get(name) != value:
+            return [f"click[{value}]"]
+    return [f"click[{BUY}]"]
+
+
+def rule_actions(shopper: Any, actions_left: int) -> list[str]:
+    """What WebShop's rule does next."""
+    page = shopper.page
+    if page.kind == "start":
+        return [f"search[{shopper.goal.instruction}]"]
+    if page.kind == "results":
+        first = page.products[0].asin if page.products else BACK
+        return [f"click[{first}]"]
+    return [] if page.kind == "done" else [f"click[{BUY}]"]
+
+
+def _name_of(product: Product, value: str) -> tuple[str, str]:
+    """The option of a product that has the value which people asked for."""
+    names = [name for name, values in product.options.items() if value in values]
+    return (names or [""])[-1], value
+
+
+def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
+    """The score that a player reaches from the open page; 0 if it buys nothing in time. The shopper
+    itself stays where it is.
+    """
+    shopper = copy.copy(shopper)  # a step replaces what it changes
+    for _ in range(num_actions):
+        if shopper.step(choose(shopper)).terminated:
+            return shopper.score
+    return 0.0
+
+
+def references(shopper: Any, budget: Budget) -> References:
+    """The oracle's success, and that of eight random shoppers."""
+    generator = random.Random(shopper.goal.instruction)
+    num_actions = budget.action_budget
+    bought = [
+        play(shopper, lambda one: one.random_answer(generator), num_actions)
+        for _ in range(_RANDOM_EPISODES)
+    ]
+    optimum = float(play(shopper, lambda one: optimal_actions(one, 0)[0], num_actions) >= 1.0)
+    success = sum(score >= 1.0 for score in bought) / len(bought)
+    return References(success, optimum, optimum, is_exact=False)
+
+
+SOLVER = Solver(references, optimal_actions)

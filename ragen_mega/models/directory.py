@@ -1,0 +1,93 @@
+"""A model directory at first sight: whether it can be one, without reading a weight. No torch: the
+launcher asks before it starts ranks, and the loader looks closely.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from ragen_mega.models.shape import ModelShape, find_family
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "manifest.json")
+_TOKENIZER = ("tokenizer.json", "vocab.json")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
+    """The shape of the model that `flag` names, None if that is one of the hub or its numbers are
+    none. Raises ValueError if it is a place on this disk that cannot hold a model.
+    """
+    path = Path(name)
+    if not path.is_dir():
+        is_below = "/" in name and path.parent.is_dir()
+        if path.exists() or is_below or not _HUB_NAME.fullmatch(name):
+            state = "is a file" if path.exists() else "does not exist"
+            raise ValueError(
+                f"{flag} {name} {state}; give the directory of a model, or its name on the hub as"
+                " owner/model"
+            )
+        return None
+    shape = _shape(_read_config(flag, path))
+    if not any((path / file).exists() for file in _WEIGHTS):
+        raise ValueError(
+            f"{flag} {name} holds no weights ({' or '.join(_WEIGHTS[:2])}); copy them there, or"
+            " give another directory"
+        )
+    if needs_tokenizer and not any((path / file).exists() for file in _TOKENIZER):
+        raise ValueError(
+            f"{flag} {name} holds no tokenizer ({' or '.join(_TOKENIZER)}); copy the model's"
+            " tokenizer files there"
+        )
+    if needs_tokenizer and not _has_template(path):
+        raise ValueError(
+            f"{flag} {name} has a tokenizer without chat template; load an Instruct model, or"
+            " copy its chat_template.jinja there"
+        )
+    return shape
+
+
+def _read_config(flag: str, path: Path) -> dict:
+    """What config.json says of a model of a known family."""
+    try:
+        values = json.loads((path / "config.json").read_text())
+        model_type = values.get("model_type")
+    except FileNotFoundError:
+        what = (
+            f"is a checkpoint of a run; give the run's directory huggingface, or convert it: python"
+            f" tools/convert_checkpoint.py --from {path} --to DIRECTORY --format huggingface"
+            if (path / "state.json").exists()
+            else "holds no config.json; give the directory of a Hugging Face model"
+        )
+        raise ValueError(f"{flag} {path} {what}") from None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{flag}: {path / 'config.json'} is no JSON object ({error}); copy it again"
+        ) from None
+    if "warm_start" in values:
+        raise ValueError(
+            f"{flag} {path} is a run, not a model; give {path / 'huggingface'}, the policy that it"
+            " ended with"
+        )
+    try:
+        find_family(model_type)
+    except ValueError as error:
+        raise ValueError(f"{flag} {path}: {error}") from None
+    return values
+
+
+def _shape(values: dict) -> ModelShape | None:
+    """The shape that a config.json says; None if it is damaged, of which the loader says more."""
+    try:
+        shape = ModelShape.from_config(values)
+    except (TypeError, AttributeError, ArithmeticError):
+        return None
+    sizes = (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+    return shape if all(type(size) is int and size > 0 for size in sizes) else None
+
+
+def _has_template(path: Path) -> bool:
+    if any((path / file).exists() for file in _TEMPLATES):
+        return True
+    config = path / "tokenizer_config.json"
+    return config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")

@@ -1,0 +1,78 @@
+"""How long a run will still take, from its latest steps and from what an episode of an evaluation
+takes.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+_RECENT = 10
+"""Steps whose mean stands for those to come: answers grow or shrink while a policy learns."""
+
+
+class Pace:
+    """Knows the plan of a run, is told what was done, and says when it will be over.
+
+    Nothing is said before the first step: how long a step takes shows only then.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        evaluations: Mapping[int, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`evaluations`: after so many steps -> episodes that are then played here."""
+        self.num_steps = num_steps
+        self.num_done: int | None = None
+        """Steps that are done, None before the first."""
+        self._evaluations = dict(evaluations)
+        self._clock = clock
+        self._started = clock()
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._seconds_per_episode: float | None = None
+        self._num_evaluated = 0  # episodes, since the latest step
+        self._told = self._started
+
+    def step_done(self, num_done: int, seconds: float) -> None:
+        """A step took `seconds`, evaluation aside; `num_done` are done."""
+        self.num_done, self._num_evaluated, self._told = num_done, 0, self._clock()
+        self._recent.append(seconds)
+
+    def played(self, num_episodes: int, seconds: float, *, in_evaluation: bool) -> None:
+        """Episodes were played. Those of a rollout count until an evaluation has been seen."""
+        if in_evaluation:
+            self._num_evaluated, self._told = self._num_evaluated + num_episodes, self._clock()
+        if num_episodes and (in_evaluation or self._seconds_per_episode is None):
+            self._seconds_per_episode = seconds / num_episodes
+
+    def left(self) -> float | None:
+        """Seconds until the last evaluation is over, None as long as nobody can know."""
+        if not self._recent:
+            return None
+        step = statistics.mean(self._recent)
+        episode, num_left = self._seconds_per_episode or 0.0, self.num_steps - self.num_done
+        due = max(0, self._evaluations.get(self.num_done, 0) - self._num_evaluated) * episode
+        later = sum(count for at, count in self._evaluations.items() if at > self.num_done)
+        ahead = due + num_left * step + later * episode
+        # What is under way may take longer than it should; what comes after it is left in any case.
+        under_way = due or min(num_left, 1) * step
+        return max(ahead - (self._clock() - self._told), ahead - under_way)
+
+    def __str__(self) -> str:
+        if self.num_done is None:
+            where = f"before the first of {self.num_steps} steps"
+        else:
+            where = f"{self.num_done} of {self.num_steps} steps"
+        left = self.left()
+        ahead = "" if left is None else f", about {duration(left)} left"
+        return f"{where}, {duration(self._clock() - self._started)} so far{ahead}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 05 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

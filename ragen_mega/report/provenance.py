@@ -1,0 +1,91 @@
+"""Where the numbers of a run come from: command, code, versions, machine and layout of every start,
+in its config.json; and the settings and layout that a step was trained under.
+"""
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragen_mega.config import StarPOConfig
+from ragen_mega.report.hardware import device, versions
+
+REPOSITORY = Path(__file__).parents[2]
+STARTS = "provenance"
+"""Key of config.json beside the settings: a list, one entry for every time the run was started."""
+
+
+def code() -> dict[str, Any]:
+    """The commit of this repository, `unknown` outside of git, and whether files differ from it."""
+    commit, changes = (_git("rev-parse", "HEAD"), _git("status", "--porcelain"))
+    is_ours = _git("rev-parse", "--show-toplevel") == str(REPOSITORY)
+    return {"commit": commit, "dirty": bool(changes)} if is_ours else {"commit": "unknown"}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", REPOSITORY, *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def describe_start(
+    config: StarPOConfig, *, first_step: int, world_size: int, ranks_per_node: int
+) -> dict[str, Any]:
+    """What is to be known of a start of a run, as JSON takes it."""
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "directory": os.getcwd(),
+        "recipe": config.logging.recipe,
+        "first_step": first_step,
+        **code(),
+        "versions": versions(),
+        "host": platform.node(),
+        "hardware": device(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "world_size": world_size,
+        "ranks_per_node": ranks_per_node,
+        "parallel": config.to_dict()["parallel"],
+    }
+
+
+def append_start(
+    before: Mapping[str, Any], settings: Mapping[str, Any], start: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The config.json of a run that was `before` (empty at its first start) and now starts with
+    `settings`; the start tells which of them are new, as section.name -> [old, new].
+    """
+    starts = before.get(STARTS, [])
+    changed = {
+        f"{section}.{name}": [before[section].get(name), value]
+        for section, values in settings.items()
+        for name, value in values.items()
+        if before.get(section, {}).get(name, value) != value
+    }
+    return {**settings, STARTS: [*starts, {**start, "changed": changed}]}
+
+
+def settings_at(
+    recorded: Mapping[str, Any], step: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """The settings that a step was trained under, and the start that it belongs to; None where the
+    run is older than such records.
+    """
+    settings = {name: dict(values) for name, values in recorded.items() if name != STARTS}
+    starts = list(recorded.get(STARTS, []))
+    while len(starts) > 1 and starts[-1]["first_step"] > step:
+        for key, (old, _) in starts.pop()["changed"].items():
+            section, name = key.split(".")
+            settings[section][name] = old
+    return settings, starts[-1] if starts else None

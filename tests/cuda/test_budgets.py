@@ -1,0 +1,178 @@
+"""What a pass over the policy costs the host, measured, against the budgets in the table of
+docs/benchmarks/fake_device.md: waits for the device, operations, bytes copied, peak memory.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory
+from ragen_mega.megatron.initialize import initialize, shutdown
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.precision import Machine
+from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.memory_plan import Setting, activations, workspace
+from ragen_mega.models.shape import ModelShape
+
+native = pytest.importorskip("fake_cuda_device", reason="needs the fake CUDA device, which counts")
+from tests.fake_cuda.counts import Counts, counted  # noqa: E402 there only beside the device
+
+pytestmark = pytest.mark.gpu
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "fake_device.md"
+NUM_TRAJECTORIES, LENGTH = 16, 36
+Implementation = Literal["local", "transformer_engine"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One forward pass without gradients and one update, and how many microbatches each had."""
+
+    logprobs: Counts
+    update: Counts
+    num_microbatches: int
+
+
+def make_batch(vocab: int, num_trajectories: int, turn: int) -> TokenBatch:
+    """Equal trajectories of three turns, each an observation and an action."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+    trajectories = []
+    for index in range(num_trajectories):
+        trajectory = Trajectory(group_id=index)
+        for _ in range(3):
+            trajectory.append_observation(draw(turn // 2))
+            tokens = draw(turn - turn // 2)
+            trajectory.append_action(Completion(tokens, [-4.8] * len(tokens), "stop"))
+        trajectories.append(trajectory)
+    return pack(trajectories)
+
+
+def build(
+    implementation: Implementation, hf: Qwen2Config, max_tokens: int, recompute: str = "none"
+) -> MegatronPolicy:
+    parallel = ParallelConfig(bf16=True, transformer_impl=implementation, recompute=recompute)
+    policy = MegatronPolicy(
+        hf,
+        initialize(parallel),
+        parallel,
+        TrainConfig(max_tokens_per_microbatch=max_tokens),
+        LossConfig(),
+        temperature=1.0,
+    )
+    policy.load_weights(random_weights(hf, seed=3).get)
+    return policy
+
+
+def config(num_layers: int, hidden: int = 64, vocab: int = 128) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+
+
+def run(implementation: Implementation, num_layers: int, max_tokens: int) -> Run:
+    policy = build(implementation, config(num_layers), max_tokens)
+    batch, passes = make_batch(128, NUM_TRAJECTORIES, LENGTH // 3), []
+    policy.module.register_forward_pre_hook(lambda *_: passes.append(None))
+    old = policy.logprobs(batch)
+    batch = batch.with_fields(old_logprobs=old, advantages=batch.loss_mask.float())
+    policy.update(batch)  # allocates what stays: Adam's moments, workspaces
+    passes.clear()
+    with counted() as logprobs:
+        policy.logprobs(batch)
+    with counted() as update:
+        policy.update(batch)
+    assert len(passes) % 2 == 0
+    return Run(logprobs, update, len(passes) // 2)
+
+
+def slopes(few: Run, many: Run, deep: Run, work: str, name: str) -> tuple[float, float, float]:
+    """(per layer and microbatch, per microbatch, per step) of one count, from runs with 2 layers
+    and few or many microbatches, and one with 4 layers and few.
+    """
+    base, more, deeper = (getattr(getattr(run, work), name) for run in (few, many, deep))
+    layer = (deeper - base) / 2 / few.num_microbatches
+    microbatch = (more - base) / (many.num_microbatches - few.num_microbatches) - 2 * layer
+    return layer, microbatch, base - few.num_microbatches * (microbatch + 2 * layer)
+
+
+def budgets() -> dict[tuple[str, str, str], float]:
+    """(implementation, pass, what) -> number, of the page's table."""
+    row = re.compile(r"^\| (\S+) \| (\S+) \| ([^|]+) \| ([\d.]+) \|", re.MULTILINE)
+    return {
+        (layers, work, what): float(number)
+        for layers, work, what, number in row.findall(PAGE.read_text())
+    }
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_budgets(implementation: Implementation) -> None:
+    if implementation == "transformer_engine" and Machine.here().transformer_engine is None:
+        pytest.skip("needs Transformer Engine")
+    quarter = NUM_TRAJECTORIES * LENGTH // 4
+    few, many, deep = (
+        run(implementation, *setting) for setting in ((2, quarter), (2, quarter // 2), (4, quarter))
+    )
+    shutdown()
+    assert many.num_microbatches > few.num_microbatches == deep.num_microbatches
+    measured: dict[tuple[str, str, str], float] = {}
+    for work in ("logprobs", "update"):
+        key = (implementation, work)
+        waits = slopes(few, many, deep, work, "synchronizations")
+        for unit, number in zip(("layer", "microbatch", "step"), waits):
+            measured[*key, f"waits per {unit}"] = number
+        measured[*key, "operations per layer"] = slopes(few, many, deep, work, "operations")[0]
+        tokens = NUM_TRAJECTORIES * LENGTH
+        for way in ("to_device", "to_host"):
+            name = f"bytes {way.replace('_', ' ')} per token"
+            measured[*key, name] = getattr(getattr(few, work), way) / tokens
+    expected = {key: value for key, value in budgets().items() if key[0] == implementation}
+    sites = "\n".join(f"{count} {site}" for site, count in few.update.sites.most_common())
+    assert measured.keys() == expected.keys(), measured
+    over = {key: (value, expected[key]) for key, value in measured.items() if value > expected[key]}
+    assert not over, f"measured, budget: {over}\nan update waits at\n{sites}"
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_peak_memory_is_planned(recompute: str) -> None:
+    """What an update allocates beside the model's state, against the plan's activations and
+    workspace; at least half of it, for a plan that is far too large would be refused too.
+    """
+    hf, max_tokens = config(4, hidden=256, vocab=2048), 960
+    policy = build("local", hf, max_tokens, recompute)
+    batch = make_batch(2048, 12, 80)
+    batch = batch.with_fields(
+        old_logprobs=torch.full((batch.num_positions,), -7.0), advantages=batch.loss_mask.float()
+    )
+    policy.update(batch)
+    with counted() as counts:
+        policy.update(batch)
+    shutdown()
+    setting = Setting(
+        ParallelConfig(bf16=True, transformer_impl="local", recompute=recompute),
+        1,
+        max_tokens,
+        has_critic=False,
+        has_reference=False,
+        engine="embedded",
+        kv_cache_tokens=0,
+    )
+    shape = ModelShape.of(hf)
+    planned = activations(shape, setting, 0) + workspace(shape, setting, 0, is_critic=False)
+    assert planned / 2 < counts.peak < planned, (counts.peak, planned)

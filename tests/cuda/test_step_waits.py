@@ -1,0 +1,80 @@
+"""How often the host waits for a CUDA device in a pass, in an optimizer step and for advantages, by
+the counts of the fake device.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from ragen_mega.algorithm.credit import estimate_advantages
+from ragen_mega.config import AdvantageConfig, LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.models.huggingface import random_weights
+
+pytestmark = pytest.mark.gpu
+counts = pytest.importorskip("tests.fake_cuda.counts", reason="counts are the fake device's")
+# The stand-in for Transformer Engine's native module computes attention with host code of its own.
+STAND_IN = "cpp_extensions/fused_attn.py"
+
+
+def waits(work: Callable[[], object]) -> int:
+    """How often the host waits in `work`."""
+    with counts.counted() as found:
+        work()
+    return sum(count for site, count in found.sites.items() if STAND_IN not in site)
+
+
+def play(num_trajectories: int) -> list[Trajectory]:
+    trajectories = []
+    for index in range(num_trajectories):
+        trajectory = Trajectory(group_id=index // 4)
+        for turn in range(3):
+            trajectory.append_observation(list(range(5 + index % 3)))
+            sampled = Completion(list(range(20, 27)), [-4.8] * 7, "stop")
+            trajectory.append_action(sampled).reward = float((index + turn) % 3)
+        trajectories.append(trajectory)
+    return trajectories
+
+
+@pytest.mark.parametrize(("num_layers", "max_tokens"), [(2, 400), (3, 100)])
+def test_a_pass_waits_once_and_a_step_twice(num_layers: int, max_tokens: int) -> None:
+    """Whatever the number of layers and microbatches."""
+    hf = Qwen2Config(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    parallel = ParallelConfig(bf16=True, transformer_impl="transformer_engine")
+    groups, weights = initialize(parallel), random_weights(hf, seed=3)
+    train, loss = TrainConfig(max_tokens_per_microbatch=max_tokens), LossConfig()
+    policy = MegatronPolicy(hf, groups, parallel, train, loss, temperature=1.0)
+    critic = MegatronCritic(hf, groups, parallel, train, loss)
+    for model in (policy, critic):
+        model.load_weights(weights.get)
+    batch = pack(play(8))
+    assert waits(lambda: policy.logprobs(batch)) == 1
+    assert waits(lambda: critic.values(batch)) == 1
+    sampled = batch.loss_mask.float()
+    ready = batch.with_fields(advantages=sampled, values=sampled, returns=sampled)
+    for model in (policy, critic):
+        model.update(ready)  # Adam makes its moments
+        assert waits(lambda model=model: model.update(ready)) == 2
+
+
+@pytest.mark.parametrize(
+    ("estimator", "most"), [("gae", 4), ("grpo", 4), ("bilevel_gae", 6), ("reinforce_plus_plus", 2)]
+)
+def test_advantages_wait_for_what_is_checked_and_returned(estimator: str, most: int) -> None:
+    trajectories = play(16)
+    batch = pack(trajectories)
+    batch = batch.with_fields(values=batch.loss_mask.float())
+    placement = "turn" if estimator == "bilevel_gae" else "trajectory"
+    settings = AdvantageConfig(advantage_estimator=estimator, reward_placement=placement)
+    device = torch.device("cuda", 0)
+    found = waits(lambda: estimate_advantages(batch, trajectories, settings, device=device))
+    assert found <= most

@@ -1,0 +1,92 @@
+"""StarPO steps of the whole program on CUDA devices: layers, precisions, FP8 recipes, offloading,
+estimators, and tensor, pipeline and sequence parallelism with the distributed optimizer.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragen_mega.config import parse
+from ragen_mega.megatron.initialize import shutdown
+from ragen_mega.megatron.precision import Machine
+from ragen_mega.train import train
+from tests.support.runs import launch, metrics
+
+pytestmark = pytest.mark.gpu
+
+TINY = """
+    --environments bandit --max-turns 1 --max-actions-per-turn 1 --max-actions 1
+    --prompt-style compact --hidden-size 64 --ffn-hidden-size 128 --num-layers 2
+    --warm-start-first-turn-steps 2 --warm-start-steps 2 --warm-start-trajectories 8
+    --num-groups 2 --group-size 4 --minibatch-size 4 --num-steps 1 --filter-strategy none
+    --eval-prompts 2 --rollout-engine embedded --lr 1e-3 --critic-lr 1e-3
+""".split()
+TRANSFORMER_ENGINE = "--bf16 --transformer-impl transformer_engine"
+SHARDED = """
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel
+    --use-distributed-optimizer
+"""
+RUNS = {
+    "float32": "",
+    "grpo": "--advantage-estimator grpo",
+    "offload rollout": "--offload rollout",
+    "offload turns": "--offload turns",
+    "recompute": "--recompute full",
+    "bf16": "--bf16 --transformer-impl local",
+    "engine": TRANSFORMER_ENGINE,
+    "engine, offload turns": f"{TRANSFORMER_ENGINE} --offload turns",
+    "tensorwise": f"{TRANSFORMER_ENGINE} --fp8 hybrid --fp8-recipe tensorwise",
+    "delayed": f"{TRANSFORMER_ENGINE} --fp8 hybrid --fp8-recipe delayed",
+    "blockwise": f"{TRANSFORMER_ENGINE} --fp8 hybrid --fp8-recipe blockwise",
+}
+
+
+def skip_without_layers(flags: str) -> None:
+    if "transformer_engine" in flags and Machine.here().transformer_engine is None:
+        pytest.skip("needs Transformer Engine")
+
+
+def check(row: dict[str, float], flags: str) -> None:
+    """The update happened, and the engine sampled from the policy that is trained."""
+    roles = ("actor",) if "grpo" in flags else ("actor", "critic")
+    for role in roles:
+        assert row[f"{role}/skipped"] == 0 and 0 < row[f"{role}/grad_norm"] < 100
+    largest = 0.6 if "--fp8" in flags else 0.3 if "--bf16" in flags else 1e-4
+    assert row["mismatch/logprob_max_abs_diff"] < largest
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """What each run has logged, filled by the first test."""
+    return {}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_on_one_device(name: str, rows: dict[str, dict[str, float]], tmp_path: Path) -> None:
+    flags = RUNS[name]
+    skip_without_layers(flags)
+    try:
+        train(parse([*TINY, *flags.split(), "--output", str(tmp_path), "--name", "run"]))
+    finally:
+        shutdown()
+    (rows[name],) = metrics(tmp_path / "run")
+    check(rows[name], flags)
+    if name.startswith("offload") or name == "recompute":  # changes no number
+        for key in ("actor/grad_norm", "actor/loss", "critic/grad_norm"):
+            assert rows[name][key] == pytest.approx(rows["float32"][key], rel=1e-5), key
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("flags", ["", TRANSFORMER_ENGINE, f"{TRANSFORMER_ENGINE} --fp8 hybrid"])
+def test_a_step_on_four_devices(flags: str, tmp_path: Path) -> None:
+    """The float32 step is that of one rank."""
+    skip_without_layers(flags)
+    command = [*TINY, *flags.split(), "--hidden-size", "128", "--ffn-hidden-size", "256"]
+    (sharded,) = metrics(launch(tmp_path, "sharded", 4, *command, *SHARDED.split()))
+    check(sharded, flags)
+    if not flags:
+        (alone,) = metrics(launch(tmp_path, "alone", 1, *command))
+        for key in ("actor/grad_norm", "critic/grad_norm"):
+            assert sharded[key] == pytest.approx(alone[key], rel=1e-3), key
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,94 @@
+"""Which directory a run has: numbers behind the default name, what is refused or has finished."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.storage.run_directory import (
+    Finished,
+    check_directory,
+    check_finished,
+    claim,
+    with_name,
+)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def settings(output: Path, *flags: str) -> StarPOConfig:
+    return parse(["--output", str(output), *flags])
+
+
+def begin(config: StarPOConfig, *files: str) -> Path:
+    """What a start leaves, and further files."""
+    directory = config.run_directory
+    claim(directory, resume=config.checkpoint.resume, overwrite=config.logging.overwrite)
+    (directory / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
+    for file in files:
+        (directory / file).write_text('{"steps": 200}')
+    return directory
+
+
+def test_a_second_start_of_the_default_command_has_a_number(output: Path) -> None:
+    for name in ("frozen_lake-gae-seed0", "frozen_lake-gae-seed0-2", "frozen_lake-gae-seed0-3"):
+        config, said = with_name(settings(output))
+        assert config.logging.name == name
+        assert (said is None) == (name[-2] != "-")
+        begin(config, "metrics.jsonl")
+    assert "frozen_lake-gae-seed0-3 is there already" in with_name(settings(output))[1]
+    resumed, said = with_name(settings(output, "--resume"))
+    assert resumed.logging.name == "frozen_lake-gae-seed0-3" and "newest of 3 runs" in said
+    other, said = with_name(settings(output, "--seed", "1", "--resume"))
+    assert (other.logging.name, said) == ("frozen_lake-gae-seed1", None)
+    assert with_name(settings(output, "--name", "mine")) == (
+        settings(output, "--name", "mine"),
+        None,
+    )
+    again, said = with_name(settings(output, "--overwrite"))
+    assert (again.run_directory.name, said) == ("frozen_lake-gae-seed0", None)
+
+
+def test_a_start_that_was_refused_is_in_nobodys_way(output: Path) -> None:
+    directory = begin(settings(output))
+    (directory / "base").mkdir()
+    (directory / "base" / "old").touch()
+    config, said = with_name(settings(output))
+    assert (config.run_directory, said) == (directory, None)
+    check_directory(directory, resume=False, overwrite=False)
+    claim(directory, resume=False, overwrite=False)
+    assert list(directory.iterdir()) == [], "a smaller model might have been asked for"
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "qwen2"}', "notes"])
+def test_what_is_not_ours_stays(output: Path, content: str) -> None:
+    (output / "mine").mkdir(parents=True)
+    (output / "mine" / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="choose another --name"):
+        claim(output / "mine", resume=False, overwrite=False)
+    assert (output / "mine" / "config.json").read_text() == content
+
+
+def test_a_finished_run_says_what_to_do(output: Path) -> None:
+    directory = begin(settings(output, "--name", "a"), "summary.json")
+    before = (directory / "config.json").read_bytes()
+    with pytest.raises(Finished, match="has done its 200 steps.*raise --num-steps to train on"):
+        check_finished(settings(output, "--name", "a", "--resume", "--keep-last", "3"))
+    with pytest.raises(ValueError, match="lr would change nothing") as refused:
+        check_finished(settings(output, "--name", "a", "--resume", "--lr", "1"))
+    assert not isinstance(refused.value, Finished)
+    check_finished(settings(output, "--name", "a", "--resume", "--num-steps", "201"))
+    (directory / "summary.json").unlink()
+    check_finished(settings(output, "--name", "a", "--resume"))
+    assert (directory / "config.json").read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_to(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output.mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as for root on a read-only disk
+    with pytest.raises(ValueError, match=f"{output} cannot be written to .*another --output"):
+        check_directory(output / "a" / "b", resume=False, overwrite=False)
