@@ -223,7 +223,7 @@ class ParallelConfig(Section):
             )
 
 
-_NAME_AND_SHARE = re.compile(r"(.+?://(?:\[.*?\]|[^:/]*)(?::\d+)?(?:/.*?)?|.*?)(?::(\d+))?")
+_NAME_AND_SHARE = re.compile(r"(?s)(.+?://(?:\[.*?\]|[^:/]*)(?::\d+)?(?:/.*?)?|.*?)(?::(\d+))?")
 """A number after a colon is the share, but after the host of a URL it is the port."""
 
 

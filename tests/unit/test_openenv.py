@@ -19,7 +19,7 @@ import pytest
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
-from ragen_mega.environments.registry import make, register
+from ragen_mega.environments.registry import make
 
 pytest.importorskip("openenv.core", reason="needs the extra openenv")
 import uvicorn  # noqa: E402
@@ -219,10 +219,6 @@ class Words:
         return " ".join(self.said), 1.0, word == "end", False, {}
 
 
-register("served_talk", Talk)
-register("served_words", Words)
-
-
 @pytest.mark.parametrize(
     ("name", "options"), [("sokoban", {"dim": 7}), ("frozen_lake", {}), ("bandit", {})]
 )
@@ -245,7 +241,7 @@ def test_ours_play_the_same_over_a_server(name: str, options: dict[str, Any]) ->
 
 
 def test_messages_tools_limits_and_truncation_pass() -> None:
-    with serving(application("served_talk", {}, 2)) as port:
+    with serving(application(f"{__name__}:Talk", {}, 2)) as port:
         world = make(f"openenv:ws://127.0.0.1:{port}")
         assert (world.tools, world.instruction) == (Talk.tools, Talk.instruction)
         assert (world.max_turns, world.format_penalty) == (7, -0.5)
@@ -264,7 +260,7 @@ def test_messages_tools_limits_and_truncation_pass() -> None:
 
 
 def test_a_served_parser_reads_the_text() -> None:
-    with serving(application("served_words", {}, 2)) as port:
+    with serving(application(f"{__name__}:Words", {}, 2)) as port:
         world = make(f"openenv:ws://127.0.0.1:{port}")
         calls.reset(world, 0)
         both = calls.step(world, "one two")
