@@ -70,7 +70,7 @@ class Unreliable:
         Unreliable.num_steps += 1
         if Unreliable.num_steps % 7 == 0:
             raise KeyError("lost")
-        if Unreliable.num_steps % 11 == 0:
+        if Unreliable.num_steps % 50 == 0:
             time.sleep(4)
         return "Again?", float(action == "left"), False, False, {}
 '''

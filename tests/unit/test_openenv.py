@@ -157,6 +157,7 @@ def test_a_server_that_comes_back_is_found_again() -> None:
         calls.reset(world, 5)
     with pytest.raises(Exception, match=".+"):
         calls.step(world, "anybody?")
+    world = make(f"openenv:ws://127.0.0.1:{port}", timeout=2.0)  # as the pool does
     with pytest.raises(ConnectionError, match="no episode began in 3 attempts"):
         calls.reset(world, 5)
     with serving(shop(Say), port):

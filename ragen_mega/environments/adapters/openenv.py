@@ -6,6 +6,7 @@ again, because nothing has been played yet; a step is not, because it may have b
 
 import asyncio
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from ragen_mega.environments.protocol import Observation, StepResult
 _TEXTS = ("text", "message", "content", "prompt", "observation", "result", "output", "stdout")
 """Fields of observations that hold what is to be read, in this order."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+_PATIENCE = 30.0  # seconds
 _MAX_NUMBERS = 64  # actions of a bounded number
 _TROUBLES = (OSError, RuntimeError, TimeoutError, ValueError)
 """What openenv-core raises for a server that is gone, refuses, is silent or talks nonsense."""
@@ -43,8 +45,8 @@ class OpenEnvWorld:
             url, connect_timeout_s=timeout, message_timeout_s=timeout
         )
         http = "http" + url.rstrip("/").removeprefix("ws").removeprefix("http")
-        schema = _get(f"{http}/schema", timeout).get("action", {})
-        description = str(_get(f"{http}/metadata", timeout).get("description", ""))
+        schema = _get(f"{http}/schema").get("action", {})
+        description = str(_get(f"{http}/metadata").get("description", ""))
         if not description.endswith(" environment"):  # OpenEnv's words for having none
             self.instruction = description
         self._field = self._read_actions(schema)
@@ -137,11 +139,14 @@ class OpenEnvWorld:
         return field
 
 
-def _get(url: str, timeout: float) -> dict[str, Any]:
-    """What a server tells about itself. Raises ValueError if it does not."""
+@cache
+def _get(url: str) -> dict[str, Any]:
+    """What a server tells about itself, asked once: a session is replaced while the server is away,
+    too. Raises ValueError if it does not tell.
+    """
     try:
         is_local = urlsplit(url).hostname in _LOCAL  # no business of a proxy
-        answer = httpx2.get(url, timeout=timeout, trust_env=not is_local)
+        answer = httpx2.get(url, timeout=_PATIENCE, trust_env=not is_local)
         answer.raise_for_status()
         return answer.json()
     except (httpx2.HTTPError, ValueError) as error:
