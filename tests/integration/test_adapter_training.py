@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +71,7 @@ class Unreliable:
         Unreliable.num_steps += 1
         if Unreliable.num_steps % 7 == 0:
             raise KeyError("lost")
-        if Unreliable.num_steps % 50 == 0:
+        if Unreliable.num_steps % 60 == 0:
             time.sleep(4)
         return "Again?", float(action == "left"), False, False, {}
 '''
@@ -81,12 +82,15 @@ def served(environment: str, folder: Path) -> Iterator[str]:
     """Its name while tools/serve_environment.py serves it from a folder."""
     command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
     flags = ["--environment", environment, "--port", "0"]
-    with subprocess.Popen(
-        [*command, *flags], stderr=subprocess.PIPE, text=True, cwd=folder
-    ) as server:
+    log = folder / "server.log"  # a pipe that nobody empties would stop the server
+    with (
+        log.open("w") as output,
+        subprocess.Popen([*command, *flags], stderr=output, cwd=folder) as server,
+    ):
         try:
-            line = next(line for line in server.stderr if "running on" in line)
-            yield f"openenv:ws://127.0.0.1:{line.split('127.0.0.1:')[1].split()[0]}"
+            while "running on" not in log.read_text() and server.poll() is None:
+                time.sleep(0.1)
+            yield f"openenv:ws://127.0.0.1:{log.read_text().split('127.0.0.1:')[1].split()[0]}"
         finally:
             server.terminate()
 
@@ -104,7 +108,7 @@ def test_a_server_that_fails_and_hangs_costs_trajectories_only(tmp_path: Path) -
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     (tmp_path / "unreliable.py").write_text(UNRELIABLE)
     with served("unreliable:Unreliable", tmp_path) as name:
-        options = json.dumps({name: {"timeout": 1.5}})
+        options = json.dumps({name: {"timeout": 2.0}})
         steps = train(tmp_path, name, "--environment-options", options)
     assert sum(line["rollout/environment_errors"] for line in steps) > 0
     for line in steps:
