@@ -69,10 +69,7 @@ def _read_config(flag: str, path: Path) -> dict:
             f"{flag} {path} is a run, not a model; give {path / 'huggingface'}, the policy that it"
             " ended with"
         )
-    try:
-        find_family(model_type)
-    except ValueError as error:
-        raise ValueError(f"{flag} {path}: {error}") from None
+    find_family(model_type)
     return values
 
 

@@ -261,15 +261,15 @@ def check_model_and_engine(config: StarPOConfig) -> None:
     if config.model.load is None:
         hf = small_model(config.model, vocab_size=512)
     else:
-        directory = str(local_directory(config.model.load))
-        hf = load_config(directory)
-        load_tokenizer(directory)
+        hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if torch.cuda.is_available():
         setting = Setting.from_config(config, distributed.world_size())
         check_fits(ModelShape.of(hf), setting, torch.cuda.mem_get_info()[1])
+    if config.model.load is not None:
+        load_tokenizer(str(local_directory(config.model.load)))
 
 
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:

@@ -411,7 +411,7 @@ class TestSetup:
                 *"pip install"*)
                     if [ -e {copy}/fail-pip ]; then echo "ERROR: no route" >&2; exit 1; fi
                     if [ -e {copy}/full-disk ]; then cat /dev/zero >/dev/full; exit; fi
-                    if [ -e {copy}/interrupted ]; then kill -INT $$; sleep 60; fi ;;
+                    if [ -e {copy}/interrupted ]; then kill -TERM $$; sleep 60; fi ;;
                 "- "*) if [ -e {copy}/lacks ]; then echo numpy; exit 3; fi ;;
                 *) echo "started" ;;
                 esac

@@ -201,6 +201,7 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     assert sets[mine]["optimum"] is None and sets["bandit"]["optimum"] == 1.0
 
 
+@pytest.mark.slow
 def test_tools_over_sixty_turns_in_a_window_of_two(folder: Path) -> None:
     flags = "--context-window 2 --filter-keep-zero --max-turns 60 --max-response-length 24".split()
     flags += ["--name", "tools"]

@@ -13,11 +13,6 @@ from ragen_mega.run.build import check_engine, server_settings
     ("flags", "ffn_size", "message"),
     [
         (
-            "--rollout-tensor-parallel-size 2",
-            128,
-            r"must divide the ranks of a node \(1\) and of the job \(1\)",
-        ),
-        (
             "",
             48,
             (

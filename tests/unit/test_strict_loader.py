@@ -229,6 +229,8 @@ def test_refused_by_training_and_conversion_in_the_same_words(case: str, tmp_pat
     )
     convert(start, tmp_path / "good")
     harm(start)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (start / name).touch()  # nobody comes as far as to read them
     flags = ["--load", str(start), "--output", str(tmp_path), "--environments", "bandit"]
     with pytest.raises(ValueError, match=message) as training:
         build(parse(flags))

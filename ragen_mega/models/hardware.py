@@ -1,0 +1,204 @@
+"""What GPUs and their links can do, from their data sheets, and what share of it programs reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+NODE = 8
+"""GPUs that NVLink joins, where a machine does not say otherwise."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Peaks of one GPU and its links, in operations, bytes and seconds."""
+
+    name: str
+    bf16: float
+    """Dense operations a second; half of what data sheets give with sparsity."""
+    fp8: float
+    """The same in FP8; 0 where the GPU has none."""
+    memory: float
+    """Bytes a second of its own memory."""
+    gpu_gib: float
+    nvlink: float
+    """Bytes a second in one direction to the other GPUs of the node."""
+    network: float
+    """Bytes a second in one direction to other nodes: a network card for every GPU."""
+    host_link: float
+    """Bytes a second to or from host memory."""
+    dollars: float
+    """For an hour of one GPU, on demand; a default, prices differ by a factor of three."""
+    source: str
+    node: int = NODE
+
+
+_TB, _GB, _T = 1e12, 1e9, 1e12
+_PRICE = "price: middle of specialised clouds in May 2026, mercatus-ai.com/blog/cloud-gpu-pricing"
+_OWN_PRICE = "price: a guess, no list was found"
+_TABLE = (
+    Hardware(
+        "A100",
+        312 * _T,
+        0,
+        2.039 * _TB,
+        80,
+        300 * _GB,
+        25 * _GB,
+        25 * _GB,
+        1.30,
+        f"NVIDIA A100 80GB SXM data sheet; PCIe 4, HDR InfiniBand (DGX A100); {_PRICE}",
+    ),
+    Hardware(
+        "H100",
+        989.4 * _T,
+        1978.9 * _T,
+        3.35 * _TB,
+        80,
+        450 * _GB,
+        50 * _GB,
+        50 * _GB,
+        3.00,
+        f"NVIDIA H100 SXM data sheet; PCIe 5, NDR InfiniBand (DGX H100); {_PRICE}",
+    ),
+    Hardware(
+        "H200",
+        989.4 * _T,
+        1978.9 * _T,
+        4.8 * _TB,
+        141,
+        450 * _GB,
+        50 * _GB,
+        50 * _GB,
+        4.00,
+        f"NVIDIA H200 SXM data sheet; PCIe 5, NDR InfiniBand (DGX H200); {_PRICE}",
+    ),
+    Hardware(
+        "B200",
+        2250 * _T,
+        4500 * _T,
+        8.0 * _TB,
+        180,
+        900 * _GB,
+        50 * _GB,
+        50 * _GB,
+        5.00,
+        f"NVIDIA DGX B200 data sheet (dense); PCIe 5, NDR InfiniBand; {_OWN_PRICE}",
+    ),
+    Hardware(
+        "H800",
+        989.4 * _T,
+        1978.9 * _T,
+        3.35 * _TB,
+        80,
+        200 * _GB,
+        50 * _GB,
+        50 * _GB,
+        3.00,
+        f"as H100 with NVLink at 400 GB/s both ways together; {_OWN_PRICE}",
+    ),
+    Hardware(
+        "H20",
+        148 * _T,
+        296 * _T,
+        4.0 * _TB,
+        96,
+        450 * _GB,
+        50 * _GB,
+        50 * _GB,
+        1.50,
+        f"H20 as vendors' manuals state it; {_OWN_PRICE}",
+    ),
+)
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({one.name: one for one in _TABLE})
+
+
+def find_hardware(name: str) -> Hardware:
+    """The row of this name, in any case of letters. Raises ValueError if there is none."""
+    rows = {row.lower(): one for row, one in HARDWARE.items()}
+    if name.lower() not in rows:
+        raise ValueError(
+            f"--hardware must be one of {', '.join(HARDWARE)}, not {name!r}; take the nearest, or"
+            " measure yours with --calibrate"
+        )
+    return rows[name.lower()]
+
+
+def constant(value: float, low: float, high: float) -> float:
+    """A field of `Constants` with the range in which it means what it says."""
+    return field(default=value, metadata={"low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What programs reach of the peaks, and what they lose besides. Published steps or a
+    calibration decide them; outside of their ranges they would mean something else.
+    """
+
+    product: float = constant(0.77, 0.1, 0.95)
+    """Share of the peak in a large matrix product, its reads and writes not included."""
+    product_fp8: float = constant(0.66, 0.3, 0.95)
+    """The same of the FP8 peak; it pays for quantisation too."""
+    tile: float = constant(256.0, 1.0, 1024.0)
+    """Inner elements of a product in whose time a tile of it begins and ends."""
+    attention: float = constant(0.5, 0.02, 0.8)
+    """Share of the bfloat16 peak in attention."""
+    memory: float = constant(0.86, 0.4, 1.0)
+    """Share of the memory's speed in passes over activations and optimizer state."""
+    link: float = constant(0.8, 0.3, 1.0)
+    """Share of the links' speed in collectives."""
+    latency: float = constant(15e-6, 1e-6, 1e-1)
+    """Seconds of a collective of few bytes."""
+    launch: float = constant(1.5e-3, 1e-5, 1e-1)
+    """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
+    twice that. The GPU waits if its work takes less.
+    """
+    update: float = constant(0.21, 0.0, 2.0)
+    """Seconds of an optimizer step on the host: data, norms that are waited for, logging."""
+    exposed: float = constant(0.3, 0.0, 1.0)
+    """Share of communication behind computation that is waited for all the same."""
+    expert: float = constant(0.7, 0.2, 1.0)
+    """What a product of a mixture of experts reaches of one in a dense layer."""
+    decode_memory: float = constant(0.74, 0.02, 1.0)
+    """Share of the memory's speed at which a decode step reads weights and keys and values."""
+    decode_product: float = constant(0.5, 0.02, 0.95)
+    """Share of the peak in the thin products of a decode step."""
+    decode_layer: float = constant(26e-6, 1e-6, 1e-1)
+    """Seconds of a layer in a decode step besides: small kernels, all-reduces."""
+    decode_sequence: float = constant(42e-6, 1e-7, 1e-1)
+    """Seconds of a decode step for each sequence: sampling, scheduling, its answer."""
+    decode_expert: float = constant(0.55, 0.2, 1.0)
+    """What reads of experts' weights reach of those of dense ones."""
+    sync: float = constant(2.5e9, 1e8, 1e12)
+    """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
+    published are 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
+    """
+    overhead: float = constant(0.38, 0.0, 1.0)
+    """Seconds of a step of reinforcement learning outside its phases, as a share of them: data,
+    waiting for the slowest rank, transitions.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a constant out of its range."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            low, high = one.metadata["low"], one.metadata["high"]
+            if not low <= value <= high:
+                raise ValueError(
+                    f"constant {one.name} must be from {low:g} to {high:g}, not {value:g}; the"
+                    " measurement was disturbed: repeat it on an idle machine"
+                )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of GPU and what programs reach on it."""
+
+    hardware: Hardware
+    constants: Constants = Constants()
+
+    def link(self, num_ranks: int) -> float:
+        """Bytes a second of a collective among ranks that lie `num_ranks` apart at most."""
+        within = num_ranks <= self.hardware.node
+        return self.constants.link * (self.hardware.nvlink if within else self.hardware.network)

@@ -1,0 +1,509 @@
+"""How long a step takes: what each part of it moves and computes, over what the machine can do.
+
+No torch, no ranks. FLOPs and the pipeline's bubble: arXiv:2104.04473; traffic of tensor
+parallelism: arXiv:2205.05198; backward of fused attention: arXiv:2205.14135. A step of decoding is
+a constant plus what its sequences add; a rollout is played event by event. The assumptions are in
+docs/predictor.md, their errors against published steps in docs/benchmarks/predictor.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
+
+from ragen_mega.config import StarPOConfig
+from ragen_mega.models.hardware import Machine
+from ragen_mega.models.memory_plan import Setting, state_of
+from ragen_mega.models.shape import ModelShape
+
+BF16, FP32 = 2, 4
+ADAM_BYTES = 34
+"""An element: gradient, original and two moments read, three written, a copy in bfloat16, and the
+gradient's norm.
+"""
+SPREAD = 0.5
+"""Assumed standard deviation of the logarithm of the tokens of a turn."""
+Terms = dict[str, float]
+"""What -> seconds."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a transformer with gated feed-forward layers costs time; dense, or a mixture."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    """Of one expert in a mixture."""
+    vocab_size: int
+    is_tied: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Sizes:
+        """Those of a model that the trainer knows."""
+        return cls(
+            shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads,
+            shape.head_dim, shape.ffn_size, shape.vocab_size, shape.is_tied,
+        )  # fmt: skip
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of a layer's matrices around attention."""
+        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        """Elements of one feed-forward part."""
+        return 3 * self.hidden_size * self.ffn_size
+
+    @property
+    def active(self) -> int:
+        """Elements of all layers' matrices that a token meets."""
+        used = self.experts_per_token or 1
+        return self.num_layers * (self.attention_weights + used * self.expert_weights)
+
+    @property
+    def head(self) -> int:
+        """Elements of the LM head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def total(self) -> int:
+        """Elements of everything."""
+        layer = self.attention_weights + (self.num_experts or 1) * self.expert_weights
+        return self.num_layers * layer + self.head * (1 if self.is_tied else 2)
+
+    def flops(self, length: float) -> float:
+        """Of a token, forward and backward, in trajectories of `length` (causal attention)."""
+        attention = self.num_layers * length * self.num_heads * self.head_dim
+        return 6.0 * (self.active + self.head + attention)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A layout of training, and what it computes in."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vp: int = 1
+    """Chunks of layers of a pipeline stage (interleaved schedule)."""
+    sequence_parallel: bool = True
+    overlaps: bool = False
+    """Collectives of tensor and expert parallelism run behind products."""
+    is_fsdp: bool = False
+    shards_optimizer: bool = True
+    fp8: bool = False
+    recompute: str = "none"
+    itemsize: int = BF16
+
+    @property
+    def num_gpus(self) -> int:
+        """Of the job."""
+        return self.tp * self.pp * self.dp * self.cp
+
+
+def product(machine: Machine, rows: float, inner: float, columns: float, cut: Cut) -> float:
+    """Seconds of [rows, inner] x [inner, columns]: its operations, those that fill and empty the
+    pipeline of each tile, and its operands once.
+    """
+    hardware, reached = machine.hardware, machine.constants
+    peak = hardware.fp8 * reached.product_fp8 if cut.fp8 else hardware.bf16 * reached.product
+    size = 1 if cut.fp8 else cut.itemsize
+    moved = size * (rows * inner + inner * columns) + cut.itemsize * rows * columns
+    return 2 * rows * (inner + reached.tile) * columns / peak + moved / (
+        reached.memory * hardware.memory
+    )
+
+
+def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float) -> Terms:
+    """Seconds of a layer's forward pass over `tokens` positions in trajectories of `length`."""
+    hardware, reached = machine.hardware, machine.constants
+    tokens, h, tp = tokens / cut.cp, sizes.hidden_size, cut.tp
+    heads, keys = (n * sizes.head_dim / tp for n in (sizes.num_heads, sizes.num_kv_heads))
+    used, ffn, experts = 1, sizes.ffn_size / tp, 1.0
+    if sizes.num_experts:  # tokens of all ranks meet at the experts, each of which is whole
+        used, ffn = sizes.experts_per_token, sizes.ffn_size
+        experts = sizes.num_experts / cut.ep
+    routed = tokens * used / (tp if sizes.num_experts else 1)
+    rows = routed / experts
+    feed = 2 * product(machine, rows, h, ffn, cut) + product(machine, rows, ffn, h, cut)
+    feed *= experts / (reached.expert if sizes.num_experts else 1)
+    around = product(machine, tokens, h, heads + 2 * keys, cut)
+    around += product(machine, tokens, heads, h, cut)
+    # two norms and two additions; split and turned queries and keys; the gate; experts permute
+    passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
+    passes += 3 * routed * ffn + (8 * routed * h if sizes.num_experts else 0)
+    terms = {
+        "matrix products": around + feed,
+        "attention": 2 * tokens * length * heads / (reached.attention * hardware.bf16),
+        "element-wise": cut.itemsize * passes / (reached.memory * hardware.memory),
+    }
+    shared = 4 * (tp - 1) / tp * tokens * h * cut.itemsize
+    if sizes.num_experts:
+        shared /= 2  # only attention is cut
+    visible = reached.exposed if cut.overlaps else 1.0
+    terms["tensor parallelism"] = visible * shared / machine.link(tp)
+    terms["tensor parallelism"] += 4 * reached.latency * (tp > 1)
+    # a token goes to a node once and there to each of its experts
+    nodes = max(1, cut.ep * tp // hardware.node)
+    local = min(cut.ep, hardware.node)
+    sent = routed * (local - 1) / local / machine.link(local)
+    sent += tokens / tp * min(used, nodes) * (nodes - 1) / nodes / machine.link(cut.num_gpus)
+    terms["expert parallelism"] = 2 * visible * sent * h * cut.itemsize * (cut.ep > 1)
+    terms["expert parallelism"] += 2 * reached.latency * (cut.ep > 1)
+    ring = 2 * keys * tokens * cut.itemsize * (cut.cp - 1) / machine.link(tp * cut.cp)
+    terms["context parallelism"] = max(0.0, ring - terms["attention"])
+    return terms
+
+
+def head(machine: Machine, sizes: Sizes, cut: Cut, tokens: float) -> float:
+    """Seconds of the forward pass of LM head and loss: a read and a write of logits as they are and
+    3.5 passes in float32, a third of what Megatron's loss takes there and back.
+    """
+    tokens, vocab = tokens / cut.cp, sizes.vocab_size / cut.tp
+    moved = tokens * vocab * (2 * cut.itemsize + 3.5 * FP32)
+    seconds = product(machine, tokens, sizes.hidden_size, vocab, replace(cut, fp8=False))
+    return seconds + moved / (machine.constants.memory * machine.hardware.memory)
+
+
+def passes(
+    machine: Machine,
+    sizes: Sizes,
+    cut: Cut,
+    *,
+    tokens: float,
+    length: float,
+    micros: float,
+    backward: float = 2.0,
+    has_head: bool = True,
+) -> Terms:
+    """Seconds of `micros` microbatches of `tokens` positions through the pipeline. `backward` is
+    what the backward pass costs of a forward pass: 0 for log-probabilities, 1 if the weights have
+    no gradients.
+    """
+    one = layer(machine, sizes, cut, tokens, length)
+    mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
+    share = mlp / (mlp + sizes.attention_weights)
+    again = {"none": 0.0, "selective": share, "full": 1.0}[cut.recompute] * bool(backward)
+    layers = sizes.num_layers / cut.pp * micros
+    factors = dict.fromkeys(one, 1 + backward)
+    factors["attention"] = 1 + 1.25 * backward
+    for name in ("tensor parallelism", "expert parallelism"):
+        factors[name] = 2.0 if backward else 1.0
+    terms = {name: layers * factors[name] * seconds for name, seconds in one.items()}
+    terms["recomputation"] = layers * again * sum(one.values())
+    on_device = ("matrix products", "attention", "element-wise", "recomputation")
+    launched = layers * machine.constants.launch * (1 + (2 + again) * bool(backward))
+    terms["launches"] = max(0.0, launched - sum(terms[name] for name in on_device))
+    body = sum(terms.values())
+    last = micros * (1 + backward) * head(machine, sizes, cut, tokens) if has_head else 0.0
+    sent = 2 * bool(backward) + (not backward)
+    sent *= (
+        tokens
+        / cut.cp
+        * sizes.hidden_size
+        * cut.itemsize
+        / (cut.tp if cut.sequence_parallel else 1)
+    )
+    hop = sent / machine.link(cut.num_gpus) + machine.constants.latency
+    return terms | {
+        "LM head": last / cut.pp,
+        "stage imbalance": last * (cut.pp - 1) / cut.pp,
+        "pipeline bubble": (cut.pp - 1) / cut.vp * (body + last / cut.pp) / micros,
+        "pipeline transfers": (micros + cut.pp - 1) * cut.vp * hop * (cut.pp > 1),
+    }
+
+
+def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
+    """Seconds of an optimizer step behind the passes: gradients over data-parallel ranks, as far as
+    `hidden` seconds of a backward pass do not cover them, and Adam.
+    """
+    reached = machine.constants
+    dense = sizes.num_layers * sizes.attention_weights / (cut.tp * cut.pp)
+    experts = sizes.num_layers * sizes.expert_weights / cut.pp
+    experts *= sizes.num_experts / cut.ep if sizes.num_experts else 1 / cut.tp
+    outer = sizes.head * (1 if sizes.is_tied and cut.pp == 1 else 2) / (cut.tp * min(2, cut.pp))
+    held, ranks = dense + experts + outer, cut.dp * cut.cp
+    ring = (ranks - 1) / ranks * held / machine.link(cut.num_gpus // cut.pp)
+    moved = ring * ((FP32 + cut.itemsize) if cut.shards_optimizer else 2 * FP32)
+    owned = (dense + outer) / ranks + experts * min(1.0, max(1, cut.ep) / ranks)
+    owned = held / ranks if not sizes.num_experts else owned
+    updated = owned if cut.shards_optimizer else held
+    bandwidth = reached.memory * machine.hardware.memory
+    return {
+        "data parallelism": max(reached.exposed * moved, moved - hidden) if ranks > 1 else 0.0,
+        "optimizer": ADAM_BYTES * updated / bandwidth,
+    }
+
+
+def training(
+    machine: Machine,
+    sizes: Sizes,
+    cut: Cut,
+    *,
+    tokens: float,
+    length: float,
+    micros: float,
+    backward: float = 2.0,
+    trained: float = 1.0,
+) -> Terms:
+    """Seconds of one optimizer step on `micros` microbatches of every data-parallel rank; `trained`
+    is the share of the weights that has gradients.
+    """
+    common = {"tokens": tokens, "length": length, "micros": micros, "backward": backward}
+    terms = passes(machine, sizes, cut, **common)
+    compute = sum(terms.values())
+    if cut.is_fsdp:  # weights are gathered for both passes, gradients scattered, every microbatch
+        traffic = micros * 3 * cut.itemsize * sizes.total * (cut.dp - 1) / cut.dp
+        traffic /= machine.link(cut.num_gpus)
+        exposed = machine.constants.exposed
+        terms["data parallelism"] = max(exposed * traffic, traffic - compute)
+    behind = gradients(machine, sizes, cut, 0.6 * compute / micros)
+    terms["optimizer"] = trained * behind["optimizer"] + machine.constants.update
+    terms.setdefault("data parallelism", trained * behind["data parallelism"])
+    return terms
+
+
+def decode_step(
+    machine: Machine,
+    sizes: Sizes,
+    *,
+    tp: int,
+    batch: float,
+    context: float,
+    fp8: bool = False,
+    itemsize: int = BF16,
+) -> tuple[float, float, float]:
+    """Seconds in which an engine samples a token for each of `batch` sequences of `context` tokens
+    on average: (weights and what a step costs anyway, keys and values, what each sequence adds).
+    """
+    hardware, reached = machine.hardware, machine.constants
+    bandwidth = reached.decode_memory * hardware.memory
+    met = 1.0
+    if sizes.num_experts:  # experts that no token chose are not read
+        met = 1 - (1 - sizes.experts_per_token / sizes.num_experts) ** batch
+    experts = (sizes.num_experts or 1) * sizes.expert_weights
+    experts *= met / (reached.decode_expert if sizes.num_experts else 1)
+    layers = sizes.attention_weights + experts
+    size = 1 if fp8 else itemsize
+    weights = (sizes.num_layers * layers * size + sizes.head * itemsize) / tp
+    heads = max(1.0, sizes.num_kv_heads / tp)
+    cache = 2 * sizes.num_layers * heads * sizes.head_dim * itemsize * context
+    peak = hardware.fp8 if fp8 else hardware.bf16
+    products = 2 * (sizes.active + sizes.head) / tp / (reached.decode_product * peak)
+    fixed = weights / bandwidth + sizes.num_layers * reached.decode_layer
+    return fixed, batch * cache / bandwidth, batch * (reached.decode_sequence + products)
+
+
+@dataclass(frozen=True)
+class Play:
+    """What the trajectories of a step are like."""
+
+    turns: int = 1
+    prompt_tokens: float = 128.0
+    """That the environment says before each turn."""
+    response_tokens: float = 512.0
+    """Sampled in a turn, on average."""
+    max_response: float = math.inf
+    spread: float = SPREAD
+    environment_seconds: float = 0.01
+    """Of an environment for a turn."""
+
+    def lengths(self, count: int) -> list[float]:
+        """Tokens of `count` turns with the asked mean: even quantiles of a log-normal distribution
+        cut at the limit, in an order that mixes them.
+        """
+        if self.response_tokens >= self.max_response or self.spread == 0:
+            return [min(self.response_tokens, self.max_response)] * count
+        quantiles = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
+        shape = [math.exp(self.spread * q) for q in quantiles]
+        low, high = 0.0, 64 * self.max_response if self.max_response < math.inf else 1e6
+        for _ in range(50):
+            scale = (low + high) / 2
+            mean = sum(min(scale * s, self.max_response) for s in shape) / count
+            low, high = (scale, high) if mean < self.response_tokens else (low, scale)
+        stride = next(
+            n for n in range(int(0.618 * count) or 1, 2 * count) if math.gcd(n, count) == 1
+        )
+        return [
+            max(1.0, min(scale * shape[i * stride % count], self.max_response))
+            for i in range(count)
+        ]
+
+    @property
+    def length(self) -> float:
+        """Tokens of a whole trajectory, on average."""
+        return self.turns * (self.prompt_tokens + min(self.response_tokens, self.max_response))
+
+
+@lru_cache(maxsize=4096)
+def rollout(
+    machine: Machine,
+    sizes: Sizes,
+    play: Play,
+    *,
+    sessions: int,
+    tp: int = 1,
+    fp8: bool = False,
+    itemsize: int = BF16,
+    cached: bool = True,
+) -> tuple[tuple[str, float], ...]:
+    """Seconds in which one engine plays `sessions` trajectories at their own pace, from event to
+    event: a turn ends, an environment has answered. The terms are those of `decode_step`, what
+    prompts take (the whole trajectory again each turn unless the radix cache is `cached`), and the
+    time in which every trajectory waits for its environment.
+    """
+    reached = machine.constants
+    peak = machine.hardware.fp8 if fp8 else machine.hardware.bf16
+    per_token = 2 * sizes.active / tp / (reached.product * peak)
+    lengths = iter(play.lengths(sessions * play.turns))
+    turns = [[next(lengths) for _ in range(play.turns)] for _ in range(sessions)]
+    names = ("weights", "key-value cache", "sequences", "prompts", "environment")
+    terms = dict.fromkeys(names, 0.0)
+    now, steps, held = 0.0, 0.0, 0.0  # held: tokens of all that decode
+    waiting = [(0.0, session, 0) for session in range(sessions)]
+    contexts = [0.0] * sessions
+    running: list[tuple[float, int, int]] = []  # (step at which the turn ends, session, turn)
+    while waiting or running:
+        if not running and waiting[0][0] > now:
+            terms["environment"] += waiting[0][0] - now
+            now = waiting[0][0]
+        while waiting and waiting[0][0] <= now:
+            _, session, turn = heapq.heappop(waiting)
+            read = play.prompt_tokens + (0.0 if cached else contexts[session])
+            contexts[session] += play.prompt_tokens
+            terms["prompts"] += read * per_token
+            now += read * per_token
+            held += contexts[session]
+            heapq.heappush(running, (steps + turns[session][turn], session, turn))
+        batch = len(running)
+        parts = decode_step(
+            machine, sizes, tp=tp, batch=batch, context=held / batch, fp8=fp8, itemsize=itemsize
+        )
+        ahead = running[0][0] - steps
+        if waiting:
+            ahead = min(ahead, max(1.0, math.ceil((waiting[0][0] - now) / sum(parts))))
+        for name, seconds in zip(names, parts):
+            terms[name] += ahead * seconds
+        now += ahead * sum(parts)
+        steps += ahead
+        held += ahead * batch
+        while running and running[0][0] <= steps + 1e-9:
+            _, session, turn = heapq.heappop(running)
+            contexts[session] += turns[session][turn]
+            held -= contexts[session]
+            if turn + 1 < play.turns:
+                ready = now + play.environment_seconds
+                heapq.heappush(waiting, (ready, session, turn + 1))
+    return tuple(terms.items())
+
+
+def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
+    """How a run trains."""
+    layout = config.parallel
+    return Cut(
+        tp=layout.tensor_model_parallel_size,
+        pp=layout.pipeline_model_parallel_size,
+        dp=setting.dp,
+        sequence_parallel=layout.sequence_parallel,
+        shards_optimizer=layout.use_distributed_optimizer,
+        fp8=layout.fp8 != "none",
+        recompute=layout.recompute,
+        itemsize=setting.itemsize,
+    )
+
+
+def step_seconds(
+    machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
+) -> dict[str, Terms]:
+    """Phase -> what -> seconds of a step of StarPO, in the order in which they happen. The filter
+    is taken to keep the share that it names, all groups if it names none.
+    """
+    setting, sizes = Setting.from_config(config, num_gpus), Sizes.of(shape)
+    cut, rolled = cut_of(config, setting), config.rollout
+    reached, hardware = machine.constants, machine.hardware
+    if (cut.fp8 or setting.engine_fp8) and not hardware.fp8:
+        raise ValueError(
+            f"--fp8 and --rollout-fp8 need a GPU that computes in FP8, and --hardware"
+            f" {hardware.name} does not; drop them or take another"
+        )
+    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+    is_local = setting.engine_tp == cut.tp and cut.pp == 1
+    phases = {
+        "sync": {
+            "weights into engine": weights / reached.sync,
+            "weights between ranks": 0.0 if is_local else weights / machine.link(cut.tp * cut.pp),
+        }
+    }
+    engines = rolled.num_engines(num_gpus, min(num_gpus, hardware.node))
+    phases["rollout"] = dict(
+        rollout(
+            machine, sizes, play,
+            sessions=rolled.sessions_per_engine(engines),
+            tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
+        )
+    )  # fmt: skip
+    kept = config.filter.num_kept(rolled.num_groups) or rolled.num_groups
+    trained = kept * rolled.group_size
+    minibatch = min(config.train.minibatch_size, trained)
+    updates = max(1, round(trained / minibatch)) * config.train.updates_per_rollout
+
+    def micros(trajectories: float) -> dict[str, float]:
+        of_rank = max(1.0, trajectories / cut.dp)
+        count = max(
+            of_rank * play.length / setting.max_tokens, min(4 * cut.pp, of_rank) * (cut.pp > 1)
+        )
+        count = math.ceil(max(1.0, count))
+        return {"tokens": of_rank * play.length / count, "length": play.length, "micros": count}
+
+    forward = {"backward": 0.0, **micros(trained)}
+    needs_old = config.loss.old_logprobs == "recompute" or (
+        config.loss.old_logprobs == "auto" and (updates > 1 or config.advantages_need_logprobs)
+    )
+    if needs_old:
+        phases["old log-probabilities"] = passes(machine, sizes, cut, **forward)
+    if setting.has_reference:
+        phases["reference"] = passes(machine, sizes, cut, **forward)
+    update = training(machine, sizes, cut, **micros(minibatch))
+    if setting.has_critic:
+        phases["values"] = passes(machine, sizes, cut, **forward, has_head=False)
+        learned = passes(machine, sizes, cut, **micros(minibatch), has_head=False)
+        critic = {name: update[name] for name in ("data parallelism", "optimizer")} | learned
+        phases["update critic"] = {name: updates * time for name, time in critic.items()}
+    phases["update actor"] = {name: updates * time for name, time in update.items()}
+
+    layout = config.parallel
+    if layout.offload != "none":
+        roles = range(1 + setting.has_critic)
+        states = [state_of(shape, setting, 0, is_critic=bool(role)) for role in roles]
+        moved = sum(state.parameters + state.optimizer for state in states)
+        moved += states[0].parameters + states[0].optimizer if layout.offload == "turns" else 0
+        phases["offload"] = {"host link": 2 * moved / (reached.link * hardware.host_link)}
+    spent = sum(sum(terms.values()) for terms in phases.values())
+    return phases | {"other": {"overhead": reached.overhead * spent}}
+
+
+def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:
+    """What trajectories are taken to be like: `response` tokens a turn, or half of what a turn may
+    have; observations fill the longest trajectory.
+    """
+    turns, limit = config.environment.expected_turns, config.rollout.expected_response_length
+    room = config.rollout.max_context_length / turns - limit
+    return Play(
+        turns=turns,
+        prompt_tokens=max(32.0, room),
+        response_tokens=response or limit / 2,
+        max_response=limit,
+        **changes,
+    )

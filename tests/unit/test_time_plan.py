@@ -1,0 +1,328 @@
+"""The predictor of time: by hand, by brute force, and against published steps."""
+
+import json
+import math
+import random
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.config import parse
+from ragen_mega.models.hardware import HARDWARE, Constants, Machine, find_hardware
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.time_plan import (
+    Cut,
+    Play,
+    Sizes,
+    decode_step,
+    default_play,
+    layer,
+    passes,
+    product,
+    rollout,
+    step_seconds,
+    training,
+)
+from tools import plan as tool
+from tools import plan_calibration as calibration
+from tools import plan_validation as validation
+from tools.random_models import model_config
+
+H100 = Machine(HARDWARE["H100"])
+ROOT = Path(__file__).parents[2]
+
+
+def shape_of(name: str) -> ModelShape:
+    return ModelShape.of(model_config(name))
+
+
+def test_flops_of_a_token_are_the_published_ratio() -> None:
+    """512.7 TFLOP/s a GPU at 10,456 tokens/s a GPU: 49.0 GFLOP."""
+    flops = Sizes.of(shape_of("Qwen3-8B")).flops(4096)
+    assert flops == pytest.approx(512.7e12 / 10456, rel=2e-3)
+    assert flops == pytest.approx(49.0e9, rel=1e-3)
+
+
+def test_sizes_count_what_the_shape_counts() -> None:
+    """But for norms and biases, which are no products."""
+    for name in ("Qwen2.5-0.5B", "Qwen3-8B", "Qwen2.5-72B"):
+        shape = shape_of(name)
+        assert Sizes.of(shape).total == pytest.approx(shape.num_parameters, rel=1e-3)
+        assert Sizes.of(shape).active == shape.num_layers * sum(shape.linear_sizes())
+
+
+def test_the_terms_of_a_layer_by_hand() -> None:
+    constants = Constants(product=0.5, tile=1, attention=0.25, memory=0.5, link=0.5, latency=1e-6)
+    machine = Machine(find_hardware("h100"), constants)
+    shape = shape_of("Qwen2.5-7B")
+    terms = layer(machine, Sizes.of(shape), Cut(tp=2), 4096, 2048)
+    flops = 4096 * sum(shape.linear_sizes(2)) * 2
+    slack = 1 + 4 / 1792  # a tile's element in the narrowest of the products
+    traffic = 2 * (sum(shape.linear_sizes(2)) + 4096 * (8 * 3584 + 4 * 9472)) / (0.5 * 3.35e12)
+    assert flops / 494.7e12 < terms["matrix products"] < slack * flops / 494.7e12 + traffic
+    assert terms["attention"] == pytest.approx(2 * 4096 * 2048 * 1792 / (0.25 * 989.4e12))
+    reduced = 2 * 2 * (1 / 2) * 4096 * 3584 * 2 / 225e9  # two all-reduces on a ring of two
+    assert terms["tensor parallelism"] == pytest.approx(reduced + 4e-6)
+    assert terms["expert parallelism"] == terms["context parallelism"] == 0
+
+
+def test_products_lose_their_speed_as_they_become_small() -> None:
+    rates = [2 * n**3 / product(H100, n, n, n, Cut()) for n in (128, 512, 2048, 8192, 1 << 20)]
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(H100.constants.product * 989.4e12, rel=1e-2)
+    big = (8192, 8192, 8192)
+    assert product(H100, *big, Cut(fp8=True)) < product(H100, *big, Cut())
+
+
+def test_a_layout_pays_for_what_it_adds() -> None:
+    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
+
+    def terms(**changes) -> dict[str, float]:
+        return training(H100, sizes, Cut(**changes), tokens=8192, length=2048, micros=8)
+
+    plain, halves = terms(), terms(pp=2)
+    for name in ("recomputation", "pipeline bubble", "tensor parallelism", "data parallelism"):
+        assert plain[name] == 0
+    forward = sum(layer(H100, sizes, Cut(), 8192, 2048).values()) * 8 * sizes.num_layers
+    assert terms(recompute="full")["recomputation"] == pytest.approx(forward)
+    work = sum(halves[name] for name in ("matrix products", "attention", "element-wise", "LM head"))
+    assert halves["pipeline bubble"] == pytest.approx(work / 8)
+    assert terms(pp=2, vp=2)["pipeline bubble"] == pytest.approx(work / 16)
+    assert halves["stage imbalance"] == pytest.approx(halves["LM head"])  # one of two stages has it
+    slow, fast = terms(tp=2)["tensor parallelism"], terms(tp=2, overlaps=True)["tensor parallelism"]
+    assert 0 < fast < slow
+    no_sp = terms(tp=2, sequence_parallel=False)["element-wise"]
+    assert terms(tp=2)["element-wise"] < no_sp
+    assert terms(dp=16)["data parallelism"] > terms(dp=8)["data parallelism"] > 0  # over a node
+    assert terms(dp=8)["optimizer"] < plain["optimizer"]
+    scored = passes(H100, sizes, Cut(), tokens=8192, length=2048, micros=8, backward=0.0)
+    ratio = sum(plain[name] for name in scored) / sum(scored.values())
+    assert 3 <= ratio < 3.3  # backward is twice forward, 2.5 times in attention
+
+
+def test_lengths_have_their_mean_and_limit() -> None:
+    play = Play(1, 100, 200, 400)
+    lengths = play.lengths(97)
+    assert sum(lengths) / 97 == pytest.approx(200, rel=1e-3) and max(lengths) == 400
+    assert Play(1, 100, 400, 400).lengths(5) == [400.0] * 5
+
+
+def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int) -> float:
+    """Token by token: every step samples one token for each sequence that is not with its
+    environment.
+    """
+    peak = machine.constants.product * machine.hardware.bf16
+    per_token = 2 * sizes.active / peak
+    lengths = iter(play.lengths(sessions * play.turns))
+    left = [[math.ceil(next(lengths)) for _ in range(play.turns)] for _ in range(sessions)]
+    ready, context, busy, now = [0.0] * sessions, [0.0] * sessions, [False] * sessions, 0.0
+    while any(left):
+        for i in range(sessions):
+            if left[i] and not busy[i] and ready[i] <= now:
+                busy[i] = True
+                now += play.prompt_tokens * per_token
+                context[i] += play.prompt_tokens
+        batch = [i for i in range(sessions) if busy[i]]
+        if not batch:
+            now = min(ready[i] for i in range(sessions) if left[i])
+            continue
+        mean = sum(context[i] for i in batch) / len(batch)
+        now += sum(decode_step(machine, sizes, tp=1, batch=len(batch), context=mean))
+        for i in batch:
+            context[i] += 1
+            left[i][0] -= 1
+            if left[i][0] == 0:
+                left[i].pop(0)
+                busy[i], ready[i] = False, now + play.environment_seconds
+    return now
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.5, 20.0])
+def test_a_rollout_is_what_playing_token_by_token_takes(latency: float) -> None:
+    sizes = Sizes.of(shape_of("Qwen2.5-0.5B"))
+    play = Play(3, 150, 60, 120, environment_seconds=latency)
+    events = sum(seconds for _, seconds in rollout(H100, sizes, play, sessions=12))
+    # the events hold the context still between them and round no tokens
+    assert events == pytest.approx(slow_rollout(H100, sizes, play, 12), rel=0.03)
+
+
+def test_a_tail_and_a_cold_cache_cost_time() -> None:
+    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
+    even = Play(4, 200, 200, 800, spread=0.0)
+
+    def seconds(play: Play, **changes) -> float:
+        return sum(time for _, time in rollout(H100, sizes, play, sessions=64, **changes))
+
+    assert seconds(replace(even, spread=0.8)) > 1.1 * seconds(even)
+    cold, warm = (dict(rollout(H100, sizes, even, sessions=64, cached=c)) for c in (False, True))
+    # turn k reads k prompts and k - 1 answers again: 200 * (1 + 3 + 5 + 7) instead of 200 * 4
+    assert cold["prompts"] == pytest.approx(4 * warm["prompts"])
+    assert seconds(even, tp=2) < seconds(even) and seconds(even, fp8=True) < seconds(even)
+
+
+def test_a_step_has_the_passes_of_its_algorithm() -> None:
+    shape = shape_of("Qwen2.5-7B")
+    base = ["--bf16", "--rollout-engine", "sglang", "--use-distributed-optimizer"]
+
+    def phases(*flags: str) -> dict[str, dict[str, float]]:
+        config = parse([*base, *flags])
+        return step_seconds(H100, shape, config, 8, default_play(config))
+
+    plain = phases()
+    assert {"values", "update critic", "update actor", "sync", "rollout"} <= plain.keys()
+    assert "reference" not in plain and "offload" not in plain
+    assert "values" not in phases("--advantage-estimator", "grpo")
+    assert "reference" in phases("--kl-kind", "k3", "--kl-coef", "0.001")
+    assert "old log-probabilities" in phases("--old-logprobs", "recompute")
+    assert sum(phases("--offload", "rollout")["offload"].values()) > 0
+    twice = phases("--updates-per-rollout", "2")["update actor"]["matrix products"]
+    assert twice == pytest.approx(2 * plain["update actor"]["matrix products"])
+    whole = phases("--filter-strategy", "none")["update actor"]["matrix products"]
+    assert whole == pytest.approx(4 * plain["update actor"]["matrix products"], rel=0.02)
+    wide = phases("--rollout-tensor-parallel-size", "2")["rollout"]["weights"]
+    assert wide < plain["rollout"]["weights"]
+    spent = sum(sum(terms.values()) for name, terms in plain.items() if name != "other")
+    assert plain["other"]["overhead"] == pytest.approx(H100.constants.overhead * spent)
+
+
+def test_the_constants_are_those_that_the_published_rows_give() -> None:
+    fitted = validation.fit(validation.read_points(validation.ROWS))
+    for one in fields(Constants):
+        assert getattr(fitted, one.name) == pytest.approx(getattr(Constants(), one.name), rel=0.03)
+
+
+def test_the_published_table_is_what_the_tool_prints() -> None:
+    """And every number of field notes is in it; bounds that are missed say so."""
+    result = validation.report(validation.ROWS)
+    page = (ROOT / "docs" / "benchmarks" / "predictor.md").read_text()
+    table = {
+        tuple(cell.strip() for cell in line.split("|")[1:6])
+        for line in page.splitlines()
+        if line.count("|") == 8
+    }
+    for row in result["rows"]:
+        use, published, guess = row["use"], row["published"], row["predicted"]
+        cells = (row["name"], row["model"], use, f"{published:.4g}", f"{guess:.4g}")
+        assert cells in table
+    assert all(row["name"] in page and row["reason"] in page for row in result["unpredicted"])
+    medians = result["medians"]
+    assert medians["decode"]["judged"] <= 0.10
+    for one in medians.values():
+        met = "yes" if one["judged"] <= one["bound"] else "no"
+        assert f"{one['judged']:.0%} of {one['num_judged']} | {one['fitted']:.0%}" in page
+        assert f"{one['bound']:.0%} | {met} |" in page
+
+
+def test_every_constant_matters() -> None:
+    """None is in the fit for nothing: another value changes some prediction."""
+    points = validation.read_points(validation.ROWS)
+    before = [validation.predicted(point, Constants()) for point in points]
+    for names in validation.FITTED.values():
+        for name in names:
+            changed = replace(Constants(), **{name: 0.97 * getattr(Constants(), name)})
+            after = [validation.predicted(point, changed) for point in points]
+            assert after != before, name
+
+
+def test_a_fit_finds_the_constants_that_made_its_numbers() -> None:
+    true = replace(
+        validation.USUAL, product=0.7, launch=2e-3, decode_memory=0.65, decode_sequence=60e-6
+    )
+    points = validation.read_points(validation.ROWS)
+    made = [replace(point, measured=validation.predicted(point, true)) for point in points]
+    random.Random(0).shuffle(made)
+    found = validation.fit(made)
+    for name in ("product", "launch", "decode_memory", "decode_sequence"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1)
+
+
+def test_a_calibration_finds_the_machine_that_made_its_readings() -> None:
+    constants = Constants(decode_memory=0.6, decode_layer=3e-4, decode_sequence=2e-4)
+    hardware = replace(HARDWARE["A100"], bf16=1e11, memory=2e10)
+    true = Machine(hardware, constants)
+    sizes = {layers: Sizes.of(ModelShape.of(calibration.small(layers))) for layers in (2, 6)}
+
+    def step(machine: Machine, what: tuple[float, ...]) -> float:
+        layers, batch, context = what
+        return sum(
+            decode_step(machine, sizes[layers], tp=1, batch=batch, context=context, itemsize=4)
+        )
+
+    readings = [(what, step(true, what)) for what in calibration.DECODED]
+    names = ("decode_memory", "decode_layer", "decode_sequence")
+    found = calibration.solved(Machine(hardware), names, readings, step)
+    for name in ("decode_layer", "decode_sequence"):
+        assert getattr(found.constants, name) == pytest.approx(getattr(constants, name), rel=0.05)
+    for _, flags in calibration.CONFIGURATIONS.values():
+        parse([*calibration.BASE, *flags.split()])
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    try:
+        code = tool.main(list(argv)) or 0
+    except SystemExit as left:
+        code = left.code
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "cost.json", tmp_path / "step.svg"
+    words = ("--model", "Qwen2.5-14B", "--num-gpus", "16", "--dollars-per-gpu-hour", "2")
+    code, said = run(capsys, *words, "--json", str(out), "--plot", str(plot))
+    cost = json.loads(out.read_text())["cost"]
+    total = sum(sum(terms.values()) for terms in cost["phases_seconds"].values())
+    assert code == 0 and cost["seconds"] == pytest.approx(total)
+    assert cost["dollars"] == pytest.approx(100 * total * 16 / 3600 * 2)
+    low, high = cost["interval_seconds"]
+    assert low * high == pytest.approx(total**2) and low < total < high
+    spent = {phase: sum(terms.values()) for phase, terms in cost["phases_seconds"].items()}
+    assert cost["bound_by"]["phase"] == max(spent, key=spent.get)
+    assert re.search(r"^100 steps cost \d+\.\d H100 hours, \d+ \$ at 2\.00 \$", said, re.M)
+    assert "bound by: " in said and "what would help next: " in said
+    assert plot.read_text().count("rollout") >= 1
+    seconds = [saved for _, saved in cost["helps"]]
+    assert seconds == sorted(seconds, reverse=True) and all(0 < one < total for one in seconds)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--hardware", "H9000"), "--hardware must be one of A100, H100"),
+        (("--hardware", "missing.json"), "missing.json"),
+        (("--num-gpus", "0"), "--num-gpus must be positive and finite, not 0"),
+        (("--dollars-per-gpu-hour", "-1"), "must be positive and finite, not -1"),
+        (("--response-tokens", "nan"), "must be positive and finite, not nan"),
+        (("--environment-seconds", "-1"), "must be at least 0 and finite, not -1"),
+        (("--num-gpus", "1"), "no layout of Qwen2.5-72B on 1 GPUs fits into 80 GiB each; give"),
+        (
+            ("--hardware", "A100", "--bf16", "--fp8", "hybrid", "--rollout-engine", "sglang"),
+            "need a GPU that computes in FP8, and --hardware A100 does not; drop them",
+        ),
+    ],
+)
+def test_bad_input(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = run(capsys, "--model", "Qwen2.5-72B", *flags)
+    assert code == 2 and message in said and said.count("\n") == 1
+
+
+def test_rows_of_others_judge_and_bad_ones_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(validation.ROWS.read_text())
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(content | {"training": content["training"][:2], "rl": []}))
+    result = validation.report(path)
+    assert {row["use"] for row in result["rows"]} == {"judge"}
+    path.write_text(json.dumps({"models": {}, "training": [{"id": "1", "model": "none"}]}))
+    code, said = run(capsys, "--validate", str(path))
+    assert code == 2 and "must have the form of published_steps.json" in said
+
+
+def test_constants_out_of_their_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="constant product must be from 0.1 to 0.95, not 2"):
+        Constants(product=2.0)

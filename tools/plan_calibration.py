@@ -1,0 +1,334 @@
+"""Measure what this machine reaches, in the terms of the predictor, and compare its prediction with
+training runs that it was not fitted on.
+
+As a program it is one rank of the measurement of collectives.
+"""
+
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from benchmark import provenance, seconds_of, table
+from command_line import TRAINING, run_ranks
+from numpy.typing import NDArray
+from plan_validation import solve
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, PretrainedConfig
+
+from ragen_mega.config import parse
+from ragen_mega.engines.embedded.decoder import Decoder
+from ragen_mega.engines.embedded.kv_cache import KVCache
+from ragen_mega.models.hardware import Constants, Hardware, Machine
+from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.time_plan import FP32, Cut, Play, Sizes, decode_step, product, step_seconds
+from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
+from ragen_mega.run.run import FINAL_EXPORT
+
+Reading = tuple[tuple[float, ...], float]
+"""(What was computed, its seconds.)"""
+SHARE = 0.9
+"""Of a peak that is measured and not printed on a data sheet: what the best measurement reached."""
+PRODUCTS = {
+    "cpu": (
+        (128, 128, 384),
+        (512, 128, 512),
+        (1024, 256, 1024),
+        (2048, 512, 1536),
+        (256, 96, 2048),
+    ),
+    "cuda": ((4096, 896, 4864), (4096, 4096, 4096), (8192, 2048, 11008), (16384, 5120, 13824)),
+}
+"""[rows, inner] x [inner, columns], of the sizes that are trained there."""
+DECODED = [(layers, batch, 128) for layers in (2, 6) for batch in (4, 32, 128)]
+"""(Layers, sequences, tokens of each) of decode steps of a small model."""
+MESSAGES = (1 << 10, 1 << 23)
+"""Elements of the all-reduces."""
+BASE = """
+    --recipe none --environments bandit --prompt-style compact --warm-start-steps 1
+    --warm-start-first-turn-steps 1 --warm-start-trajectories 64
+    --filter-strategy none --num-groups 8 --group-size 8
+    --minibatch-size 16 --max-response-length 64 --max-context-length 1024 --num-steps 5
+    --eval-interval 0 --eval-prompts 1 --eval-samples 1 --save-interval 0 --diagnose-interval 0
+    --trace-groups 0 --hidden-size 128 --num-layers 4 --num-attention-heads 4 --ffn-hidden-size 384
+""".split()
+CONFIGURATIONS: Mapping[str, tuple[int, str]] = {
+    "base": (1, ""),
+    "wider": (1, "--hidden-size 256 --ffn-hidden-size 768"),
+    "deeper": (1, "--num-layers 8"),
+    "recomputation": (1, "--recompute full"),
+    "no critic": (1, "--advantage-estimator grpo"),
+    "three turns": (1, "--environments frozen_lake --max-turns 3"),
+    "TP 2": (2, "--tensor-model-parallel-size 2"),
+    "PP 2": (2, "--pipeline-model-parallel-size 2"),
+    "DP 2": (2, "--use-distributed-optimizer"),
+    "TP 2 PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+}
+"""Name -> ranks and flags of the runs that the constants were not fitted on."""
+PHASES = {
+    "rollout": ("rollout",),
+    "sync": ("sync",),
+    "advantages": ("old log-probabilities", "reference", "values"),
+    "update": ("update critic", "update actor"),
+}
+"""Of a run's timers -> those of the predictor."""
+WARMUP = 2
+"""Steps that do not count."""
+
+
+def shortest(work: Callable[..., object], *arguments: object, repetitions: int = 7) -> float:
+    """Seconds of `work` of these arguments when nobody was in its way."""
+    job = partial(work, *arguments)
+    job()
+    return min(seconds_of(job) for _ in range(repetitions))
+
+
+def measure_products(device: str, dtype: torch.dtype) -> list[Reading]:
+    """Matrix products by shape."""
+    readings = []
+    for rows, inner, columns in PRODUCTS[device]:
+        left = torch.randn(rows, inner, device=device, dtype=dtype)
+        right = torch.randn(inner, columns, device=device, dtype=dtype)
+        readings.append(((rows, inner, columns), shortest(torch.matmul, left, right)))
+    return readings
+
+
+def measure_attention(device: str, dtype: torch.dtype) -> float:
+    """Operations a second of causal attention, forward, those of the lower half counted."""
+    length, heads, width = (1024, 4, 32) if device == "cpu" else (4096, 32, 128)
+    q, k, v = torch.randn(3, 1, heads, length, width, device=device, dtype=dtype)
+    seconds = shortest(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return 2 * length * length * heads * width / seconds
+
+
+def measure_copies(device: str) -> float:
+    """Bytes a second of a pass that reads two large arrays and writes one."""
+    size = 1 << (24 if device == "cpu" else 28)
+    left, right = torch.ones(2, size, device=device)
+    out = torch.empty_like(left)
+    return 12 * size / shortest(lambda: torch.mul(left, right, out=out))
+
+
+def measure_launch(device: str, dtype: torch.dtype) -> float:
+    """Seconds that the forward pass of a layer takes however small it is."""
+    seconds = []
+    for layers in (1, 5):
+        model = AutoModel.from_config(small(layers)).to(device, dtype)
+        tokens = torch.zeros(1, 8, dtype=torch.long, device=device)
+        with torch.no_grad():
+            seconds.append(shortest(model, tokens))
+    return max(1e-5, (seconds[1] - seconds[0]) / 4)
+
+
+def measure_decoding() -> list[Reading]:
+    """Decode steps of the embedded engine, which computes on the processor."""
+    readings = []
+    for layers, batch, context in DECODED:
+        hf = small(layers)
+        shape = ModelShape.of(hf)
+        decoder = Decoder(
+            shape, random_weights(hf, 0).items(), max_context=256, dtype=torch.float32
+        )
+        cache = KVCache(shape, num_slots=batch, max_context=256, dtype=torch.float32)
+        tokens = torch.zeros(batch, dtype=torch.long)
+        seconds = shortest(_decode, decoder, cache, tokens, np.full(batch, context))
+        readings.append(((layers, batch, context), seconds))
+    return readings
+
+
+def _decode(decoder: Decoder, cache: KVCache, tokens: Tensor, places: NDArray[np.int64]) -> None:
+    attend = cache.decode(places, None)
+    hidden = decoder.forward(tokens, torch.from_numpy(places), attend)
+    torch.multinomial(torch.softmax(decoder.logits(hidden), -1), 1)
+
+
+def measure_collectives(device: str) -> tuple[float, float]:
+    """(seconds of an all-reduce of few bytes, bytes a second of a large one in each direction)
+    among up to four ranks of this machine; of one GPU those of the data sheets' H100.
+    """
+    ranks = min(4, torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1)
+    if ranks < 2:
+        return Constants().latency, 450e9
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "collectives.json"
+        run_ranks(ranks, Path(__file__), str(out))
+        small, large = map(float, out.read_text().split())
+    return small, 2 * (ranks - 1) / ranks * 4 * MESSAGES[1] / large
+
+
+def collectives_rank(out: Path) -> None:
+    """What each rank of `measure_collectives` runs; the first writes the seconds."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    seconds = []
+    for size in MESSAGES:
+        message = torch.ones(size, device=device)
+        dist.all_reduce(message)
+        readings = []
+        for _ in range(10):
+            dist.barrier()
+            readings.append(seconds_of(partial(dist.all_reduce, message)))
+        seconds.append(statistics.median(readings))
+    if dist.get_rank() == 0:
+        out.write_text(" ".join(map(str, seconds)))
+    dist.destroy_process_group()
+
+
+def solved(
+    machine: Machine,
+    names: Sequence[str],
+    readings: Sequence[Reading],
+    predict: Callable[[Machine, tuple[float, ...]], float],
+) -> Machine:
+    """`machine` with those of its constants under which predictions come nearest to readings."""
+
+    def misses(constants: Constants) -> list[float]:
+        changed = replace(machine, constants=constants)
+        return [math.log(predict(changed, what) / time) for what, time in readings]
+
+    return replace(machine, constants=solve(machine.constants, names, misses))
+
+
+def measured_machine() -> tuple[Machine, dict[str, Any]]:
+    """This machine, and the readings."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype, itemsize = (torch.bfloat16, 2) if device == "cuda" else (torch.float32, 4)
+    products = measure_products(device, dtype)
+    peak = max(2 * math.prod(what) / time for what, time in products) / SHARE
+    memory, attention = measure_copies(device) / SHARE, measure_attention(device, dtype)
+    latency, link = measure_collectives(device)
+    gib = torch.cuda.mem_get_info()[1] / 2**30 if device == "cuda" else _host_gib()
+    hardware = Hardware(
+        "this machine", peak, 0.0, memory, gib, link / SHARE, link / SHARE, memory, 1.0,
+        "measured by tools/plan.py --calibrate; the price is none", node=64,
+    )  # fmt: skip
+    constants = Constants(
+        memory=SHARE, link=SHARE, latency=latency, attention=min(0.8, attention / peak),
+        launch=measure_launch(device, dtype), update=0.0, overhead=0.0, sync=memory / 4,
+    )  # fmt: skip
+    machine = Machine(hardware, constants)
+    cut = Cut(itemsize=itemsize)
+    machine = solved(
+        machine, ("product", "tile"), products, lambda one, what: product(one, *what, cut)
+    )
+    decoding = measure_decoding() if device == "cpu" else []
+    if decoding:
+
+        def step(one: Machine, what: tuple[float, ...]) -> float:
+            sizes = Sizes.of(ModelShape.of(small(int(what[0]))))
+            return sum(decode_step(one, sizes, tp=1, batch=what[1], context=what[2], itemsize=FP32))
+
+        names = ("decode_memory", "decode_product", "decode_layer", "decode_sequence")
+        machine = solved(machine, names, decoding, step)
+    return machine, {
+        "products": products,
+        "decode_steps": decoding,
+        "attention_flops": attention,
+        "launch_seconds": constants.launch,
+        "collective_seconds": latency,
+        "link_bytes_per_second": link,
+    }
+
+
+def compare(machine: Machine, name: str, directory: Path) -> list[dict[str, Any]]:
+    """Train one of CONFIGURATIONS; predicted beside measured seconds, phase by phase. The mean
+    tokens of a turn are those that were sampled.
+    """
+    ranks, words = CONFIGURATIONS[name]
+    flags = [*BASE, *words.split()]
+    run_ranks(ranks, TRAINING, *flags, "--output", directory, "--name", "run", "--overwrite")
+    rows = read_metrics(directory / "run" / METRICS_FILE)[WARMUP:]
+    shape = ModelShape.of(AutoConfig.from_pretrained(directory / "run" / FINAL_EXPORT))
+    config = parse(flags)
+    played = config.rollout.num_groups * config.rollout.group_size
+    turns = statistics.median([row["rollout/num_turns"] for row in rows])
+    sampled = statistics.median([row["rollout/sampled_tokens"] for row in rows]) / played
+    # nothing is filtered, so every position was trained on
+    tokens = statistics.median(
+        [
+            row["update/tokens_per_second"] * (row["time/advantages"] + row["time/update"])
+            for row in rows
+        ]
+    )
+    tokens /= played
+    turns = max(1, round(turns))
+    play = Play(turns, (tokens - sampled) / turns, sampled / turns, environment_seconds=0.0)
+    phases = step_seconds(machine, shape, config, ranks, play)
+    compared = []
+    for phase, parts in PHASES.items():
+        guess = sum(sum(phases.get(part, {}).values()) for part in parts)
+        seen = statistics.median([row.get(f"time/{phase}", 0.0) for row in rows])
+        compared.append({"run": name, "phase": phase, "predicted": guess, "measured": seen})
+    whole = {key: sum(one[key] for one in compared) for key in ("predicted", "measured")}
+    return [*compared, {"run": name, "phase": "step", **whole}]
+
+
+def calibrate(path: Path, check_steps: bool) -> dict[str, Any]:
+    """Measure, write what `--hardware` reads, and print it; compare with runs if asked to."""
+    started, load = time.monotonic(), os.getloadavg()[0]
+    machine, readings = measured_machine()
+    report = {
+        "provenance": provenance(),
+        "load": load,
+        "seconds": time.monotonic() - started,
+        "hardware": asdict(machine.hardware),
+        "constants": asdict(machine.constants),
+        "readings": readings,
+    }
+    write_json(path, report)
+    values = [(name, f"{value:.3g}") for name, value in report["constants"].items()]
+    print(table(("constant", "value"), values))
+    print(f"measured in {report['seconds']:.0f} s at load {load:.1f}; written to {path}")
+    if load > 0.5 * (os.cpu_count() or 1):
+        print("others used this machine: repeat it when it is idle")
+    if check_steps:
+        with tempfile.TemporaryDirectory() as folder:
+            compared = [
+                row for name in CONFIGURATIONS for row in compare(machine, name, Path(folder))
+            ]
+        report["steps"] = compared
+        errors = [
+            abs(row["predicted"] / row["measured"] - 1)
+            for row in compared
+            if row["phase"] == "step"
+        ]
+        report["median_error"] = statistics.median(errors)
+        write_json(path, report)
+        cells = (
+            (row["run"], row["phase"], f"{row['predicted']:.3f}", f"{row['measured']:.3f}")
+            for row in compared
+        )
+        print(table(("run", "phase", "predicted s", "measured s"), cells))
+        print(f"median error of a step: {report['median_error']:.0%} (wanted: 20%)")
+    return report
+
+
+def small(layers: int) -> PretrainedConfig:
+    """The model whose decode steps are measured."""
+    return AutoConfig.for_model(
+        "qwen2", hidden_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=384, vocab_size=512,
+    )  # fmt: skip
+
+
+def _host_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+if __name__ == "__main__":
+    import sys
+
+    collectives_rank(Path(sys.argv[1]))

@@ -1,0 +1,180 @@
+"""What a step costs, what bounds it and what would help next, in words and as a timeline."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ragen_mega.config import StarPOConfig
+from ragen_mega.models.hardware import Machine
+from ragen_mega.models.layout_search import fits
+from ragen_mega.models.memory_plan import GIB
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.time_plan import Play, Sizes, Terms, step_seconds
+
+STEPS = 100
+"""Of which the money is named."""
+WORTH = 0.02
+"""Share of a step that a change must save to be named."""
+NAMED = 3
+
+
+def total(phases: Mapping[str, Terms]) -> float:
+    """Seconds of a step."""
+    return sum(sum(terms.values()) for terms in phases.values())
+
+
+def bound(phases: Mapping[str, Terms]) -> tuple[str, str]:
+    """(the longest phase, what takes most of it)."""
+    longest = max(phases, key=lambda phase: sum(phases[phase].values()))
+    return longest, max(phases[longest], key=lambda term: phases[longest][term])
+
+
+def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
+    """Flags that a run might set next -> the run with them."""
+    layout, sampled, found = config.parallel, config.rollout, {}
+    if sampled.rollout_engine == "sglang":
+        tp = 2 * sampled.rollout_tensor_parallel_size
+        for size in (tp, tp // 4):
+            if 1 <= size <= machine.hardware.node:
+                scale = sampled.kv_cache_tokens and sampled.kv_cache_tokens * size * 2 // tp
+                other = replace(sampled, rollout_tensor_parallel_size=size, kv_cache_tokens=scale)
+                found[f"--rollout-tensor-parallel-size {size}"] = replace(config, rollout=other)
+        if machine.hardware.fp8 and not sampled.rollout_fp8:
+            found["--rollout-fp8"] = replace(config, rollout=replace(sampled, rollout_fp8=True))
+    if machine.hardware.fp8 and layout.fp8 == "none" and layout.bf16:
+        found["--fp8 hybrid"] = replace(config, parallel=replace(layout, fp8="hybrid"))
+    if layout.recompute != "none":
+        found["--recompute none"] = replace(config, parallel=replace(layout, recompute="none"))
+    if layout.offload != "none":
+        found["--offload none"] = replace(config, parallel=replace(layout, offload="none"))
+    tokens = 2 * config.train.max_tokens_per_microbatch
+    found[f"--max-tokens-per-microbatch {tokens}"] = replace(
+        config, train=replace(config.train, max_tokens_per_microbatch=tokens)
+    )
+    if config.advantage.uses_critic:
+        offload = "none" if layout.offload == "none" else "rollout"
+        if config.advantage.reward_placement == "trajectory":
+            found["--advantage-estimator grpo (no critic; another algorithm)"] = replace(
+                config,
+                advantage=replace(config.advantage, advantage_estimator="grpo"),
+                parallel=replace(layout, offload=offload),
+            )
+    return found
+
+
+def advice(
+    machine: Machine,
+    shape: ModelShape,
+    config: StarPOConfig,
+    num_gpus: int,
+    capacity: float,
+    play: Play,
+) -> list[tuple[str, float]]:
+    """(flags, seconds that they save) of changes that still fit into `capacity` GiB, best first."""
+    now = total(step_seconds(machine, shape, config, num_gpus, play))
+    saved = []
+    for name, other in changes(config, machine).items():
+        size = other.rollout.rollout_tensor_parallel_size
+        if num_gpus % size or shape.num_heads % size:
+            continue
+        if fits(shape, other, num_gpus, capacity * GIB):
+            seconds = total(step_seconds(machine, shape, other, num_gpus, play))
+            saved.append((name, now - seconds))
+    saved.sort(key=lambda item: -item[1])
+    return [item for item in saved[:NAMED] if item[1] > WORTH * now]
+
+
+def cost(
+    machine: Machine,
+    shape: ModelShape,
+    config: StarPOConfig,
+    num_gpus: int,
+    play: Play,
+    dollars: float,
+    factor: float,
+) -> dict[str, Any]:
+    """Seconds by phase and term, rates, GPU-hours and money of STEPS steps, with the interval from
+    1 / `factor` to `factor` of them.
+    """
+    phases = step_seconds(machine, shape, config, num_gpus, play)
+    seconds = total(phases)
+    hours = STEPS * seconds * num_gpus / 3600
+    sampled = config.rollout.num_groups * config.rollout.group_size
+    kept = config.filter.num_kept(config.rollout.num_groups) or config.rollout.num_groups
+    trained = kept * config.rollout.group_size * config.train.updates_per_rollout
+    flops = trained * play.length * Sizes.of(shape).flops(play.length)
+    updating = sum(sum(phases[phase].values()) for phase in phases if phase == "update actor")
+    phase, term = bound(phases)
+    return {
+        "hardware": machine.hardware.name,
+        "phases_seconds": phases,
+        "seconds": seconds,
+        "interval_seconds": [seconds / factor, seconds * factor],
+        "bound_by": {"phase": phase, "term": term},
+        "tokens_per_second_per_gpu": sampled * play.length / seconds / num_gpus,
+        "update_mfu": flops / updating / num_gpus / machine.hardware.bf16,
+        "steps": STEPS,
+        "gpu_hours": hours,
+        "dollars": hours * dollars,
+        "dollars_per_gpu_hour": dollars,
+        "tokens_per_trajectory": play.length,
+    }
+
+
+def described(result: Mapping[str, Any], helps: list[tuple[str, float]], factor: float) -> str:
+    """The cost for people."""
+    seconds, phases = result["seconds"], result["phases_seconds"]
+    lines = [f"{'phase':<24}{'seconds':>9}{'share':>7}  mostly"]
+    for phase, terms in phases.items():
+        spent = sum(terms.values())
+        largest = sorted(terms.items(), key=lambda item: -item[1])[:2]
+        mostly = ", ".join(f"{name} {time:.2f}" for name, time in largest if time > 0)
+        lines.append(f"{phase:<24}{spent:9.2f}{spent / seconds:7.0%}  {mostly}")
+    low, high = result["interval_seconds"]
+    phase, term = result["bound_by"].values()
+    spent = sum(phases[phase].values())
+    saved = "; ".join(f"{name} saves {time:.1f} s" for name, time in helps)
+    return "\n".join(
+        (
+            *lines,
+            f"a step takes {seconds:.1f} s ({low:.1f} to {high:.1f} s: half of the published RL"
+            f" steps lie within a factor of {factor:.2g} of their prediction);"
+            f" {result['tokens_per_second_per_gpu']:.0f} tokens/s and GPU, MFU of the update"
+            f" {result['update_mfu']:.0%}",
+            f"{result['steps']} steps cost {result['gpu_hours']:.1f} {result['hardware']} hours,"
+            f" {result['dollars']:.0f} $ at {result['dollars_per_gpu_hour']:.2f} $ a GPU-hour"
+            f" ({result['dollars'] / factor:.0f} to {result['dollars'] * factor:.0f} $)",
+            f"bound by: {phase}, {spent / seconds:.0%} of the step, of which {term}"
+            f" {phases[phase][term] / spent:.0%}",
+            f"what would help next: {saved or 'none of the flags tried; more GPUs'}",
+        )
+    )
+
+
+def timeline(result: Mapping[str, Any], title: str, path: Path) -> None:
+    """Draw the step: phases one after the other, each with its terms."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
+    phases, start = result["phases_seconds"], 0.0
+    names = sorted({name for terms in phases.values() for name in terms})
+    colors = {name: pyplot.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
+    shown = set()
+    for row, terms in enumerate(phases.values()):
+        for name, seconds in terms.items():
+            if seconds > 0.002 * result["seconds"]:
+                label = None if name in shown else name
+                shown.add(name)
+                axes.barh(row, seconds, left=start, color=colors[name], label=label)
+            start += seconds
+    axes.set_yticks(range(len(phases)), [*phases])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step, predicted")
+    axes.set_title(title, loc="left")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    figure.savefig(path)
+    pyplot.close(figure)
