@@ -89,5 +89,10 @@ setup(
         # sequences, on GPUs before Hopper. The newest that Transformer Engine 2.11 takes.
         "flash": ["flash-attn==2.8.3"],
         "wandb": ["wandb>=0.19"],
+        # Environments of other libraries (docs/adapters.md), one set each.
+        "textarena": ["textarena>=0.7.4,<0.8"],
+        "reasoning-gym": ["reasoning-gym>=0.1.23,<0.2"],
+        "gem": ["gem-llm>=0.1.0,<0.2"],
+        "openenv": ["openenv-core>=0.3.0,<0.4"],
     },
 )

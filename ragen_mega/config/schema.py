@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -222,15 +223,17 @@ class ParallelConfig(Section):
             )
 
 
+_NAME_AND_SHARE = re.compile(r"(?s)(.+?://(?:\[.*?\]|[^:/]*)(?::\d+)?(?:/.*?)?|.*?)(?::(\d+))?")
+"""A number after a colon is the share, but after the host of a URL it is the port."""
+
+
 def parse_shares(environments: str) -> dict[str, int]:
     """`sokoban:4,my_module:Mine` -> {"sokoban": 4, "my_module:Mine": 1}. Raises ValueError for
     anything else than distinct names with positive shares.
     """
     shares: dict[str, int] = {}
     for part in environments.split(","):
-        name, _, share = part.strip().rpartition(":")
-        if not share.isdigit():  # an import path has a colon of its own
-            name, share = part.strip(), "1"
+        name, share = _NAME_AND_SHARE.fullmatch(part.strip()).groups("1")
         if int(share) == 0 or not name or name in shares:
             raise ValueError(
                 "environments must be distinct names with positive shares, not"

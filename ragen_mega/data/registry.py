@@ -30,15 +30,18 @@ class Registry:
         flag: str,
         builtin: Mapping[str, Any],
         *,
+        families: Mapping[str, str] | None = None,
         known_elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         """`kind` is what errors call it, `builtin` maps names to things or their import paths;
         entry points are those of the group `ragen_mega.<kind, with underscores, in the plural>`.
-        `known_elsewhere` maps other projects' names to ours, which errors then suggest.
+        `families` maps a prefix to the import path of what every name `prefix:...` stands for,
+        `known_elsewhere` other projects' names to ours, which errors then suggest.
         """
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
+        self._families = families or {}
         self._known_elsewhere = known_elsewhere or {}
 
     @property
@@ -56,6 +59,11 @@ class Registry:
                 " space); choose another name"
             )
         self._known[name] = thing
+
+    def member(self, name: str) -> str | None:
+        """What stands after the prefix of a family; None for any other name."""
+        family, colon, member = name.partition(":")
+        return member if colon and family in self._families else None
 
     def names(self) -> list[str]:
         """Every name that is known, import paths aside."""
@@ -76,7 +84,10 @@ class Registry:
         thing = self._known.get(name)
         if thing is None:
             installed = {entry.name: entry.value for entry in entry_points(group=self.group)}
-            thing = installed.get(name, name if ":" in name else None)
+            path = name if ":" in name else None
+            if self.member(name) is not None:
+                path = self._families[name.partition(":")[0]]
+            thing = installed.get(name, path)
         if thing is None:
             meant = self._known_elsewhere.get(name.lower(), name)
             raise ValueError(

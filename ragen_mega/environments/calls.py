@@ -21,6 +21,7 @@ MAX_OBSERVATION = 1_000_000
 """Characters of an observation; no context holds as much."""
 ROLES = ("system", "user", "tool", "assistant")
 """Of messages that an environment may give."""
+_starting = threading.Lock()
 
 
 def reset(
@@ -162,7 +163,9 @@ def _settled(value: Any) -> Any:
     async def settle() -> Any:
         return await value
 
-    return asyncio.run_coroutine_threadsafe(settle(), _loop()).result()
+    with _starting:  # `cache` alone lets two threads that come first start a loop each
+        loop = _loop()
+    return asyncio.run_coroutine_threadsafe(settle(), loop).result()
 
 
 @cache

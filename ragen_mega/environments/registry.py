@@ -1,7 +1,8 @@
 """Environments by name: those of the package, import paths, entry points, and what `register` adds.
 
-`my_module:MyEnvironment` names a class in a module of the working directory or on the path; an
-installed package declares its own under the entry points `ragen_mega.environments`.
+`my_module:MyEnvironment` names a class in a module of the working directory or on the path,
+`gymnasium:Taxi-v3` one of another library's environments; an installed package declares its own
+under the entry points `ragen_mega.environments`.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import Environment
 
 _WORLDS = "ragen_mega.environments.worlds"
+_ADAPTERS = "ragen_mega.environments.adapters"
 _BANDIT = f"{_WORLDS}.bandit.world:Bandit"
 _SOKOBAN = f"{_WORLDS}.sokoban.world:Sokoban"
 
@@ -28,6 +30,13 @@ ENVIRONMENTS = Registry(
         "sokoban_new_vocabulary": _SOKOBAN,
         "frozen_lake": f"{_WORLDS}.frozen_lake.world:FrozenLake",
         "webshop": f"{_WORLDS}.webshop.world:WebShop",
+    },
+    families={
+        "gymnasium": f"{_ADAPTERS}.gymnasium:GymnasiumWorld",
+        "textarena": f"{_ADAPTERS}.textarena:TextArenaGame",
+        "reasoning_gym": f"{_ADAPTERS}.reasoning_gym:ReasoningTask",
+        "gem": f"{_ADAPTERS}.gem:GemEnvironment",
+        "openenv": f"{_ADAPTERS}.openenv:OpenEnvWorld",
     },
 )
 # RAGEN's script names and paper names of the two transfer bandits are swapped; the scripts' reading
@@ -79,14 +88,16 @@ def make(name: str, **options: Any) -> Environment:
         raise ValueError(f"{name} must name a class or a function, not {constructor!r:.60}")
     options = _IMPLIED.get(name, {}) | options
     attributes = _check_options(name, constructor, options)
+    member = ENVIRONMENTS.member(name)
+    members = () if member is None else (member,)
 
     def build() -> Environment:
         if not attributes:
-            return constructor(**options)
+            return constructor(*members, **options)
         environment = constructor.__new__(constructor)
         for option in attributes:
             setattr(environment, option, options.pop(option))
-        environment.__init__(**options)  # type: ignore[misc]
+        environment.__init__(*members, **options)  # type: ignore[misc]
         return environment
 
     try:
@@ -140,8 +151,8 @@ def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list
         and attribute not in (*_RESERVED, *parameters)
     }
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    valid = [p.name for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    valid += attributes
+    unnamed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    valid = [p.name for p in parameters.values() if p.kind not in unnamed] + list(attributes)
     unknown = sorted(set(options) - set(valid))
     if unknown and not takes_all:
         raise ValueError(

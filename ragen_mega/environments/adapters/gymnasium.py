@@ -1,24 +1,169 @@
-"""Gymnasium view of the environments: importing this module registers `ragen_mega/Sokoban-v0` and
-its siblings.
+"""Gymnasium, both ways: its environments played as ours, e.g. `gymnasium:Blackjack-v1`, and ours as
+its, for which importing this module registers `ragen_mega/Sokoban-v0` and its siblings.
 
-Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032); actions are indices, or text where
-the environment takes text; observations are text.
+Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032). Ours seen from there take the
+index of an action, or text where the environment takes text, and observe text.
 """
 
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium import spaces
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.protocol import text_of
+from ragen_mega.environments.protocol import StepResult, text_of
 from ragen_mega.environments.registry import make, names
 
 _MAX_EPISODE_STEPS = 100  # as in gym-sokoban and FrozenLake-v1
 _MAX_DRAWN = 64
+_COLORED = re.compile(r"(?:\x1b\[(?!0m)[\d;]+m)+(.*?)(?:\x1b\[0m)+")
 
 
-class AnyText(gymnasium.spaces.Text):
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What Gymnasium does not say about an environment of its own."""
+
+    instruction: str
+    actions: tuple[str, ...]
+    max_turns: int
+    words: Callable[[gymnasium.Env, Any], str] | None = None
+    """(environment, observation) -> what the picture leaves out."""
+    success_above: float = 0.0
+    """Last rewards above this one are those of success."""
+
+
+def _taxi_words(environment: gymnasium.Env, observation: int) -> str:
+    taxi = environment.unwrapped
+    row, column, passenger, destination = taxi.decode(observation)
+    places = [f"{name} (row {r}, column {c})" for name, (r, c) in zip("RGYB", taxi.locs)]
+    waiting = "in the taxi" if passenger == len(places) else f"at {places[passenger]}"
+    return (
+        f"The taxi is at row {row}, column {column}. The passenger is {waiting} and wants to go to"
+        f" {places[destination]}."
+    )
+
+
+def _blackjack_words(environment: gymnasium.Env, observation: Sequence[int]) -> str:
+    total, dealer, usable_ace = observation
+    ace = "with" if usable_ace else "without"
+    return f"Your sum is {total}, {ace} a usable ace. The dealer shows {dealer}."
+
+
+_GRID = "The bracketed cell is where you are."
+_KNOWN = {
+    "Taxi": _Known(
+        "Drive the taxi to the passenger, pick them up and drop them off at their destination."
+        " Walls are drawn as |; every action costs 1, a wrong pickup or dropoff 10.",
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+        max_turns=10,
+        words=_taxi_words,
+    ),
+    "Blackjack": _Known(
+        "Beat the dealer's sum without exceeding 21. Your actions are stick and hit.",
+        ("stick", "hit"),
+        max_turns=5,
+        words=_blackjack_words,
+    ),
+    "FrozenLake": _Known(
+        "Walk over the frozen lake (F) from S to G and avoid the holes (H). " + _GRID,
+        ("left", "down", "right", "up"),
+        max_turns=5,
+    ),
+    "CliffWalking": _Known(
+        "Walk from the lower left to T; x is where you are, C the cliff, which sends you back.",
+        ("up", "right", "down", "left"),
+        max_turns=5,
+        success_above=-2.0,
+    ),
+}
+
+
+class GymnasiumWorld:
+    """An environment of Gymnasium with discrete or text actions.
+
+    What is seen is the environment's drawing as text where it has one (`ansi`; colored characters
+    stand in brackets) and otherwise the observation as Python writes it. Actions are numbers where
+    neither the environment nor a table of Gymnasium's own has names for them.
+    """
+
+    def __init__(self, environment_id: str, /, **options: Any) -> None:
+        """`options` are those of `gymnasium.make`. Raises ValueError for actions of another kind,
+        and what `gymnasium.make` does.
+        """
+        self._environment = gymnasium.make(environment_id, **options)
+        if "ansi" in self._environment.metadata.get("render_modes", ()):
+            self._environment.close()
+            self._environment = gymnasium.make(
+                environment_id, **({"render_mode": "ansi"} | options)
+            )
+        self._draws = self._environment.render_mode == "ansi"
+        self._known = _KNOWN.get(re.split(r"[/:]", environment_id)[-1].partition("-v")[0])
+        space = self._environment.action_space
+        if isinstance(space, spaces.Discrete):
+            self.actions = _action_names(self._environment, self._known, space)
+            self._values = dict(zip(self.actions, range(space.start, space.start + space.n)))
+        elif not isinstance(space, spaces.Text):
+            raise ValueError(
+                f"gymnasium:{environment_id} takes {space}; environments with Discrete or Text"
+                " actions can be played"
+            )
+        if self._known:
+            self.instruction, self.max_turns = self._known.instruction, self._known.max_turns
+
+    def reset(self, seed: int, outcome_seed: int | None = None) -> str:
+        observation, _ = self._environment.reset(seed=seed)
+        if outcome_seed is not None:
+            self._environment.unwrapped.np_random = np.random.default_rng(outcome_seed)
+        self._seen = self._text(observation)
+        return self._seen
+
+    def step(self, action: str) -> StepResult:
+        move = self._values[action] if hasattr(self, "actions") else action
+        observation, reward, terminated, truncated, info = self._environment.step(move)
+        before, self._seen = self._seen, self._text(observation)
+        won = float(reward) > (self._known.success_above if self._known else 0.0)
+        return StepResult(
+            self._seen,
+            float(reward),
+            bool(terminated),
+            bool(truncated),
+            {
+                "success": bool(terminated)
+                and bool(info.get("success", info.get("is_success", won))),
+                "is_action_effective": self._seen != before,
+            },
+        )
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def _text(self, observation: Any) -> str:
+        parts = []
+        if self._draws:
+            parts.append(_COLORED.sub(r"[\1]", self._environment.render()).strip("\n"))
+        if self._known and self._known.words:
+            parts.append(self._known.words(self._environment, observation))
+        if isinstance(observation, str) or not parts:
+            parts.append(str(observation))
+        return "\n".join(parts)
+
+
+def _action_names(
+    environment: gymnasium.Env, known: _Known | None, space: spaces.Discrete
+) -> tuple[str, ...]:
+    """One name for each action: the environment's own meanings, the table's, or numbers."""
+    meanings = getattr(environment.unwrapped, "get_action_meanings", None)
+    names = meanings() if meanings else known.actions if known else ()
+    if len(names) != space.n:
+        names = range(space.start, space.start + space.n)
+    return tuple(str(name).lower() for name in names)
+
+
+class AnyText(spaces.Text):
     """Every text, in any script and of any length; samples are short and ASCII."""
 
     def __init__(self) -> None:
@@ -46,7 +191,7 @@ class TextWorld(gymnasium.Env[str, int | str]):
         self.render_mode = render_mode
         self.takes_text = not hasattr(self.world, "actions")
         self.action_space = (
-            AnyText() if self.takes_text else gymnasium.spaces.Discrete(len(self.world.actions))
+            AnyText() if self.takes_text else spaces.Discrete(len(self.world.actions))
         )
         self.observation_space = AnyText()
         self._observation = ""

@@ -1,0 +1,166 @@
+"""Environments on an OpenEnv server, e.g. `openenv:ws://127.0.0.1:8000`, over one WebSocket each.
+
+Interface: openenv-core 0.3. A session that fails is given up. Connecting and resetting are tried
+again, because nothing has been played yet; a step is not, because it may have been done.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from ragen_mega.environments.adapters.packages import required
+from ragen_mega.environments.protocol import Observation, StepResult
+
+_TEXTS = ("text", "message", "content", "prompt", "observation", "result", "output", "stdout")
+"""Fields of observations that hold what is to be read, in this order."""
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_PATIENCE = 30.0  # seconds
+_MAX_NUMBERS = 64  # actions of a bounded number
+_TROUBLES = (OSError, RuntimeError, TimeoutError, ValueError)
+"""What openenv-core raises for a server that is gone, refuses, is silent or talks nonsense."""
+_INVALID = "(code: VALIDATION_ERROR)"
+
+
+class OpenEnvWorld:
+    """A session on a server. The server's schema of actions says how an answer looks: an
+    enumeration or a bounded number in the only required field gives the names of the actions, a
+    text there free text, and anything else one tool call whose arguments are the fields.
+    """
+
+    def __init__(self, url: str, /, *, timeout: float = 20.0, attempts: int = 3) -> None:
+        """`timeout`: seconds for one answer of the server; `attempts`: of beginning an episode.
+        Raises ValueError for a server that does not answer, and where openenv-core is not
+        installed.
+        """
+        core = required("openenv.core", "openenv")
+        from websockets.exceptions import WebSocketException
+
+        self._troubles = (*_TROUBLES, WebSocketException)
+        self._attempts = attempts
+        self._client = core.GenericEnvClient(
+            url, connect_timeout_s=timeout, message_timeout_s=timeout
+        )
+        http = "http" + url.rstrip("/").removeprefix("ws").removeprefix("http")
+        schema = _get(f"{http}/schema").get("action", {})
+        description = str(_get(f"{http}/metadata").get("description", ""))
+        if not description.endswith(" environment"):  # OpenEnv's words for having none
+            self.instruction = description
+        self._field = self._read_actions(schema)
+        self._is_playing = False
+
+    async def reset(self, seed: int, outcome_seed: int | None = None) -> Observation:
+        seeds = {"seed": seed}
+        if outcome_seed is not None:
+            seeds["outcome_seed"] = outcome_seed
+        for attempt in range(1, self._attempts + 1):
+            try:
+                result = await self._client.reset(**seeds)
+                self._is_playing = True
+                return _words(result.observation)
+            except self._troubles as error:
+                await self.close()
+                if attempt == self._attempts:
+                    raise ConnectionError(
+                        f"no episode began in {attempt} attempts"
+                        f" ({str(error) or type(error).__name__}); is the server up, and has it"
+                        " room for another session?"
+                    ) from error
+                await asyncio.sleep(0.1 * 4 ** (attempt - 1))
+        raise ValueError(f"attempts must be at least 1, not {self._attempts}")
+
+    async def step(self, action: Any) -> StepResult:
+        if not self._is_playing:  # the client would begin another session and step in that
+            raise RuntimeError("no episode runs; reset before the next step")
+        if self._field is None:
+            payload = action["arguments"]
+        else:
+            named = isinstance(action, str)
+            payload = {self._field: self._values.get(action, action) if named else action}
+        try:
+            result = await self._client.step(payload)
+        except self._troubles as error:
+            if str(error).endswith(_INVALID):  # refused before it was done
+                return StepResult(
+                    "The server could not read that action.",
+                    0.0,
+                    False,
+                    info={"is_action_valid": False},
+                )
+            await self.close()  # a late answer must not be taken for that of another step
+            raise
+        told = result.observation
+        info = told.get("info") if isinstance(told.get("info"), Mapping) else {}
+        info = {key: told[key] for key in ("success",) if key in told} | dict(info)
+        truncated = bool(told.get("truncated", False))
+        return StepResult(
+            _words(told),
+            float(result.reward or 0.0),
+            bool(result.done) and not truncated,
+            truncated,
+            info,
+        )
+
+    async def close(self) -> None:
+        self._is_playing = False
+        await self._client.close()
+
+    def _read_actions(self, schema: Mapping[str, Any]) -> str | None:
+        """Find out how an answer looks; the field that it goes into, None for a tool call."""
+        for limit, value in schema.get("limits", {}).items():  # of our own servers
+            setattr(self, limit, value)
+        fields = {
+            name: part
+            for name, part in schema.get("properties", {}).items()
+            if name not in ("metadata", "type")
+        }
+        wanted = [name for name in schema.get("required", ()) if name in fields] or list(fields)
+        self._values: dict[Any, Any] = {}
+        field = wanted[0] if len(wanted) == 1 else None
+        part = fields[field] if field else {}
+        values = part.get("enum", ())
+        if part.get("type") == "integer" and {"minimum", "maximum"} <= set(part):
+            values = range(part["minimum"], part["maximum"] + 1)
+        if 0 < len(values) <= _MAX_NUMBERS:
+            self._values = {str(value): value for value in values}
+            self.actions = tuple(self._values)
+        elif "tools" in part:
+            self.tools = part["tools"]
+        elif part.get("type") != "string":
+            arguments = {"type": "object", "properties": fields, "required": wanted}
+            if "$defs" in schema:
+                arguments["$defs"] = schema["$defs"]
+            act = {"name": "act", "description": "Act once.", "parameters": arguments}
+            self.tools = [{"type": "function", "function": act}]
+            return None
+        return field
+
+
+@cache
+def _get(url: str) -> dict[str, Any]:
+    """What a server tells about itself, asked once: a session is replaced while the server is away,
+    too. Raises ValueError if it does not tell.
+    """
+    try:
+        is_local = urlsplit(url).hostname in _LOCAL  # no business of a proxy
+        answer = httpx2.get(url, timeout=_PATIENCE, trust_env=not is_local)
+        answer.raise_for_status()
+        return answer.json()
+    except (httpx2.HTTPError, ValueError) as error:
+        raise ValueError(
+            f"{url} does not answer as an OpenEnv server ({str(error) or type(error).__name__});"
+            " start the server first"
+        ) from error
+
+
+def _words(told: Mapping[str, Any]) -> Observation:
+    """The messages of an observation, its field of text, or all of it as text."""
+    if told.get("messages"):
+        return told["messages"]
+    texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]
+    if texts:
+        return texts[0]
+    return "\n".join(f"{name}: {value}" for name, value in told.items() if value is not None)

@@ -1,0 +1,116 @@
+"""Three steps of training on environments of other libraries, offline, with the real packages."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+from tests.support.training import ROOT, launch, read_metrics
+
+TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
+TINY = """--environment-options {} --max-context-length 1500 --max-turns 3 --eval-prompts 4
+    --warm-start-first-turn-steps 40 --warm-start-steps 20 --warm-start-trajectories 60
+    --num-groups 4 --group-size 2""".split()
+
+
+def train(directory: Path, environments: str, *flags: str) -> list[dict]:
+    """Metrics of three steps, in which answers were played."""
+    run = launch(directory, 1, "--environments", environments, *TINY, *flags)
+    steps = [line for line in read_metrics(run) if "rollout/reward" in line]
+    assert len(steps) >= 3
+    assert all(math.isfinite(line["rollout/reward"]) for line in steps)
+    assert any(line["rollout/valid_format_rate"] > 0 for line in steps)
+    return steps
+
+
+def test_gymnasium_trains(tmp_path: Path) -> None:
+    steps = train(tmp_path, f"gymnasium:Blackjack-v1:3,gymnasium:{TAXI}:1")
+    assert all(line["rollout/environment_errors"] == 0 for line in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "environments"),
+    [
+        (
+            "textarena",
+            "textarena:GuessTheNumber-v0,textarena:Mastermind-v0,textarena:TowerOfHanoi-v0,"
+            "textarena:Sokoban-v0",
+        ),
+        ("reasoning_gym", "reasoning_gym:leg_counting:2,reasoning_gym:chain_sum:2"),
+        ("gem", "gem:game:GuessTheNumber-v0-easy:2,gem:game:TowerofHanoi-v0-easy:2"),
+    ],
+)
+def test_other_libraries_train(tmp_path: Path, package: str, environments: str) -> None:
+    pytest.importorskip(package, reason=f"needs the extra {package.replace('_', '-')}")
+    steps = train(tmp_path, environments, "--warm-start-first-turn-steps", "120")
+    assert all(line["rollout/environment_errors"] == 0 for line in steps)
+
+
+UNRELIABLE = '''
+import time
+
+
+class Unreliable:
+    """Raises or hangs at some steps, counted over all sessions."""
+
+    actions = ("left", "right")
+    num_steps = 0
+
+    def reset(self, seed):
+        return "Left or right?"
+
+    def step(self, action):
+        Unreliable.num_steps += 1
+        if Unreliable.num_steps % 7 == 0:
+            raise KeyError("lost")
+        if Unreliable.num_steps % 60 == 0:
+            time.sleep(4)
+        return "Again?", float(action == "left"), False, False, {}
+'''
+
+
+@contextmanager
+def served(environment: str, folder: Path) -> Iterator[str]:
+    """Its name while tools/serve_environment.py serves it from a folder."""
+    command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
+    flags = ["--environment", environment, "--port", "0"]
+    log = folder / "server.log"  # a pipe that nobody empties would stop the server
+    with (
+        log.open("w") as output,
+        subprocess.Popen([*command, *flags], stderr=output, cwd=folder) as server,
+    ):
+        try:
+            while "running on" not in log.read_text() and server.poll() is None:
+                time.sleep(0.1)
+            yield f"openenv:ws://127.0.0.1:{log.read_text().split('127.0.0.1:')[1].split()[0]}"
+        finally:
+            server.terminate()
+
+
+@pytest.mark.slow
+def test_an_openenv_server_trains(tmp_path: Path) -> None:
+    pytest.importorskip("openenv.core", reason="needs the extra openenv")
+    with served("bandit", tmp_path) as name:
+        steps = train(tmp_path, f"{name}:4")
+    assert all(line["rollout/environment_errors"] == 0 for line in steps)
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_and_hangs_costs_trajectories_only(tmp_path: Path) -> None:
+    pytest.importorskip("openenv.core", reason="needs the extra openenv")
+    (tmp_path / "unreliable.py").write_text(UNRELIABLE)
+    with served("unreliable:Unreliable", tmp_path) as name:
+        options = json.dumps({name: {"timeout": 2.0}})
+        steps = train(tmp_path, name, "--environment-options", options)
+    assert sum(line["rollout/environment_errors"] for line in steps) > 0
+    for line in steps:
+        assert line["rollout/num_trajectories"] == 8
+        assert line["rollout/truncated_rate"] == 1.0

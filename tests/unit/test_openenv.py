@@ -1,0 +1,304 @@
+"""Environments on real OpenEnv servers on loopback, ours and foreign ones; servers that hang, go
+away and come back.
+"""
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen_mega.environments import calls
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import Message
+from ragen_mega.environments.registry import make
+
+pytest.importorskip("openenv.core", reason="needs the extra openenv")
+import uvicorn  # noqa: E402
+from openenv.core.env_server.http_server import create_fastapi_app  # noqa: E402
+from openenv.core.env_server.interfaces import Environment  # noqa: E402
+from openenv.core.env_server.types import (  # noqa: E402
+    Action,
+    ConcurrencyConfig,
+    Observation,
+    State,
+)
+
+from ragen_mega.environments.adapters.openenv_server import application  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def serving(app: Any, port: int = 0) -> Iterator[int]:
+    """The application on a port of loopback while the context lasts."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=0)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+
+
+# Foreign servers
+
+
+class Say(Action):
+    message: str
+
+
+class Buy(Action):
+    item: str
+    count: int
+
+
+class Told(Observation):
+    echoed: str = ""
+    left: int = 0
+
+
+class Shop(Environment):
+    """Counts down from the seed; `hang` never answers in time, `fail` raises."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    num_steps = 0
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None) -> Told:
+        self.left = seed or 0
+        return Told(echoed="ready", left=self.left)
+
+    def step(self, action: Any, timeout_s: float | None = None) -> Told:
+        Shop.num_steps += 1
+        word = getattr(action, "message", None) or f"{action.count} {action.item}"
+        if word == "hang":
+            time.sleep(2)
+        if word == "fail":
+            raise KeyError("lost")
+        self.left -= 1
+        return Told(echoed=word, left=self.left, reward=0.5, done=self.left <= 0)
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
+def shop(action: type[Action], sessions: int = 8) -> Any:
+    limits = ConcurrencyConfig(max_concurrent_envs=sessions)
+    return create_fastapi_app(Shop, action, Told, concurrency_config=limits)
+
+
+def test_a_foreign_server_of_text_takes_free_text() -> None:
+    with serving(shop(Say)) as port:
+        world = make(f"openenv:ws://127.0.0.1:{port}")
+        assert not hasattr(world, "actions") and not hasattr(world, "tools")
+        assert calls.reset(world, 2) == "echoed: ready\nleft: 2"
+        first, last = calls.step(world, "hello"), calls.step(world, "bye")
+        assert (first.observation, first.reward, first.terminated) == (
+            "echoed: hello\nleft: 1",
+            0.5,
+            False,
+        )
+        assert last.terminated and not last.truncated
+        calls.close(world)
+
+
+def test_actions_of_several_fields_are_tool_calls() -> None:
+    with serving(shop(Buy)) as port:
+        world = make(f"openenv:http://127.0.0.1:{port}")
+        (tool,) = world.tools
+        assert set(tool["function"]["parameters"]["properties"]) == {"item", "count"}
+        episode = Episode(world, EpisodeConfig(think=False))
+        episode.start(3)
+        bought = episode.respond(
+            '<tool_call>{"name": "act", "arguments": {"item": "tea", "count": 2}}</tool_call>'
+        )
+        assert "echoed: 2 tea" in bought.messages[0].content and bought.info["is_action_valid"]
+        wrong = episode.respond('<tool_call>{"name": "act", "arguments": {"price": 2}}</tool_call>')
+        assert not wrong.info["is_action_valid"] and not wrong.terminated
+        calls.close(world)
+
+
+def test_steps_are_not_repeated_and_a_late_answer_is_nobodys() -> None:
+    with serving(shop(Say)) as port:
+        world = make(f"openenv:ws://127.0.0.1:{port}", timeout=1.0)
+        for word in ("hang", "fail"):
+            calls.reset(world, 5)
+            before = Shop.num_steps
+            with pytest.raises((TimeoutError, RuntimeError)):
+                calls.step(world, word)
+            assert Shop.num_steps == before + 1
+            with pytest.raises(RuntimeError, match="reset"):
+                calls.step(world, "again")
+            assert calls.reset(world, 9) == "echoed: ready\nleft: 9"
+            assert calls.step(world, "next").observation == "echoed: next\nleft: 8"
+        calls.close(world)
+
+
+def test_a_server_that_comes_back_is_found_again() -> None:
+    with serving(shop(Say)) as port:
+        world = make(f"openenv:ws://127.0.0.1:{port}", timeout=2.0)
+        calls.reset(world, 5)
+    with pytest.raises(Exception, match=".+"):
+        calls.step(world, "anybody?")
+    world = make(f"openenv:ws://127.0.0.1:{port}", timeout=2.0)  # as the pool does
+    with pytest.raises(ConnectionError, match="no episode began in 3 attempts"):
+        calls.reset(world, 5)
+    with serving(shop(Say), port):
+        assert calls.reset(world, 4) == "echoed: ready\nleft: 4"
+        calls.close(world)
+
+
+def test_sessions_are_given_back() -> None:
+    with serving(shop(Say, sessions=2)) as port:
+        name = f"openenv:ws://127.0.0.1:{port}"
+        worlds = [make(name) for _ in range(3)]
+        for world in worlds[:2]:
+            calls.reset(world, 1)
+        with pytest.raises(ConnectionError, match="has it room for another session"):
+            calls.reset(worlds[2], 1)
+        calls.close(worlds[0])
+        calls.reset(worlds[2], 1)
+        for _ in range(10):
+            world = make(name)
+            calls.close(worlds.pop())
+            calls.reset(world, 1)
+            worlds.append(world)
+        for world in worlds:
+            calls.close(world)
+
+
+# Ours as a server
+
+
+class Talk:
+    """Messages, tools, limits, and an info that says more than may leave the machine."""
+
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    instruction = "Look."
+    max_turns = 7
+    format_penalty = -0.5
+
+    def reset(self, seed):
+        return [("system", "You have tools."), ("user", f"{seed}?")]
+
+    def step(self, call):
+        info = {"success": True, "is_action_effective": True, "array": object()}
+        return [("tool", call["name"])], 2.0, False, call["name"] == "stop", info
+
+
+class Words:
+    """A parser that finds several steps in a text."""
+
+    def reset(self, seed):
+        self.said = []
+        return "Speak."
+
+    def parse(self, text):
+        if "?" in text:
+            raise ValueError("no questions")
+        return text.split()
+
+    def step(self, word):
+        self.said.append(word)
+        return " ".join(self.said), 1.0, word == "end", False, {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("sokoban", {"dim": 7}), ("frozen_lake", {}), ("bandit", {})]
+)
+def test_ours_play_the_same_over_a_server(name: str, options: dict[str, Any]) -> None:
+    with serving(application(name, options, 8)) as port:
+        far, near = make(f"openenv:ws://127.0.0.1:{port}"), make(name, **options)
+        assert far.actions == tuple(near.actions)
+        assert far.instruction == near.instruction
+        for seed in range(6):
+            assert calls.reset(far, seed, outcome_seed=seed + 1) == calls.reset(
+                near, seed, outcome_seed=seed + 1
+            )
+            for turn in range(12):
+                action = near.actions[(seed * 5 + turn * 3) % len(near.actions)]
+                result = calls.step(near, action)
+                assert calls.step(far, action) == result
+                if result.terminated:
+                    break
+        calls.close(far)
+
+
+def test_messages_tools_limits_and_truncation_pass() -> None:
+    with serving(application(f"{__name__}:Talk", {}, 2)) as port:
+        world = make(f"openenv:ws://127.0.0.1:{port}")
+        assert (world.tools, world.instruction) == (Talk.tools, Talk.instruction)
+        assert (world.max_turns, world.format_penalty) == (7, -0.5)
+        assert calls.reset(world, 3) == (
+            Message("system", "You have tools."),
+            Message("user", "3?"),
+        )
+        look = calls.step(world, {"name": "look", "arguments": {}})
+        assert look.observation == (Message("tool", "look"),) and look.reward == 2.0
+        assert look.info == {"success": True, "is_action_effective": True}
+        stop = calls.step(world, {"name": "stop", "arguments": {}})
+        assert stop.truncated and not stop.terminated
+        with pytest.raises(RuntimeError, match="no episode runs"):
+            calls.step(world, {"name": "look", "arguments": {}})
+        calls.close(world)
+
+
+def test_a_served_parser_reads_the_text() -> None:
+    with serving(application(f"{__name__}:Words", {}, 2)) as port:
+        world = make(f"openenv:ws://127.0.0.1:{port}")
+        calls.reset(world, 0)
+        both = calls.step(world, "one two")
+        assert (both.observation, both.reward) == ("one two", 2.0)
+        assert calls.step(world, "what?").info["is_action_valid"] is False
+        assert calls.step(world, "end of it").observation == "one two end"
+        calls.close(world)
+
+
+def test_many_sessions_keep_apart() -> None:
+    with serving(application("sokoban", {}, 64)) as port:
+        name = f"openenv:ws://127.0.0.1:{port}"
+
+        def play(seed: int) -> list[Any]:
+            world, near = make(name), make("sokoban")
+            seen = [calls.reset(world, seed) == calls.reset(near, seed)]
+            for action in near.actions * 2:
+                result = calls.step(near, action)
+                seen.append(calls.step(world, action) == result)
+                if result.terminated:
+                    break
+            calls.close(world)
+            return seen
+
+        with ThreadPoolExecutor(16) as pool:
+            assert all(all(seen) for seen in pool.map(play, range(48)))
+
+
+def test_the_tool_serves_on_loopback() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
+    flags = ["--environment", "bandit", "--port", "0"]
+    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as server:
+        try:
+            line = next(line for line in server.stderr if "running on" in line)
+            address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
+            world = make(f"openenv:{address}")
+            assert "Phoenix" in calls.reset(world, 0)
+            calls.close(world)
+        finally:
+            server.terminate()
