@@ -203,7 +203,12 @@ def test_training_commands_are_accepted(command: Command) -> None:
     own = re.compile(r"\bmy?_?\w+:\w+|webshop-data")
     words = [word for word in command.words if word.isascii()]
     if not any(own.search(word) for word in words) and "--help" not in words:
-        parse(words, recipe=DEFAULT_RECIPE)
+        try:
+            parse(words, recipe=DEFAULT_RECIPE)
+        except ValueError as error:
+            if "need a package that is not installed" not in str(error):
+                raise
+            pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
