@@ -253,6 +253,25 @@ class TestRunLogger:
             assert start["first_step"] <= step
         assert settings_at({"train": {"lr": 0.5}}, 3) == ({"train": {"lr": 0.5}}, None)
 
+    def test_wandb_knows_a_run_by_an_id_of_its_own(self, tmp_path, monkeypatch):
+        """The real package, offline: runs of one name are two, a run that goes on is one."""
+        wandb = pytest.importorskip("wandb", reason="pip install wandb")
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+
+        def play(step, **flags):
+            run = logger(tmp_path / "a", wandb_project="starpo", **flags)
+            run.write_config({"train": {"lr": 0.5}}, {"first_step": step})
+            run.log(step, {"actor/loss": 0.25})
+            name, settings = wandb.run.id, wandb.run.config["train"]
+            run.close()
+            assert settings == {"lr": 0.5}
+            return name
+
+        first, goes_on, anew = play(0), play(1, resume=True), play(0, overwrite=True)
+        assert first == goes_on != anew
+        assert len(list((tmp_path / "a").glob("wandb/offline-run-*"))) == 1
+
     def test_wandb_that_is_missing_is_an_error_before_anything_is_written(
         self, tmp_path, monkeypatch
     ):
