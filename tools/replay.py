@@ -74,12 +74,18 @@ class Replay(Run):
                 return store.read(step).groups
             except FileNotFoundError:
                 raise ValueError(
-                    f"the rollout of step {step} is not in {store.directory}, which has"
-                    f" {span(store.steps())}; replay one of these steps, or train with"
-                    " --keep-rollouts 0 or a lower --save-interval to keep more"
+                    f"step {self.last_step} would be repeated from step {step}, whose rollout is"
+                    f" not in {store.directory}; this run can repeat {span(self.repeatable())}."
+                    " Train with --keep-rollouts 0 to keep more"
                 ) from None
 
         return on_main(read)
+
+    def repeatable(self) -> list[int]:
+        """Steps that have every rollout since the last start before them."""
+        starts, held = {0, *self.checkpoints.steps()}, set(self.rollouts.steps())
+        since = {step: max(start for start in starts if start <= step) for step in held}
+        return [step for step in sorted(held) if held.issuperset(range(since[step], step + 1))]
 
     def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
         self.advance(metrics)

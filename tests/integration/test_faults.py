@@ -177,7 +177,8 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
     ] == ["actor/grad_norm"]
     (moved / "rollouts" / "step_00000002.safetensors").unlink()
     with pytest.raises(
-        ValueError, match="rollout of step 2 is not in .*; replay one of these steps, or train with"
+        ValueError,
+        match="would be repeated from step 2, whose rollout is not in .* can repeat steps 0 to 1",
     ):
         tool.replay(replay_arguments(moved, 3))
     with pytest.raises(
