@@ -7,7 +7,7 @@ exec "$PYTHON" "$REPOSITORY/tools/launch.py" --nproc-per-node "$ranks" "$0" "$@"
 ":"""
 
 # Train an agent by StarPO:     bash examples/pretrain_starpo.sh [--recipe NAME] [flags]     (NPROC_PER_NODE ranks;
-#                               default: one a GPU, without GPUs two where there are two cores)
+#                               default: one per GPU; without GPUs two, if there are two cores)
 #                            or torchrun [--nproc-per-node N] examples/pretrain_starpo.sh [--recipe NAME] [flags]
 # A recipe is a file of flags in ragen_mega/config/recipes; flags of the command line win. Without one: frozen_lake.
 

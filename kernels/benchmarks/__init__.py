@@ -1,5 +1,5 @@
 """What the kernels cost: timed beside other implementations on a GPU, and counted in sm_90 machine
 code without one.
 
-No part of the installed package: `tools/` and pytest put the folder `kernels/` on their path.
+Not part of the installed package: `tools/` and pytest put the folder `kernels/` on their path.
 """

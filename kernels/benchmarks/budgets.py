@@ -1,9 +1,10 @@
-"""Every kernel in every configuration that is launched, and what its machine code may cost at most.
+"""Every kernel in every configuration that is launched, and upper bounds on the cost of its machine
+code.
 
 The limits on instructions and exponentials per element are those below which an H200 (4.3 TB/s, 132
 multiprocessors at 1.755 GHz) waits for memory, not for arithmetic: 13.8 instructions and 1.7
-exponentials for 2 bytes of HBM traffic per element; the budgets leave a margin for what a loop does
-not show.
+exponentials for 2 bytes of HBM traffic per element; the budgets leave a margin for what is outside
+the loops.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,8 +31,8 @@ TYPES = {
 
 
 def argument_type(name: str) -> str:
-    """Types by the naming of the kernels: pointers in capitals, float32 unless listed; counts and
-    strides int32.
+    """Type of an argument, by the kernels' naming: pointers in capitals, float32 unless listed;
+    counts and strides int32.
     """
     scalar = "i32" if name in ALIGNED | {"num_rows", "size"} else "fp32"
     return TYPES.get(name, "*fp32" if name.isupper() else scalar)
@@ -48,7 +49,7 @@ class Budget:
     streams: int = 0
     instructions: float = 0.0
     exponentials: float = 0.0
-    is_wide: bool = True  # rows are read by 16-byte loads, without a lane talking to another
+    is_wide: bool = True  # rows are read by 16-byte loads, without exchange between lanes
 
     def violations(self, report: KernelReport) -> list[str]:
         """What a kernel exceeds, in words; empty when it is within the budget."""
@@ -93,8 +94,8 @@ class KernelConfig:
     aligned: frozenset[str] = ALIGNED
 
     def compile(self, max_registers: int | None = None) -> Any:
-        """Triton's compiled kernel for sm_90 with all stages in `asm`: that of a launch whose
-        pointers, and whose integers `aligned`, are divisible by 16.
+        """Triton's compiled kernel for sm_90 with all stages in `asm`, as for a launch whose
+        pointers, and whose integers in `aligned`, are divisible by 16.
         """
         names = self.kernel.arg_names
         types = {name: self.types.get(name, argument_type(name)) for name in names}

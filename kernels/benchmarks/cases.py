@@ -55,7 +55,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class Case:
-    """One job at one shape, and what it has to move and multiply at least."""
+    """One job at one shape, and the least that it has to move and multiply."""
 
     name: str
     shape: dict[str, int | float]
@@ -91,7 +91,7 @@ class LossInputs:
 
 
 def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int) -> LossInputs:
-    """Labels and per-token constants of `num_rows` tokens, a share `active` with a weight."""
+    """Labels and per-token constants of `num_rows` tokens; a share `active` has a weight."""
     random = torch.Generator(device).manual_seed(seed)
     labels = torch.randint(0, vocab, (num_rows,), generator=random, device=device)
     old_logprobs = -torch.log(torch.tensor(float(vocab), device=device)) + 0.3 * torch.randn(
@@ -105,7 +105,7 @@ def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int
 def torch_logprob_entropy(
     logits: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """What a torch user writes; in float64, the truth."""
+    """As a torch user writes it; in float64, the ground truth."""
     all_logprobs = torch.log_softmax(logits.to(dtype), dim=1)
     logprobs = all_logprobs.gather(1, labels[:, None]).squeeze(1)
     return logprobs, -(all_logprobs.exp() * all_logprobs).sum(dim=1)
@@ -124,7 +124,7 @@ def surrogate_loss(
 def torch_policy_loss(
     logits: Tensor, labels: Tensor, *constants: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The policy loss as a torch user writes it; in float64, the truth."""
+    """The policy loss as a torch user writes it; in float64, the ground truth."""
     return surrogate_loss(*torch_logprob_entropy(logits, labels, dtype), *constants)
 
 
@@ -214,7 +214,7 @@ def make_returns(num_trajectories: int, length: int, device: str, seed: int) -> 
 def with_torch(
     run: Callable[[Function], Function], function: Function, compiled: Function | None
 ) -> dict[str, Function]:
-    """What a torch user wrote, eager and compiled: `run` makes a job of it."""
+    """A torch user's function, eager and compiled; `run` makes a job of it."""
     named = {"torch": function} | ({"torch.compile": compiled(function)} if compiled else {})
     return {name: run(function) for name, function in named.items()}
 

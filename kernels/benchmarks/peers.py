@@ -134,8 +134,8 @@ PEERS: dict[str, dict[str, Callable[[], Provider]]] = {
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """How a peer says no: it is absent, its interface changed, or it refuses the device, the shape
-    or the memory.
+    """The exceptions of a peer that cannot run: it is absent, its interface changed, or the device,
+    the shape or the memory does not suit it.
     """
     triton = (resolve_name("triton.errors:TritonError"),) if find_spec("triton") else ()
     return (

@@ -1,7 +1,7 @@
 """Compile a Triton kernel for sm_90 without a GPU and count what its machine code uses.
 
 A row kernel at the limit of HBM has 13.8 instructions and 1.7 exponentials per bf16 element before
-arithmetic, not memory, becomes the bottleneck of an H200; these counts are that test without the
+arithmetic, not memory, becomes the bottleneck of an H200; these counts check that without the
 device.
 """
 
@@ -75,14 +75,14 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
 
 
 def run_tool(name: str, *arguments: str) -> str:
-    """Standard output of a CUDA binary utility that triton ships."""
+    """Standard output of a CUDA binary utility that Triton ships."""
     return subprocess.run(
         [TOOLS / name, *arguments], capture_output=True, text=True, check=True
     ).stdout
 
 
 def ptxas_version() -> str:
-    """Version of the assembler that triton ships, such as 12.8.93."""
+    """Version of the assembler that Triton ships, such as 12.8.93."""
     return re.search(r"V([\d.]+)", run_tool("ptxas", "--version")).group(1)
 
 

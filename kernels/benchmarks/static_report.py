@@ -1,6 +1,4 @@
-"""What the machine code of every kernel uses on sm_90, as a report and as the page about it. Needs
-no GPU.
-"""
+"""What the machine code of every kernel uses on sm_90, as a report and its page. Needs no GPU."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +63,7 @@ def preamble(report: Mapping[str, Any]) -> str:
 
 
 def rows(report: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    """The table's, under COLUMNS."""
+    """The table's rows, under COLUMNS."""
     for row in report["kernels"]:
         kernel, _, configuration = row["name"].partition(" ")
         per_element = [row[f"{name}_per_element"] for name in ("instructions", "exponentials")]
@@ -73,7 +71,7 @@ def rows(report: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
             kernel.rstrip(","),
             configuration or "-",
             *(row[key] for key in ("num_warps", "registers", "spill_instructions", "shared_bytes")),
-            # without a loop that streams a row, counts per element mean nothing
+            # counts per element mean nothing without a loop that streams a row
             *((f"{count:.2f}" for count in per_element) if any(per_element) else "--"),
             *(row[key] for key in ("async_copies", "wgmma", "tma_copies")),
         )

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNEL_DEVICES = {"cuda"}
-"""Types of devices whose tensors go to the kernels. With Triton's interpreter also "cpu"."""
+"""Device types whose tensors go to the kernels; with Triton's interpreter also "cpu"."""
 
 
 def by_device(definition: Callable[P, R], triton_module: str) -> Callable[P, R]:

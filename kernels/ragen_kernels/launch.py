@@ -11,13 +11,13 @@ PER_TOKEN = (
     "OFFSETS", "RETURNS", "MOMENTS", "SCORES", "GROUPS", "LOSSES", "CLIPPED", "D_VALUES",
 )  # fmt: skip
 """Pointers to one or a few numbers per token or trajectory. They are slices of a batch or rows of a
-buffer, so whether they are multiples of 16 bytes depends on lengths; a kernel compiled for each
-combination would stop training for seconds.
+buffer, so their alignment to 16 bytes depends on lengths; compiling a kernel for each combination
+would stall training for seconds.
 """
 CHUNK_BYTES = {"cuda": 600 << 20, "cpu": 4 << 20}
-"""Logits of one chunk, of the whole vocabulary. On a GPU 2048 bf16 rows of 151936: with fewer,
-re-reading the LM head starts to show. On a CPU what stays in a core's cache over the passes of the
-softmax.
+"""Bytes of one chunk of logits over the whole vocabulary. On a GPU 2048 bf16 rows of 151936: with
+fewer, re-reading the LM head starts to show. On a CPU, what stays in a core's cache over the passes
+of the softmax.
 """
 INTERPRETER_PROGRAMS = 3
 

@@ -43,8 +43,8 @@ class PolicyObjective:
         kl_coef: factor of that KL term. With 0 the divergence is only reported.
         entropy_coef: factor of the entropy bonus.
         importance_cap: the surrogate is multiplied with min(exp(old_logprob - rollout_logprob),
-            importance_cap), the truncated correction for an engine that samples with other
-            numerics; None means no correction.
+            importance_cap), the truncated correction for an engine whose arithmetic differs; None
+            means no correction.
     """
 
     clip_ratio_low: float = 0.2

@@ -26,8 +26,8 @@ from ragen_kernels.vocab import (
 
 TILE_ROWS = 128
 ROW_ALIGNMENT = 16
-"""Rows of logits are a multiple of 16 elements apart, also for an odd vocabulary: what triton can
-know of a stride.
+"""Rows of logits are a multiple of 16 elements apart, even for an odd vocabulary: the divisibility
+that Triton can assume of a stride.
 """
 
 
@@ -222,7 +222,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         # One pass, without a float32 product of the size of the weight.
         scaled = d_weight.new_empty(d_weight.shape, dtype=d_hidden.dtype)
         torch.mul(d_weight, d_loss, out=scaled)
-        # In bfloat16 torch would round the factor before it multiplies.
+        # In bfloat16 torch would round the factor before multiplying.
         d_hidden = (d_hidden.to(d_weight.dtype) * d_loss).to(d_hidden.dtype)
         return d_hidden, scaled, *[None] * 6
 

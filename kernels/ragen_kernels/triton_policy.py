@@ -27,12 +27,12 @@ from ragen_kernels.triton_rows import (
 from ragen_kernels.triton_token import lose_tokens, objective_arguments, token_losses
 from ragen_kernels.vocab import VocabShard, is_split, reduce_over_group
 
-# One program per multiprocessor has to keep enough bytes in flight alone: wider than the kernels of
-# one row each.
+# One program per multiprocessor has to keep enough bytes in flight on its own: wider than the
+# kernels with one row per program.
 BLOCK = 16384
 NUM_WARPS = 16
-# In a vocabulary of which the last block has an odd rest every thread needs more registers, of
-# which half as many threads have twice as many.
+# If the last block of a vocabulary has an odd remainder, every thread needs more registers; with
+# half as many threads each can have twice as many.
 ODD_VOCABULARY_BLOCK = 8192
 ODD_WARPS = 8
 
@@ -48,7 +48,8 @@ def policy_row_kernel(
 ):
     """Rows of logits -> outputs [10, T] and, over DX, the gradient of the weighted loss.
 
-    DX may be X: a pointer of its own, because registers spill where the compiler knows them as one.
+    DX may be X. It is a separate pointer, because registers spill when the compiler knows that they
+    are the same.
     """
     inverse_temperature = scale * LN2
     first = tl.program_id(0).to(tl.int64)

@@ -59,8 +59,9 @@ def gae_kernel(
     BI_LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per trajectory. The carries are those of the block to the right: advantages at
-    its first token, values behind it, since the lane on the left has read the first token's itself.
+    """One program per trajectory. The carries come from the block to the right: the advantage at
+    its first token, and the value after it, since the lane on the left has read the first token's
+    own.
     """
     trajectory = tl.program_id(0)
     begin = tl.load(OFFSETS + trajectory).to(tl.int64)
@@ -132,8 +133,8 @@ def whiten_kernel(ADVANTAGES, MASK, MOMENTS, OUT, size, epsilon, BLOCK: tl.const
 def group_normalize_kernel(
     SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per trajectory, which looks for its group's members among all: no sorting, no
-    atomics.
+    """One program per trajectory, which searches all trajectories for its group's members: no
+    sorting, no atomics.
 
     In float64: the float32 mean of equal scores is off by enough to give them a standard deviation.
     """

@@ -97,7 +97,7 @@ def write_gradient(
     BLOCK: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
 ):
-    """p * (constant + slope * x) over one row, d_target more at the label, 0 in the padding. DX may
+    """p * (constant + slope * x) over one row, plus d_target at the label, 0 in the padding. DX may
     be X.
 
     The label's element is computed again in float32 and stored last, so that no element pays for
@@ -112,7 +112,7 @@ def write_gradient(
         d = p * ((constant + slope * x) if WITH_ENTROPY else constant)
         tl.store(DX + start + columns, d.to(DX.dtype.element_ty), eviction_policy="evict_first")
     if whole < num_columns:
-        # The padding starts in the tail's block and may go on behind it.
+        # The padding starts in the tail's block and may continue after it.
         for start in range(whole, num_columns, BLOCK):
             mask = start + columns < num_valid
             x_tail = tl.load(X + start + columns, mask=mask, other=0.0).to(tl.float32)

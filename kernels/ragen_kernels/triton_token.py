@@ -25,7 +25,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def clamped_difference(a, b):
-    """a - b clamped to +-20, and whether it was inside, where the clamp has gradient 1."""
+    """a - b clamped to +-20, and whether it was inside, where the clamp's gradient is 1."""
     difference = a - b
     return tl.minimum(tl.maximum(difference, -BOUND), BOUND), (difference >= -BOUND) & (
         difference <= BOUND
@@ -140,8 +140,8 @@ def token_kernel(
 
 
 def objective_arguments(objective: PolicyObjective) -> dict[str, float | bool | int]:
-    """The objective as kernel arguments: numbers at run time, so that only its shape is compiled
-    in.
+    """The objective as kernel arguments: its numbers at run time, so that only which terms it has
+    is compiled in.
     """
     return {
         "lower": 1.0 - objective.clip_ratio_low,

@@ -17,7 +17,7 @@ from ragen_mega.data.registry import did_you_mean
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
 DEFAULT_RECIPE = "frozen_lake"
-"""Of the launch script; the program itself takes none unless it is named."""
+"""The launch script's; the program itself uses no recipe unless one is named."""
 
 
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
@@ -55,12 +55,12 @@ def split_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
 
 
 def recipe_names(directory: Path = RECIPES) -> list[str]:
-    """What --recipe takes."""
+    """The names that --recipe takes."""
     return [*sorted(path.stem for path in directory.glob("*.flags")), "none"]
 
 
 def _of_played(flags: list[str], environments: str) -> list[str]:
-    """The flags of a recipe without the options of environments that are not played."""
+    """The flags of a recipe, less the options of environments that are not played."""
     names = parse_shares(environments).keys()
 
     def keep(options: dict[str, object]) -> dict[str, object]:
@@ -82,7 +82,7 @@ def read_flags(path: Path) -> list[str]:
 
 
 def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
-    """Parse flat flags; a later flag wins. `recipe` is the one that --recipe replaces.
+    """Parse flat flags; a later flag wins. `recipe` is the default that --recipe replaces.
 
     Raises ValueError on an unknown flag or a combination that cannot work.
     """

@@ -1,4 +1,4 @@
-"""The settings of a run as flags: what each takes, the parser of them all, and their help."""
+"""The settings of a run as flags: what each takes, their parser, and their help."""
 
 import argparse
 import ast
@@ -40,14 +40,14 @@ class Flag:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """What can be written for it, where that can be listed -> its value."""
+        """Every text it accepts -> its value, where these can be listed."""
         named = {bool: (True, False)} | dict.fromkeys(_WORDS, ())
         values = [value for kind in self.kinds for value in named.get(kind, (kind,))]
         return {str(value): value for value in values}
 
     @property
     def metavar(self) -> str:
-        """Stands for its value."""
+        """Placeholder for its value in the help."""
         return "|".join([_WORDS[kind][0] for kind in self.kinds if kind in _WORDS] or self.choices)
 
     def read(self, text: str) -> Any:
@@ -79,7 +79,7 @@ def all_flags() -> tuple[Flag, ...]:
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """What a value may be: the members of a union, the values of a Literal, None for its type."""
+    """The alternatives for a value: members of a union, values of a Literal, None for its type."""
     if annotation is NoneType:
         return (None,)
     if get_origin(annotation) is Literal:
@@ -109,8 +109,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The settings that flags give; of a repeated one the last. Raises ValueError, in one line, for
-    a word that is no flag and a value that is none of its flag.
+    """The settings that flags give; the last one wins. Raises ValueError, in one line, for an
+    unknown flag or a value that its flag does not take.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for one in all_flags():
@@ -133,7 +133,9 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """With --flag=value for --flag value, which may begin with a dash, and dashes in names."""
+    """Turn `--flag value` into `--flag=value`, since a value may begin with a dash, and underscores
+    in names into dashes.
+    """
     valued = {flag_of(one.name) for one in all_flags() if not one.is_switch}
     words, joined = list(argv), []
     while words:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 _ROW_WORDS = 1 << 18
 _ROWS_AT_ONCE = 64
-"""On a GPU, where every operation has to be launched; elsewhere their products leave the cache."""
+"""On a GPU, to save launches; on a CPU it is one row, whose products stay in the cache."""
 _SHOWN = 3
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of splitmix64."""
+"""Constants of splitmix64."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -37,7 +37,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksum_each(tensors: Sequence[Tensor]) -> list[int]:
-    """The checksums of tensors on one device, for which is waited once."""
+    """The checksums of tensors on one device; the host waits for it once."""
     if not tensors:
         return []
     words = [_words(tensor.detach()) for tensor in tensors]

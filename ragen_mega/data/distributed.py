@@ -1,8 +1,8 @@
 """Ranks, the gloo control group, and a balanced split of trajectories over data-parallel ranks.
 
-Tensors of the training step travel over the backend of the device (NCCL or gloo); what is about
-control - trajectories, metrics, per-token results that every rank needs - travels over gloo, so
-that no NCCL kernel spins while engines generate.
+Tensors of the training step travel over the backend of the device (NCCL or gloo); everything else -
+trajectories, metrics, per-token results that every rank needs - travels over gloo, so that no NCCL
+kernel spins while engines generate.
 """
 
 import datetime

@@ -101,7 +101,7 @@ def minibatches(
 
 
 def count_minibatches(batch: TokenBatch, minibatch_size: int) -> int:
-    """Minibatches of one pass over the batch."""
+    """The number of minibatches in one pass over the batch."""
     return max(1, round(batch.num_trajectories / minibatch_size))
 
 
@@ -111,10 +111,10 @@ def microbatches(
     """Divide the given trajectories of a batch into microbatches of at most `max_tokens` positions.
 
     Without a pipeline they are as few as the budget allows: trajectories are placed longest first
-    into the first microbatch with room. `num_stages` of one idle for (num_stages - 1) of
+    into the first microbatch with room. A pipeline of `num_stages` is idle for (num_stages - 1) /
     (microbatches + num_stages - 1) of a pass (1F1B, arXiv:2104.04473 sec. 2.2), so there are at
     least 4 x num_stages microbatches as long as there are trajectories, of near-equal size: all
-    wait for the longest. One trajectory longer than `max_tokens` stands alone.
+    wait for the longest. A trajectory longer than `max_tokens` is a microbatch of its own.
     """
     lengths = batch.lengths.tolist()
     if num_stages > 1:

@@ -110,7 +110,7 @@ class Registry:
                 f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error}); check"
                 " the name, and that the module lies in the working directory or is installed"
             ) from error
-        if not callable(thing) and not hasattr(thing, "function"):  # as a declaration has it
+        if not callable(thing) and not hasattr(thing, "function"):  # as declarations have
             raise ValueError(
                 f"{self.flag} {name}: {path} must be a function or class, not {thing!r:.60}; name"
                 " one of the module"

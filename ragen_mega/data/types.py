@@ -90,8 +90,8 @@ class Trajectory:
         rollout_logprobs   0  0  0  -1 -2   0  0  -1
         turns             [Turn(3, 5), Turn(7, 8)]
 
-    Where the policy sees a window of its turns only, the prompt of a turn may be none that the last
-    one began: it starts a new segment, in which earlier answers are context like any other.
+    Where the policy sees only a window of its turns, the prompt of a turn need not continue the
+    previous one. It then starts a new segment, in which earlier answers are context like any other.
     """
 
     group_id: int
@@ -218,7 +218,7 @@ class TokenBatch:
             raise ValueError(
                 f"{self.num_trajectories} trajectories but {len(self.group_ids)} group ids"
             )
-        # Data enters in host memory; on a device a look at its values would wait for it.
+        # Data enters in host memory; on a device, checking values would make the host wait.
         if not self.tokens.is_cuda:
             self._check_values()
 
@@ -278,7 +278,9 @@ class TokenBatch:
         )
 
     def by_segment(self) -> TokenBatch:
-        """The same positions as a batch of segments, for what computes every one by itself."""
+        """The same positions as a batch of segments, for computations that treat each segment by
+        itself.
+        """
         if self.cu_segments is None:
             return self
         num_segments = torch.bucketize(self.cu_seqlens, self.cu_segments).diff()
@@ -302,8 +304,8 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch(TokenBatch):
-    """What one forward pass computes, on its device, and what the host knows of it: nothing has to
-    be asked of the device.
+    """What one forward pass computes, on its device, with what the host must know about it, so that
+    it never has to ask the device.
     """
 
     host_lengths: tuple[int, ...]

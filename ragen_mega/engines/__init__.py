@@ -1,3 +1,3 @@
-"""Rollout engines behind the protocol of `rollout.engine`: one in this process, one that serves by
-SGLang.
+"""Rollout engines behind the protocol of `rollout.engine`: one in this process, one that runs
+SGLang servers.
 """

@@ -2,16 +2,15 @@
 read on any other.
 
 megatron-core says which box of which global tensor every rank holds and checks that all boxes
-together are the whole; the boxes go to safetensors files (`shard_files`). Kept of a trainer: its
-parameters, Adam's moments in the shape of the parameters, the float32 originals of bfloat16
-parameters, how many steps optimizer and schedule have taken. Everything else of an optimizer
-follows from the configuration, which is why the same files serve with and without the distributed
-optimizer.
+together are the whole; the boxes go to safetensors files (`shard_files`). Of a trainer they hold
+its parameters, Adam's moments in the shape of the parameters, the float32 master copies of bfloat16
+parameters, and the step counts of optimizer and schedule. Everything else in an optimizer follows
+from the configuration, so the same files work with and without the distributed optimizer.
 
 megatron-core's own state dict of the distributed optimizer is not used: with torch's AdamW (0.16.1)
-it asserts before the first step, its loader fails on the entry `step`, and afterwards all
-parameters share one step tensor, which then advances once per parameter. Here the moments are read
-and written where they are instead.
+it fails an assertion before the first step, its loader fails on the entry `step`, and afterwards
+all parameters share one step tensor, which then advances once per parameter. Here the moments are
+read and written in place instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +44,7 @@ from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_
 BACKEND, VERSION = "ragen_mega_safetensors", 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "param"
-"""The float32 original of a parameter of lower precision, under megatron-core's name."""
+"""The float32 master copy of a lower-precision parameter, under megatron-core's name."""
 _STEPS = "steps"
 
 
@@ -53,14 +52,14 @@ def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path
     """Copy the trainers' state to host memory. The returned function writes this rank's file, from
     any thread.
 
-    `directory` exists on all ranks and is empty. Collective; the returned function is not.
-    Afterwards the trainers may go on: what is written is their state of now.
+    `directory` exists on all ranks and is empty. Collective; the returned function is not. The
+    trainers may go on afterwards: what is written is their state at this call.
     """
     state = {
         role: _sharded_state(role, trainer, placeholders=False)
         for role, trainer in trainers.items()
     }
-    # The same number on every rank, also on one that holds no parameter of a trainer's optimizer.
+    # The same number on every rank, even on one that holds no parameter of a trainer's optimizer.
     state[_STEPS] = {
         role: {"optimizer": _count_steps(trainer), "schedule": trainer.schedule.num_steps}
         for role, trainer in trainers.items()
@@ -112,8 +111,8 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
 
 
 def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
-    """Name -> this rank's part of a parameter; `.data` is the parameter itself. States of layers
-    are not kept.
+    """Name -> this rank's part of a parameter; `.data` is the parameter itself. The layers' extra
+    state is left out.
     """
     sharded, _ = extract_sharded_tensors_and_factories(trainer.module.sharded_state_dict())
     assert {id(part.data) for part in sharded.values()} == {
@@ -126,8 +125,8 @@ def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[s
     """Parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors under keys
     `<role>.`.
 
-    Copies in host memory, or placeholders: the next trainer may push this one's tensors off the
-    device. Of replicas only the one that is written is copied.
+    They are placeholders, or copies in host memory, since the next trainer may push this one's
+    tensors off the device. Only the replica that is written is copied.
     """
     trainer.memory.require("parameters", "optimizer")
     parameters, optimizer = _sharded_parameters(trainer), {}
@@ -164,7 +163,7 @@ def _read_adam(trainer: Trainer, parameter: nn.Parameter, place: str) -> dict[st
             # Every element is zero on all ranks but one; as integers their sum is exact to the
             # bit (-0.0 too).
             dist.all_reduce(whole.view(torch.int32), group=optimizer.data_parallel_group)
-        # on the device never more than one of them
+        # never more than one of them is on the device
         values[kind] = whole.reshape(parameter.shape).to(place)
     return values
 
@@ -172,7 +171,7 @@ def _read_adam(trainer: Trainer, parameter: nn.Parameter, place: str) -> dict[st
 def _write_adam(
     trainer: Trainer, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int
 ) -> None:
-    """Take tensors of the parameter's shape, as `_read_adam` gave them after `step` steps."""
+    """Load tensors of the parameter's shape, as `_read_adam` returned them after `step` steps."""
     optimizer, main, part = _locate(trainer, parameter)
     if main is None:
         return
@@ -227,8 +226,8 @@ def _locate(
 def _shards(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
     """Model parameter -> the part of it that this rank updates.
 
-    Its own `model_param_group_index_map` names the wrong part where float32 parameters (the value
-    head) stand among bfloat16 ones: the inner optimizer lists those first.
+    The optimizer's own `model_param_group_index_map` gives the wrong part where float32 parameters
+    (the value head) stand among bfloat16 ones: the inner optimizer lists those first.
     """
     groups = (
         *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -244,7 +243,7 @@ def _kinds(parameter: nn.Parameter) -> tuple[str, ...]:
 
 
 class _Stage(SaveShardedStrategy):
-    """Hands over megatron-core's plan of what this rank saves, which is in host memory already."""
+    """Collects the pieces that megatron-core has this rank save, already in host memory."""
 
     def __init__(self) -> None:
         super().__init__(BACKEND, VERSION)
@@ -269,7 +268,7 @@ def _box(part: ShardedTensor) -> tuple[int, ...]:
 
 
 class _Read(LoadShardedStrategy):
-    """Reads what `_Stage` handed over, cut as the sharded state dict of now asks for."""
+    """Reads what `_Stage` collected, cut as the present sharded state dict asks."""
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:
@@ -295,7 +294,7 @@ class _Read(LoadShardedStrategy):
                 _box(part),
                 dtype=part.dtype,
                 global_shape=part.global_shape,
-                # rows of the vocabulary that only fill up tensor-parallel ranks
+                # rows that only pad the vocabulary for tensor-parallel ranks
                 allow_padding=part.allow_shape_mismatch,
             )
             return data.reshape(part.local_shape)

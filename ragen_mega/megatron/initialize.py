@@ -9,15 +9,15 @@ from ragen_mega.data import distributed
 from ragen_mega.megatron import cpu, precision
 
 _groups_are_for: tuple[dist.ProcessGroup | None, int, int] | None = None
-"""The job and the layout of megatron-core's present groups."""
+"""The job and the layout that megatron-core's groups were built for."""
 
 
 def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollection:
     """Build the tensor-, pipeline- and data-parallel groups of this job and return them.
 
-    Those of the same layout are used again: each set has threads of its own, which poll as long as
-    the process lives. Raises ValueError when the layout does not fit the number of ranks, or the
-    precision this machine.
+    Groups of the same layout are reused: each set has its own threads, which poll for the life of
+    the process. Raises ValueError when the layout does not fit the number of ranks, or this machine
+    does not support the precision.
     """
     distributed.start()
     parallel.check_world(distributed.world_size())

@@ -38,7 +38,7 @@ _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 @dataclass
 class PackedLengths(PackedSeqParams):
-    """Packed trajectories whose lengths the host knows too."""
+    """Packed trajectories whose lengths are also known on the host."""
 
     lengths: tuple[int, ...] = ()
 
@@ -56,7 +56,7 @@ def drop_quantised_weights(model: nn.Module) -> None:
     """Free the FP8 copies of weights that Transformer Engine keeps between the microbatches of a
     pass.
 
-    The first microbatch of the next pass makes them again from the weights.
+    The first microbatch of the next pass rebuilds them from the weights.
     """
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
@@ -94,9 +94,7 @@ class RMSNorm(nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention of each packed trajectory to itself, through torch's
-    scaled_dot_product_attention.
-    """
+    """Causal attention within each packed trajectory, by torch's scaled_dot_product_attention."""
 
     def __init__(
         self,
@@ -128,8 +126,8 @@ class PackedAttention(MegatronModule):
         lengths = packed_seq_params.lengths
         outputs = []
         with sdpa_kernel(_BACKENDS):
-            # split, whose gradient is one concatenation; that of a slice is as long as the whole
-            # pack, for every trajectory
+            # split, because its gradient is one concatenation; with slices each trajectory would
+            # get a gradient as long as the whole pack
             for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths)):
                 q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, dim]
                 output = F.scaled_dot_product_attention(

@@ -32,8 +32,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
-    """Raise ValueError unless everything that the configuration says is computed, and the model can
-    be cut as `parallel` says.
+    """Raise ValueError unless everything in the configuration is implemented, and the model can be
+    split as `parallel` says.
     """
     check_config(hf)
     shape = ModelShape.of(hf)
@@ -76,8 +76,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        # megatron-core would wait for the device after every exchange, for a bug of torch that is
-        # long mended
+        # megatron-core would wait for the device after every exchange, because of a torch bug that
+        # was fixed long ago
         batch_p2p_sync=False,
         # gradients are summed over microbatches and ranks; weights[t] normalises
         calculate_per_token_loss=True,
@@ -89,8 +89,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         gradient_accumulation_fusion=False,  # megatron-core's own LM head would need apex for it
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        # unfused, the rotation of packed trajectories asks the device for lengths, four times a
-        # layer, and SwiGLU keeps five widths instead of three
+        # unfused, the rotation of packed trajectories reads lengths from the device four times a
+        # layer, and SwiGLU keeps five activations of its width instead of three
         apply_rope_fusion=implementation == "transformer_engine",
         bias_activation_fusion=implementation == "transformer_engine",
         **precision.layer_fields(parallel, implementation),
@@ -148,8 +148,8 @@ class QwenModel(GPTModel):
         return whole(output, group=self.tp_group).squeeze(1)
 
     def vocab_arguments(self) -> dict[str, Any]:
-        """Where this rank's rows of the vocabulary start, how many ids are real, and who holds the
-        others.
+        """Where this rank's rows of the vocabulary start, how many ids are real, and the group that
+        holds the other rows.
         """
         rows = self.vocab_size // self.tp_group.size()
         group = self.tp_group if self.tp_group.size() > 1 else None
@@ -214,5 +214,5 @@ def model_inputs(batch: Microbatch) -> dict[str, Any]:
 def build_policy_model(
     hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> QwenModel:
-    """The policy's part of this rank, with tied embeddings where the checkpoint ties them."""
+    """This rank's part of the policy, with tied embeddings where the checkpoint ties them."""
     return QwenModel(hf, config, groups, share_embeddings=hf.tie_word_embeddings)

@@ -1,5 +1,5 @@
-"""A model written tensor by tensor in Megatron's format: the pieces that the ranks of a layout
-would write of an actor.
+"""Writes a model tensor by tensor in Megatron's format: the pieces that the ranks of a layout would
+write for an actor.
 """
 
 import json
@@ -24,7 +24,7 @@ from ragen_mega.storage.shard_files import HEADER, file_name
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A box of a parameter, without the dimension of the layers, and the rank that holds it."""
+    """A box of a parameter, without the layer dimension, and the rank that holds it."""
 
     rank: int
     offset: tuple[int, ...]
@@ -32,8 +32,8 @@ class Cut:
 
 
 class MegatronWriter:
-    """The pieces that the ranks of a layout would write of an actor, with megatron-core's keys, and
-    a manifest.
+    """The pieces that the ranks of a layout would write for an actor, with megatron-core's keys,
+    and a manifest.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class MegatronWriter:
             self._files[cut.rank].write(name, box if slot.layer is None else box[None])
 
     def close(self) -> None:
-        """Finish the files and write the manifest over all files that are in the directory then."""
+        """Finish the files and write the manifest of everything then in the directory."""
         for file in self._files:
             file.close()
-        # What makes it a checkpoint to megatron-core's dist_checkpointing too.
+        # These files make it a checkpoint for megatron-core's dist_checkpointing too.
         save_config(CheckpointingConfig(BACKEND, BACKEND_VERSION), str(self._directory))
         torch.save({}, self._directory / "common.pt")
         files = {path.name: describe_file(path) for path in sorted(self._directory.iterdir())}
@@ -96,15 +96,15 @@ class MegatronWriter:
         write_manifest(self._directory, facts, files)
 
     def _padded(self, slot: Slot) -> tuple[int, ...]:
-        """Shape under the key, without the dimension of the layers."""
+        """Shape under the key, without the layer dimension."""
         if slot.weight.cut != "vocab":
             return slot.whole
         tp = self._parallel.tensor_model_parallel_size
         return trainer_vocab_size(slot.shape.vocab_size, tp), *slot.whole[1:]
 
     def _cuts(self, slot: Slot) -> Iterator[Cut]:
-        """How the ranks of the layout share a parameter; ranks count through tensor-parallel ranks
-        first.
+        """How the ranks of the layout share a parameter; rank numbers run over tensor-parallel
+        ranks first.
         """
         shape, num_parts = self._padded(slot), self._parallel.tensor_model_parallel_size
         num_stages = self._parallel.pipeline_model_parallel_size

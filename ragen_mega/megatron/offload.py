@@ -2,8 +2,8 @@
 place.
 
 `untyped_storage().resize_(0)` frees the memory but keeps the tensors: parameters, views into
-megatron-core's contiguous buffers, tied weights and whatever an optimizer refers to are as they
-were once the storage has its size and bytes again.
+megatron-core's contiguous buffers, tied weights and whatever an optimizer refers to are intact once
+the storage has its size and bytes back.
 """
 
 import weakref
@@ -17,17 +17,17 @@ from torch import Tensor
 Kind = Literal["parameters", "gradients", "optimizer"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
 NamedTensors = Callable[[], Iterable[tuple[Kind, str, Tensor]]]
-"""The tensors of now, parameters first: a storage belongs to the kind and the name under which it
-appears first.
+"""Yields the current tensors, parameters first: a storage belongs to the kind and the name under
+which it appears first.
 """
 HostCopy = Mapping[str, Tensor]
 """Name of a storage -> its bytes [N] uint8 in host memory."""
 _PAGES_OF_ITS_OWN = 32 * 2**20
-"""Bytes from which the C library maps an allocation by itself."""
+"""From this many bytes on, the C library gives an allocation pages of its own."""
 
 
 class Offloadable:
-    """The tensors of one model, of which every kind is either on the device or away.
+    """The tensors of one model; each kind is either on the device or away.
 
     Storages are told apart by their address, so that aliases move once. Host memory is allocated at
     the first move of a storage (pinned where the device is a GPU) and kept for the next. Gradients
@@ -37,11 +37,9 @@ class Offloadable:
     def __init__(self, tensors: NamedTensors, name: str = "model") -> None:
         self.name = name
         self.bring_back: Callable[..., None] | None = None
-        """Called with the kinds that `require` misses; None raises instead."""
+        """Called with the kinds that `require` finds away; if None, `require` raises instead."""
         self.forget: Callable[[], None] | None = None
-        """Called when anything leaves, to free what was computed from the parameters and can be
-        computed again.
-        """
+        """Called when anything leaves, to free what can be recomputed from the parameters."""
         self._tensors = tensors
         self._away: dict[Kind, dict[str, tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[str, Tensor] = {}
@@ -67,7 +65,7 @@ class Offloadable:
         if leaving and self.forget is not None:
             self.forget()
         if leaving and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # another process is to have it
+            torch.cuda.empty_cache()  # for other processes
         return sum(size for kind in leaving for _, size in self._away[kind].values())
 
     def restore(self, *kinds: Kind) -> int:
@@ -86,8 +84,8 @@ class Offloadable:
         return num_bytes
 
     def require(self, *kinds: Kind) -> None:
-        """What every use begins with. Raises RuntimeError if a kind is away and nobody brings it
-        back.
+        """Called before every use of these kinds. Raises RuntimeError if a kind is away and nobody
+        brings it back.
         """
         missing = [kind for kind in kinds if kind in self._away]
         if missing and self.bring_back is None:
@@ -106,11 +104,11 @@ class Offloadable:
         }
 
     def away(self) -> dict[Kind, int]:
-        """Bytes of each kind that would come back to the device."""
+        """Bytes of each kind that are off the device."""
         return {kind: sum(size for _, size in self._away.get(kind, {}).values()) for kind in KINDS}
 
     def snapshot(self, kind: Kind) -> HostCopy:
-        """A copy of a kind in host memory of its own."""
+        """A copy of a kind, in host memory of its own."""
         self.require(kind)
         copy: dict[str, Tensor] = {}
         _copy_to(copy, self._storages()[kind])

@@ -86,7 +86,7 @@ class MegatronPolicy:
         """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every
         rank must consume it.
 
-        The weights must be there when the first is asked for.
+        The weights must be on the device when the first is asked for.
         """
         self.trainer.memory.require("parameters")
         self._traffic = Traffic()
@@ -96,8 +96,8 @@ class MegatronPolicy:
             yield from export_shards(self.module, self.groups, part, traffic=self._traffic)
 
     def sync_metrics(self) -> dict[str, float]:
-        """What the last export moved, how fast, and which share that is of what plain collectives
-        reach here.
+        """What the last export moved, how fast, and as a share of the speed of plain collectives
+        here.
         """
         if self._link_speed is None and self._traffic.moved_bytes:
             self._link_speed = measure_bound(reshard_plan(self.module, self.groups))
@@ -121,8 +121,8 @@ class MegatronPolicy:
         return self.trainer.per_token(batch, compute)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """[T] log-probabilities under the frozen weights that training started from, which wait in
-        host memory.
+        """[T] log-probabilities under the frozen weights that training started from; they are kept
+        in host memory.
         """
         assert self._reference is not None, "built without a reference policy"
         with self.trainer.memory.replaced("parameters", self._reference):
@@ -131,8 +131,8 @@ class MegatronPolicy:
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """One clipped-surrogate step on a minibatch with advantages. Returns its metrics.
 
-        Without old log-probabilities those of this pass serve, as is right for the first step under
-        the weights that sampled: the ratio is 1.
+        Without old log-probabilities those of this pass are used, which is right for the first step
+        under the weights that sampled: the ratio is 1.
         """
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,12 @@
-"""Which layers compute, and in which numbers: Transformer Engine or local, FP8 recipes, their
-padding, their demands.
+"""Implementation and precision of the layers: Transformer Engine or local, FP8 recipes, their
+padding and requirements.
 
-Demands and alignments are those of Transformer Engine 2.11 (`pytorch/quantization.py`,
+Requirements and alignments are those of Transformer Engine 2.11 (`pytorch/quantization.py`,
 `pytorch/utils.py`) and of megatron-core 0.16 (`fp8_utils.py`); they are checked before anything is
-built, with what the machine has passed in.
+built, against a `Machine` that is passed in.
 
-FP8 is a matter of the matrix products inside the layers. Parameters stay bfloat16; their float32
-originals, Adam's moments and gradient sums are float32 (the optimizer of megatron-core with
+Only the matrix products inside the layers are in FP8. Parameters stay bfloat16; their float32
+master copies, Adam's moments and gradient sums are float32 (the optimizer of megatron-core with
 `bf16`). megatron-core enters the FP8 context in `TransformerBlock.forward` and leaves it there, so
 the LM head (a fused kernel or megatron-core's own linear layer) and the critic's value head
 (float32) never see it; attention stays in bfloat16 too.
@@ -36,11 +36,11 @@ _INSTALL = "pip install --no-build-isolation -e '.[h100]'"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What an FP8 recipe demands of shapes and of the machine."""
+    """What an FP8 recipe requires of shapes and of the machine."""
 
     alignment: int
-    """Rows and columns of every matrix are a multiple of this: an operand of each of the three
-    products of a layer.
+    """Rows and columns of every matrix are multiples of this, since each is an operand in a layer's
+    three products.
     """
     gathered_alignment: int
     """The same for a slice of the tokens that sequence parallelism quantises before it is gathered.
@@ -134,7 +134,7 @@ def _obstacle_to_layers(parallel: ParallelConfig, machine: Machine) -> tuple[str
 
 
 def obstacle_to_recipe(recipe: str, machine: Machine) -> str | None:
-    """What of the machine keeps an FP8 recipe from computing, None if nothing does."""
+    """Why an FP8 recipe cannot run on the machine, None if it can."""
     rule = RECIPES[recipe]
     if machine.capability is None or machine.cuda is None:
         return "needs a CUDA device, and torch sees none"
@@ -167,20 +167,18 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def layer_fields(parallel: ParallelConfig, implementation: Implementation) -> dict[str, Any]:
-    """The fields of megatron-core's TransformerConfig that say what computes and in which
-    numbers.
-    """
+    """The fields of megatron-core's TransformerConfig that set implementation and precision."""
     fields: dict[str, Any] = dict(transformer_impl=implementation)
     if parallel.fp8 == "none":
         return fields
     fields |= dict(
         fp8=parallel.fp8,
         fp8_recipe=parallel.recipe,
-        # Data-parallel ranks run different numbers of microbatches, so a collective in each of them
-        # must not span them.
+        # Data-parallel ranks run different numbers of microbatches, so a collective in each
+        # microbatch must not span those ranks.
         tp_only_amax_red=True,
     )
-    # Transformer Engine's defaults; those of megatron-core remember one pass
+    # Transformer Engine's defaults; megatron-core's remember only one pass
     if parallel.recipe == "delayed":
         fields |= dict(fp8_amax_history_len=1024, fp8_amax_compute_algo="max")
     return fields
@@ -200,8 +198,8 @@ def token_alignment(parallel: ParallelConfig) -> int:
 
 
 def check_widths(widths: Mapping[str, int], parallel: ParallelConfig) -> None:
-    """Raise ValueError unless FP8 products can have these numbers of rows and columns (name -> on
-    one rank).
+    """Raise ValueError unless FP8 products allow these widths (name -> rows or columns on one
+    rank).
     """
     if parallel.fp8 == "none":
         return
@@ -229,7 +227,7 @@ def scales_from_history(config: TransformerConfig) -> bool:
 
 
 def describe(config: TransformerConfig) -> str:
-    """What computes, in one line for people."""
+    """Implementation and precision, in one line to print."""
     layers = (
         f"Transformer Engine {get_te_version()}"
         if config.transformer_impl == "transformer_engine"

@@ -4,8 +4,8 @@ What a sync moves is decided once: one sorted list of all stages' parameters in 
 every rank. `gather` rebuilds full Hugging Face tensors: per bucket one broadcast over pipeline
 stages and one all-gather over tensor-parallel ranks; any engine takes them. `aligned` is for an
 engine with as many tensor-parallel ranks as the trainer: the shard of a rank is, after
-de-interleaving q, k and v, the engine's shard of the same rank, so that only the broadcast is left.
-Every bucket is memory of its own that is never written again, so a receiver may copy it as late as
+de-interleaving q, k and v, the engine's shard of the same rank, so only the broadcast is left.
+Every bucket has memory of its own that is never overwritten, so a receiver may copy it as late as
 it likes.
 """
 
@@ -71,14 +71,14 @@ class Bucket:
         return sum(entry.piece.nbytes for entry in self.entries)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Views into a bucket's parameters one after the other: one per entry, in its shape."""
+        """Views into the flat tensor of a bucket: one per entry, in its shape."""
         parts = flat.split([entry.piece.numel() for entry in self.entries])
         return [part.view_as(entry.piece) for entry, part in zip(self.entries, parts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Built once per model by all ranks together; every later sync follows it without a word about
+    """Built once per model by all ranks together; every later sync follows it without exchanging
     names or shapes.
     """
 
@@ -93,7 +93,7 @@ class ReshardPlan:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> ReshardPlan:
-        """The plan of a model of which this rank holds `local`. Collective over all ranks.
+        """The plan for a model of which this rank holds `local`. Collective over all ranks.
 
         A gathered bucket, tensor-parallel ranks together, has at most `bucket_bytes`, or holds a
         single tensor. Raises ValueError, the same on all ranks, if their plans differ or if a name
@@ -145,7 +145,9 @@ class ReshardPlan:
 
     @property
     def shard_bytes(self) -> int:
-        """Of the whole model's slices on one tensor-parallel rank, all pipeline stages together."""
+        """Bytes of one tensor-parallel rank's slices of the whole model, all pipeline stages
+        together.
+        """
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
@@ -167,8 +169,8 @@ class Traffic:
     """What the syncs since its creation moved, on this rank."""
 
     pp_bytes: int = 0
-    """Length of all broadcasts over pipeline stages, sent or received: one shard per sync, nothing
-    without stages.
+    """Sent or received in broadcasts over pipeline stages: one shard per sync, nothing without
+    stages.
     """
     tp_bytes: int = 0
     """Received from other tensor-parallel ranks by all-gathers: tp - 1 shards per sync by `gather`,
@@ -231,12 +233,12 @@ def aligned(
     rollout_tp: int,
     traffic: Traffic | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream (engine parameter, its shard of the engine rank that equals this tensor-parallel
-    rank), without any of its peers.
+    """Stream (engine parameter, its shard for the engine rank of this tensor-parallel rank's
+    number), without involving other tensor-parallel ranks.
 
     A collective over pipeline stages only. Without stages the shards are views of the parameters
-    where the layouts are one. Raises ValueError unless `rollout_tp` is the trainer's
-    tensor-parallel size.
+    where the layouts agree. Raises ValueError unless `rollout_tp` is the trainer's tensor-parallel
+    size.
     """
     if rollout_tp != plan.groups.tp.size():
         raise ValueError(
@@ -255,7 +257,7 @@ def aligned(
 
 def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`flat` of every rank, one after the other, in `gathered`, which is returned."""
-    # torch 2.13 warns of the name that 2.11 knows.
+    # torch 2.13 warns about the name that 2.11 has.
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     collective(gathered, flat, group=group)
     return gathered
@@ -265,8 +267,8 @@ def measure_bound(plan: ReshardPlan) -> float:
     """GB/s of this rank's plain broadcast over pipeline stages and all-gather over tensor-parallel
     ranks, of a buffer like the largest bucket.
 
-    What no sync over these links can exceed by more than noise; 0 if nothing has to move.
-    Collective over both groups.
+    No sync over these links can be faster by more than noise; 0 if nothing has to move. Collective
+    over both groups.
     """
     tp, pp = plan.groups.tp, plan.groups.pp
     largest = max(plan.buckets, key=lambda bucket: bucket.num_bytes)
@@ -287,8 +289,8 @@ def measure_bound(plan: ReshardPlan) -> float:
 
 
 def _unique(entries: Iterable[Entry]) -> list[Entry]:
-    """Sorted; of weights that several stages hold, as the tied embedding, the copy of the first
-    stage.
+    """Sorted; of a weight that several stages hold, such as the tied embedding, the first stage's
+    copy.
     """
     first: dict[tuple[str, ...], Entry] = {}
     for entry in sorted(entries, key=Entry.order):

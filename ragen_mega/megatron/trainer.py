@@ -39,8 +39,9 @@ from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
 PerToken = Callable[[Microbatch, Tensor], Tensor]
 """(microbatch, model output) -> [T] float32"""
 Loss = Callable[[Microbatch, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(microbatch, model output) -> scalar loss, [M] float32 sums of metrics, [T] float32 of the
-pass"""
+"""(microbatch, model output) -> scalar loss, [M] float32 sums of metrics, [T] float32 per-token
+values
+"""
 
 
 class Trainer:
@@ -71,7 +72,7 @@ class Trainer:
             ),
             module,
         )
-        # gradients leave in the backward pass of the last microbatch
+        # gradients are reduced during the backward pass of the last microbatch
         module.config.no_sync_func = self.model.no_sync
         module.config.finalize_model_grads_func = _sum_gradients
         min_lr = lr if train.lr_decay == "constant" else 0.0
@@ -145,10 +146,11 @@ class Trainer:
         self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: str = "token-mean"
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
         """One optimizer step on a loss that `mode` aggregates. Returns the metric sums [M] over the
-        batch, the loss first, the [T] of the pass, equal on every rank, and what the update did.
+        batch, the loss first, the per-token values [T] of the pass, equal on every rank, and
+        metrics of the update.
 
-        `grad_norm` is that before clipping. A loss or gradient that is not finite leaves weights
-        and optimizer as they are, on all ranks; then it is nan, and `skipped` 1.
+        `grad_norm` is the norm before clipping. A loss or gradient that is not finite leaves
+        weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
         """
         self.memory.require("parameters", "gradients", "optimizer")
         self.model.train()
@@ -208,8 +210,8 @@ class Trainer:
     def _exchange(
         self, batch: TokenBatch, parts: list[list[int]], results: list[Any], num_metrics: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Metric sums [M], the square of the gradient norm [1] and the values [T] of a pass, from
-        and for all ranks. The host waits for the device once.
+        """Metric sums [M], the square of the gradient norm [1] and the values [T] of a pass,
+        exchanged among all ranks. The host waits for the device once.
         """
         found = self._squared_norm()
         index = torch.tensor([num_metrics])
@@ -230,8 +232,8 @@ class Trainer:
         return microbatches(batch, self.max_tokens, share, num_stages=self.groups.pp.size())
 
     def _microbatches(self, batch: TokenBatch, parts: list[list[int]]) -> list[Microbatch]:
-        """The microbatches of one pass. In a pipeline they have one size: stages need not tell each
-        other shapes, and all wait for the longest anyway.
+        """The microbatches of one pass. In a pipeline all have one size: stages then need not
+        exchange shapes, and they wait for the longest anyway.
         """
         multiple = self.alignment
         if self.groups.pp.size() > 1:
@@ -284,7 +286,7 @@ class Trainer:
             mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
             for position, main in enumerate(mains):
                 name = f"{index}.{position}"
-                # of a float32 parameter it is (a part of) the parameter itself
+                # for a float32 parameter this is (a part of) the parameter itself
                 yield "optimizer", f"{name}.main", main
                 for key, value in optimizer.optimizer.state.get(main, {}).items():
                     if isinstance(value, Tensor) and value.dim():  # the number of steps stays
@@ -300,9 +302,7 @@ class Trainer:
 def _joined(
     batch: TokenBatch, parts: Sequence[Sequence[int]], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Positions in the batch of all microbatches' trajectories, and their values, without those of
-    the padding.
-    """
+    """Batch positions of all microbatches' trajectories, and their values, without padding."""
     positions = [batch.positions(ids) for ids in parts]
     real = [one[: len(at)].float() for at, one in zip(positions, values)]
     return torch.cat(positions), torch.cat(real)

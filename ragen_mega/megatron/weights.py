@@ -121,9 +121,9 @@ def export_shards(
     """Stream (SGLang's name, shard of rank `part.rank` of `part.size`), by the path that moves the
     least.
 
-    A collective over pipeline stages, and over tensor-parallel ranks unless every rank is to have
-    the engine's shard of its own number; then nothing moves over them. Raises ValueError where the
-    model cannot be cut so.
+    A collective over pipeline stages, and over tensor-parallel ranks unless every rank takes the
+    engine's shard of its own number, in which case nothing moves over those. Raises ValueError
+    where the model cannot be cut that way.
     """
     plan, parameters = reshard_plan(model, groups), dict(model.named_parameters())
     if part.size == groups.tp.size():

@@ -1,8 +1,8 @@
-"""Behaviour cloning of a scripted player, so that reinforcement learning starts from the format and
-true thoughts.
+"""Behaviour cloning of a scripted player, so that reinforcement learning starts from the right
+format and true thoughts.
 
-The scripted player's actions are as good as chance (or as `skill` says): what is cloned is how to
-answer and how to describe the state, never how to play.
+The scripted player acts at random (or as well as `skill` says): what is cloned is how to answer and
+how to describe the state, not how to play.
 """
 
 import queue
@@ -29,7 +29,7 @@ from ragen_mega.warm_start.scripted import check_skill, scripted_response
 FitStep = Callable[[TokenBatch], dict[str, float]]
 """One optimizer step on a minibatch, cloning or value regression -> its metrics."""
 NUM_PLAYERS = 64
-"""Episodes of environments that take time which are played at a time."""
+"""Episodes played at a time in environments that are not instant."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class ScriptedEpisode:
 
     seed: int
     messages: list[Message] = field(default_factory=list)
-    """The first; none if the environment could not begin."""
+    """The first messages; none if the environment could not begin."""
     tools: list[dict[str, Any]] | None = None
     turns: list[tuple[str, TurnResult]] = field(default_factory=list)
     """What the player said, and what it led to."""
@@ -86,9 +86,9 @@ def scripted_episodes(
 ) -> Iterator[ScriptedEpisode]:
     """The first `max_turns` turns (None: all) of scripted episodes, in order of their seeds.
 
-    Environments that are not instant play many at a time, within `timeout` seconds a call, and are
-    used again. Raises ValueError if the environment cannot be built or none of the first episodes
-    has a turn.
+    Environments that are not instant play many episodes at a time, with `timeout` seconds per call,
+    and are reused. Raises ValueError if the environment cannot be built or none of the first
+    episodes has a turn.
     """
     first = _Player(make_episode, timeout)
     kind = type(first.episode.environment).__name__
@@ -134,7 +134,7 @@ def scripted_texts(
     """Everything that is said in scripted episodes, one string per message: the corpus of the
     tokenizer.
     """
-    # The chat template's words, as frequent as they will be.
+    # The chat template's words, as often as they will occur.
     texts = ["system\nuser\nassistant\n"] * len(seeds)
     for played in scripted_episodes(make_episode, seeds, skill=skill, timeout=timeout):
         texts.extend(message.content for message in played.messages)
@@ -172,7 +172,7 @@ def fit(
     report: Callable[[dict[str, float]], None],
 ) -> None:
     """Take `num_steps` optimizer steps over the trajectories of `batch`, in as many passes as that
-    needs.
+    takes.
     """
     generator = torch.Generator().manual_seed(seed)
     passes = -(-num_steps * batch_size // batch.num_trajectories) + 1

@@ -2,7 +2,7 @@
 `skill` says otherwise.
 
 A thought states facts and relations that the state implies, as the environment's narrator tells
-them; it never says which action is best. What to make of the facts is left to reinforcement
+them; it never says which action is best. What to do with the facts is left to reinforcement
 learning. Without a narrator the thought repeats the observation, shortened.
 """
 
@@ -57,7 +57,7 @@ def check_skill(environment: Environment, skill: float) -> None:
 
 
 def narration_note(name: str, episode: Episode) -> str | None:
-    """One line where the thoughts about an environment are no narrator's."""
+    """One line if the thoughts about an environment come from no narrator, else None."""
     if not episode.config.think or getattr(episode.environment, "narrator", None) is not None:
         return None
     drawn = "uniformly drawn actions" if is_drawn(episode) else "any word of the observation"

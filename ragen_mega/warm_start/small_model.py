@@ -1,5 +1,5 @@
-"""Runs without --load: the small model, its tokenizer, and what imitating scripted play makes of
-it.
+"""Runs without --load: the small model, its tokenizer, and its warm start by imitating scripted
+play.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,7 @@ from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 WARM_START, WARM_START_CRITIC = "warm_start", "warm_start_critic"
-"""Subdirectories of a run without --load: what cloning made of the small model in `base`, and the
-critic of that.
+"""Subdirectories of a run without --load: the small model in `base` after cloning, and its critic.
 """
 WARM_START_SEEDS = 100_000
 """First prompt seed of scripted play: above the evaluation sets, below training."""
@@ -103,7 +102,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
         vocabulary += getattr(environment, "vocabulary", ())
         calls.close(environment)
     tokenizer = train_tokenizer(texts, vocabulary=vocabulary)
-    # So that no layout needs padded vocabulary rows.
+    # Rounded so that no layout needs padded vocabulary rows.
     rows = config.parallel.tensor_model_parallel_size * 8
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
     hf.eos_token_id, hf.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -121,7 +120,7 @@ def warm_start(
 ) -> Start:
     """Clone the scripted player from the model in `base`. Collective.
 
-    First turns come first: in a short context the facts of the state are found several times
+    First turns are cloned first: in a short context the facts of the state are found several times
     faster, and what is learned there carries over to later turns.
     """
     warm = config.warm_start

@@ -1,8 +1,8 @@
 """Imported before torch: torch finds CUDA devices, Transformer Engine its native module, and Triton
 interprets.
 
-The number of devices is RAGEN_FAKE_CUDA. Nothing heavy is imported here: every Python of a job
-comes by, also those that never import torch.
+The number of devices is RAGEN_FAKE_CUDA. Nothing heavy is imported here: every Python process of a
+job passes through here, even those that never import torch.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ class _StandIn(MetaPathFinder):
 
 
 class _NoExport(ModuleType):
-    """Transformer Engine's operators for ONNX, which it imports always and this project never uses:
+    """Transformer Engine's ONNX operators, which it always imports and this project never uses;
     their own imports are large.
     """
 
@@ -70,7 +70,7 @@ class _NoExport(ModuleType):
 
 
 def _load_device() -> None:
-    """torch asks once, while it is imported, what there is of CUDA."""
+    """torch looks for CUDA once, while it is imported."""
     importlib.import_module(Path(build.DEVICE).stem)
 
 
@@ -99,7 +99,7 @@ def _in_plain_torch(dispatch: ModuleType) -> None:
 def _activate() -> None:
     if reason := build.obstacle():
         print(f"error: RAGEN_FAKE_CUDA is set, and {reason}", file=sys.stderr)
-        os._exit(2)  # Python takes an exception here for a fault of its own
+        os._exit(2)  # Python would take an exception here for a fault of its own
     libraries = build.libraries()
     ctypes.CDLL(str(libraries / build.ACCELERATOR), mode=ctypes.RTLD_GLOBAL)
     sys.path.append(str(libraries))  # of the extension module
@@ -109,7 +109,7 @@ def _activate() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # triton decides while it is imported
         sys.meta_path.insert(0, _Around("triton", _interpret))
     if transformer_engine := build.transformer_engine():
-        os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it then looks for no native library
+        os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it then does not look for native libraries
         sys.path.append(str(transformer_engine))
         sys.meta_path.insert(0, _StandIn())
         export = "transformer_engine.pytorch.onnx_extensions"

@@ -1,8 +1,8 @@
 """The libraries of the fake device, made once for each version of torch, and Transformer Engine's
-Python: `python tests/fake_cuda/build.py`. What is made lies in `build/fake_cuda/`.
+Python: `python tests/fake_cuda/build.py`. The results are in `build/fake_cuda/`.
 
-Prints why where it cannot be: no compiler, a torch that has CUDA already, no package index. The
-tests that need it then skip.
+Prints the reason where that is impossible: no compiler, a torch that has CUDA already, no package
+index. The tests that need it then skip.
 """
 
 import hashlib
@@ -108,7 +108,7 @@ def fetch_transformer_engine() -> None:
 def _made(target: Path) -> Iterator[Path | None]:
     """A new folder that becomes `target` when all has gone well, None if `target` is there.
 
-    Whoever comes second at the same time works in vain and takes what the first has made.
+    Of two that run at the same time, the second discards its work and takes the first one's.
     """
     if target.exists():
         yield None

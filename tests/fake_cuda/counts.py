@@ -31,7 +31,7 @@ def one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Counts:
-    """Of the code inside `counted()`, once it has been left."""
+    """The counts for the code inside `counted()`, complete once it is left."""
 
     synchronizations: int = 0
     operations: int = 0
@@ -41,14 +41,14 @@ class Counts:
     to_host: int = 0
     """Bytes copied to the host."""
     peak: int = 0
-    """Bytes allocated at once at most, above those at the beginning."""
+    """Most bytes allocated at any one time, above those at the start."""
     sites: Counter[str] = field(default_factory=Counter)
     """Why and where the host waited -> how often: the nearest lines outside torch."""
 
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Count inside; not to be nested."""
+    """Count inside; it cannot be nested."""
     result = Counts()
 
     def note(reason: str) -> None:

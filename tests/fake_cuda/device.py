@@ -56,7 +56,7 @@ def install() -> None:
         for name, value in {**_DEVICES, **_MEMORY, **_STREAMS, **_RANDOM}.items():
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, value)
-    # functions of their own: torch's compiler refuses one that stands under two names
+    # separate functions: torch's compiler refuses one that is known under two names
     torch._C._cuda_setDevice = lambda device: set_device(device)
     torch._C._cuda_getDevice = lambda: native.get_device()
     torch._C._cuda_getDeviceCount = lambda: NUM_DEVICES
@@ -64,7 +64,7 @@ def install() -> None:
     torch.cuda.nccl.version = lambda: (2, 28, 3)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: None)
-    # what a compiler would fuse is pointwise here, so one kernel
+    # what the compiler would fuse is pointwise here, so it counts as one kernel
     torch.compile = lambda function=None, *args, **options: (
         one_operation if function is None else one_operation(function)
     )
@@ -74,8 +74,8 @@ def install() -> None:
 
 
 def _install_attention() -> None:
-    """16-bit attention takes the flash kernel, as on CUDA: torch's own choice for a device whose
-    kernels are not there is the quadratic one.
+    """16-bit attention takes the flash kernel, as on CUDA; for a device without kernels torch
+    itself would choose the quadratic one.
     """
     attend = torch.nn.functional.scaled_dot_product_attention
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -123,7 +123,7 @@ def _index(device: Any) -> int:
 
 
 def set_device(device: Any) -> None:
-    """As torch.cuda's; an index of no device raises."""
+    """As torch.cuda's; raises if there is no such device."""
     if _index(device) >= NUM_DEVICES:
         raise RuntimeError("CUDA error: invalid device ordinal")
     native.set_device(_index(device))
@@ -366,7 +366,7 @@ def _is_nccl(group: dist.ProcessGroup | None) -> bool:
 
 
 def _install_nccl() -> None:
-    """Groups over "nccl" become groups over gloo, of which it is known that NCCL was meant."""
+    """Groups over "nccl" become groups over gloo, which remember that NCCL was meant."""
     init_process_group, new_group, destroy = (
         dist.init_process_group,
         dist.new_group,
@@ -432,7 +432,9 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _checked(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """NCCL takes tensors of the device and gloo, as this project uses it, those of the host."""
+    """Check that NCCL gets tensors on the device and gloo, as this project uses it, those on the
+    host.
+    """
 
     def checked(*args: Any, **options: Any) -> Any:
         groups = [value for value in args if isinstance(value, dist.ProcessGroup)]

@@ -8,7 +8,9 @@ from tests.fake_cuda.counts import one_operation
 
 
 def in_plain_torch(dispatch: ModuleType) -> None:
-    """The interpreter takes milliseconds for each program, which whole steps have not."""
+    """Use plain torch, because the interpreter's milliseconds per program are too slow for whole
+    steps.
+    """
     dispatch.KERNEL_DEVICES.clear()
     for name, function in list(vars(dispatch).items()):
         if hasattr(function, "__wrapped__"):

@@ -1,5 +1,5 @@
-"""What needs a CUDA device, on the fake one: the tests of `tests/cuda` and those marked `gpu`, each
-group in one process of its own, because torch must find the device when it is imported.
+"""Tests that need a CUDA device, on the fake one: the tests of `tests/cuda` and those marked `gpu`,
+each group in one process of its own, because torch must find the device when it is imported.
 """
 
 import json
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    """For a process that finds so many CUDA devices, and for those that it starts."""
+    """For a process that finds this many CUDA devices, and for those that it starts."""
     paths = (build.HERE / "startup", ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH"))
     return os.environ | {
         "RAGEN_FAKE_CUDA": str(num_devices),
@@ -67,7 +67,7 @@ def test_passes_on_the_fake_device(group: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_gpu_check_trains(tmp_path: Path) -> None:
-    """The script as on the day: its own environment, ranks by torchrun, three steps in each
+    """The script as it runs on a GPU: its own environment, ranks by torchrun, three steps in each
     precision from the warm start to the export, a report.
     """
     done = subprocess.run(

@@ -28,11 +28,11 @@ _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 class _Layer:
     """Matrices are transposed: views of the stored [out, in]."""
 
-    qkv: Tensor  # [hidden, (heads + 2 * kv_heads) * d], behind the input norm
+    qkv: Tensor  # [hidden, (heads + 2 * kv_heads) * d], after the input norm
     qkv_bias: Tensor | None
     qk_norm: tuple[Tensor, Tensor] | None  # of q and of k, [d]
     output: Tensor  # [heads * d, hidden]
-    gate_up: Tensor  # [hidden, 2 * intermediate], behind the post-attention norm
+    gate_up: Tensor  # [hidden, 2 * intermediate], after the post-attention norm
     down: Tensor  # [intermediate, hidden]
 
 
@@ -64,8 +64,8 @@ class Decoder:
 
     Rows of q and k are reordered so that the two halves which a rotary embedding mixes are
     neighbours: a rotation is then one complex product. Scores do not change, because q and k are
-    reordered alike. The weights of the norms are multiplied into the columns of the matrices behind
-    them, so that a norm has only its division left.
+    reordered alike. The norms' weights are multiplied into the columns of the matrices that follow
+    them, so that only a norm's division is left.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Decoder:
         received = _receive(shape, weights, dtype)
         self.embedding = received[_EMBEDDING]
         self.head = received[_HEAD]
-        # Not in the head: that may be the embedding.
+        # Not into the head, which may be the embedding.
         self._norm = received["model.norm.weight"] * shape.hidden_size**0.5
         self._norm_floor, self._qk_norm_floor = (
             torch.tensor((size * shape.rms_norm_eps) ** 0.5, dtype=dtype)
@@ -110,7 +110,7 @@ class Decoder:
 
         def stack(kind: str) -> Tensor:
             q, k, v = (received[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
-            # With q norm the scale belongs behind the norm.
+            # With a q norm the scale comes after the norm.
             q = _pair_halves(q, shape.num_heads) * (1.0 if has_qk_norm else scale)
             return torch.cat([q, _pair_halves(k, shape.num_kv_heads), v])
 
@@ -119,7 +119,7 @@ class Decoder:
             q_norm, k_norm = (
                 _pair_halves(received[f"{prefix}self_attn.{x}_norm.weight"], 1) for x in "qk"
             )
-            # sqrt(d) of the norm; of q it meets the scale.
+            # The norm's sqrt(d); for q it cancels against the scale.
             qk_norm = (q_norm, k_norm * shape.head_dim**0.5)
         gate_up = torch.cat(
             [received[f"{prefix}mlp.gate_proj.weight"], received[f"{prefix}mlp.up_proj.weight"]]
@@ -149,8 +149,8 @@ class Decoder:
         """tokens [T], positions [T] -> hidden states before the final norm [T, hidden], or of the
         `wanted` tokens [W].
 
-        In the last layer only wanted tokens are queries: of the others nothing but keys and values
-        is needed. `workspace` is for T tokens, and new if None.
+        In the last layer only wanted tokens are queries: of the others only keys and values are
+        needed. `workspace` is for T tokens; None makes a new one.
         """
         work = workspace or self.workspace(tokens.shape[0])
         torch.index_select(self._rotations, 0, positions, out=work.rotations)
@@ -205,7 +205,9 @@ def _pair_halves(rows: Tensor, heads: int) -> Tensor:
 def _receive(
     shape: ModelShape, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Copy the stream and check it: the model's tensors; a tied LM head may be among them."""
+    """Copy the stream and check that it holds the model's tensors; a tied LM head may be among
+    them.
+    """
     expected = expected_tensors(shape)
     wanted = expected | {_HEAD: expected[_EMBEDDING]}
     received = {

@@ -1,9 +1,9 @@
 """An in-process rollout engine for the CPU: incremental decoding over a batch that trajectories
 join and leave.
 
-Source of the scheduling: iteration-level batching of Orca (Yu et al., OSDI 2022). A turn costs its
-new tokens only: the cache of earlier turns stays with the session, and prompts that begin alike are
-computed once.
+Source of the scheduling: iteration-level batching of Orca (Yu et al., OSDI 2022). A turn costs only
+its new tokens: the cache of earlier turns stays with the session, and shared prefixes of prompts
+are computed once.
 """
 
 import asyncio
@@ -27,8 +27,9 @@ from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.rollout.engine import EngineCounts, RolloutEngine
 
 MAX_PATIENCE = 30.0
-"""Seconds that the engine stands still for answers from outside. One that takes longer counts when
-it comes, and what is sampled beside it may then differ in the last bits."""
+"""Seconds for which the engine pauses for answers from outside. A later answer is taken when it
+comes, and what is sampled alongside may then differ in the last bits.
+"""
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class _Request:
 
 class EmbeddedEngine(RolloutEngine):
     """Decodes up to `max_sessions` trajectories of up to `max_context` tokens at once; more
-    sessions wait. The cache is there as long as the engine is awake.
+    sessions wait. The cache exists while the engine is awake.
     """
 
     shard = None
@@ -82,7 +83,7 @@ class EmbeddedEngine(RolloutEngine):
         self._sessions: list[int] = []  # session of every slot in use
         self._waiting: dict[int, _Request] = {}  # by session, in order of arrival
         self._running: dict[int, _Request] = {}  # by session
-        self._absences: deque[_Absence] = deque()  # in order of their beginning
+        self._absences: deque[_Absence] = deque()  # in order of their start
         self._step = 0
         self._last_step = math.inf  # before the next `limit`
         self._stands_still: asyncio.Future[None] | None = None
@@ -130,8 +131,8 @@ class EmbeddedEngine(RolloutEngine):
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
     ) -> Completion:
-        """Sample what follows `tokens`. A context without room gives finish_reason "length", with
-        no token if full.
+        """Sample what follows `tokens`. A context that fills up gives finish_reason "length", with
+        no token if it was full already.
         """
         if self._decoder is None:
             raise RuntimeError(
@@ -157,11 +158,12 @@ class EmbeddedEngine(RolloutEngine):
                 self._forget(session)
 
     async def meanwhile(self, answer: Coroutine[Any, Any, T]) -> T:
-        """What `answer` comes to, once nobody is left to decode, whenever it really came.
+        """The result of `answer`, handed over once nobody is left to decode, whenever it really
+        came.
 
-        Others are decoded meanwhile, and what they are decoded with does not depend on the speed of
-        the answer, and so not their log-probabilities to the bit either. With nothing left to do
-        the engine waits for all answers together, so that slow ones take their time at once.
+        Others are decoded meanwhile. What shares a batch, and so every log-probability to the bit,
+        does not depend on the speed of the answer. With nothing left to do the engine waits for all
+        answers together, so that slow ones overlap.
         """
         absence = _Absence(
             asyncio.ensure_future(answer), asyncio.get_running_loop().create_future()
@@ -177,7 +179,7 @@ class EmbeddedEngine(RolloutEngine):
                 self._absences.remove(absence)
 
     def limit(self, steps: int | None) -> asyncio.Future[None]:
-        """Done after so many more steps, with the engine standing still until the next call."""
+        """Done after that many more steps; the engine then pauses until the next call."""
         self._last_step = math.inf if steps is None else self._step + steps
         self._stands_still = asyncio.get_running_loop().create_future()
         if self._waiting or self._running or self._absences:
@@ -186,7 +188,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def release(self, session: int) -> None:
         """Free the session's slot; a completion in progress is cancelled. Unknown sessions are
-        released already.
+        ignored.
         """
         self._forget(session)
         slot = self._slot_of.pop(session, None)
@@ -265,7 +267,9 @@ class EmbeddedEngine(RolloutEngine):
                 return
 
     def _end_absences(self, *, overdue: bool) -> None:
-        """Let those go on whose answer has come, in order; the others are overdue from now on."""
+        """Among those already overdue, or those not yet (`overdue`), resume those whose answer has
+        come, in order; the rest are overdue from now on.
+        """
         for absence in [one for one in self._absences if one.is_overdue == overdue]:
             absence.is_overdue = True
             if not absence.answer.done():
@@ -275,8 +279,8 @@ class EmbeddedEngine(RolloutEngine):
                 absence.is_over.set_result(None)
 
     def _admit(self) -> bool:
-        """Prefill every waiting request that has or finds a slot, equal beginnings first computed
-        once.
+        """Prefill every waiting request that has or finds a slot; shared beginnings are computed
+        once, first.
         """
         admitted: list[_Request] = []
         for session, request in list(self._waiting.items()):

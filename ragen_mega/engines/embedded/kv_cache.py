@@ -20,9 +20,9 @@ from ragen_mega.models.shape import ModelShape
 _MIN_SHARED = 16
 """Shorter prefixes are not worth the extra operations."""
 _READ_COST = 8.0
-"""Reading one key from memory costs about as much time as this many scores of it."""
+"""Reading one key from memory takes about as long as computing this many scores with it."""
 _FIRST_WIDTH, _WIDTH_STEP = 256, 64
-"""Positions that a row of keys holds at first, and the multiple that it grows to."""
+"""Positions that a row of keys holds at first, and the step in which it grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class SharedPrefix:
 class _Padding:
     """Packed queries [T] <-> padded to the longest of m rows [m, Lq]."""
 
-    sources: Tensor  # [m * Lq] the packed query of every place, any for a place that is padding
+    sources: Tensor  # [m * Lq] the packed query of every place; arbitrary where a place is padding
     places: Tensor  # [T] the place of every packed query
     mask: Tensor  # [m, 1, 1, Lq, Lk] -inf where a query must not look
 
@@ -62,7 +62,9 @@ class _Padding:
         num_keys: int,
         dtype: torch.dtype,
     ) -> Self:
-        """Row i has counts[i] queries; one sees the keys up to its last_key [T], of `num_keys`."""
+        """Row i has counts[i] queries; each sees the keys up to its last_key [T], out of
+        `num_keys`.
+        """
         num_rows, longest = len(counts), int(counts.max())
         row = np.repeat(np.arange(num_rows), counts)
         query = np.arange(len(row))
@@ -138,7 +140,7 @@ class KVCache:
     def prefill(
         self, rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> Attend:
-        """Attention of packed new tokens: rows [m] gain counts [m] tokens behind their first starts
+        """Attention of packed new tokens: rows [m] gain counts [m] tokens after their first starts
         [m] positions.
 
         Queries may be those of all new tokens, or of the last one of every row.
@@ -146,7 +148,7 @@ class KVCache:
         ends = starts + counts
         end, seen = int(ends.max()), int(starts.min())  # every query sees the keys before `seen`
         self._reserve(end)
-        # From the place among the packed tokens to the position.
+        # From place among the packed tokens to position.
         offsets = starts - (counts.cumsum() - counts)
         positions = np.arange(int(counts.sum())) + np.repeat(offsets, counts)
         every = _Padding.of(counts, positions - seen, end - seen, self._dtype)
@@ -156,7 +158,7 @@ class KVCache:
         has_key = np.arange(self._max_context) < ends[:, None]
         self._mask.numpy()[rows, 0] = np.where(has_key, 0.0, -np.inf)
         run = slice(int(rows[0]), int(rows[0]) + len(rows))
-        # Rows that follow each other need not be copied together.
+        # Consecutive rows need not be gathered into a copy.
         is_run = np.array_equal(rows, np.arange(run.start, run.stop))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -257,7 +259,7 @@ def _sorted_by_prefix(token_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], 
     """An order [n] that puts equal prefixes next to each other, and how much neighbours share [n -
     1].
     """
-    raw = [row.tobytes() for row in token_ids]  # any total order of whole tokens will do
+    raw = [row.tobytes() for row in token_ids]  # any total order on whole tokens will do
     order = np.array(sorted(range(len(raw)), key=raw.__getitem__), dtype=np.int64)
     return order, shared_length(token_ids[order[1:]], token_ids[order[:-1]])
 

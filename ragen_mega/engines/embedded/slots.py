@@ -2,7 +2,7 @@
 over them.
 
 Everything about a token is addressed by its position in the trajectory, so a step is a handful of
-tensor operations over all rows and nothing is done per row but at the end of a completion.
+tensor operations over all rows and work per row is only done at the end of a completion.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class _Suffix(NamedTuple):
 
 
 class _Rows:
-    """What is known of every slot; the first index is the slot. Tokens live at their position in
+    """What is known about every slot; the first index is the slot. Tokens live at their position in
     the trajectory.
 
     Arrays, not tensors: a step touches a few numbers per row, and small tensor operations cost
@@ -53,7 +53,7 @@ class _Rows:
     """
 
     def __init__(self, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> None:
-        places = (num_slots, max_context + 1)  # the last column takes what rows at rest sample
+        places = (num_slots, max_context + 1)  # the last column takes what idle rows sample
         real = np.float64 if dtype == torch.float64 else np.float32
         self.ids = np.zeros(places, dtype=np.int64)
         self.logprobs = np.zeros(places, dtype=real)
@@ -62,7 +62,7 @@ class _Rows:
         self.prompt_length = np.zeros(num_slots, dtype=np.int64)
         # Tokens whose keys are cached, and the position of the token that is fed next.
         self.length = np.zeros(num_slots, dtype=np.int64)
-        # The completion ends when the trajectory has so many tokens.
+        # The completion ends when the trajectory has this many tokens.
         self.limit = np.zeros(num_slots, dtype=np.int64)
         self.running = np.zeros(num_slots, dtype=np.bool_)
         self.inverse_temperature = np.ones(num_slots, dtype=real)
@@ -87,7 +87,7 @@ class SlotTable:
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
         self._num_slots = 0
         self.computed_tokens = 0
-        """Of prompts so far; the others were in the cache."""
+        """Prompt tokens computed so far; the others were in the cache."""
         self._workspace: Workspace | None = None
         self._prefix: SharedPrefix | None = None
         self._prefix_is_stale = True
@@ -110,7 +110,7 @@ class SlotTable:
 
     @torch.inference_mode()
     def decode(self, decoder: Decoder) -> list[tuple[int, Completion]]:
-        """One token for every running slot; the completions that it ended."""
+        """Decode one token for every running slot. Returns the completions that end with it."""
         rows, num_rows = self._rows, self._num_slots
         if self._prefix_is_stale:
             self._prefix = self._cache.share(rows.ids[:num_rows], int(rows.length[:num_rows].min()))
@@ -124,7 +124,7 @@ class SlotTable:
         hidden = decoder.forward(
             tokens, torch.from_numpy(positions), attend, workspace=self._workspace
         )
-        # Rows at rest are computed along and change nothing: their token is fed again when their
+        # Idle rows are computed too, which changes nothing: their token is fed again when their
         # next turn comes.
         rows.length[:num_rows] += rows.running[:num_rows]
         return self._accept(index, decoder.logits(hidden))
@@ -133,8 +133,8 @@ class SlotTable:
     def prefill(
         self, decoder: Decoder, requests: list[Prefill], *, num_slots: int
     ) -> list[tuple[int, Completion]]:
-        """Compute what is new of the requests, sample their first tokens; the completions that end
-        with them.
+        """Compute the new tokens of the requests and sample their first. Returns the completions
+        that end with it.
         """
         self._prefix_is_stale |= num_slots != self._num_slots
         self._num_slots = num_slots
@@ -164,8 +164,8 @@ class SlotTable:
         return finished
 
     def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
-        """What to compute now, and the requests that wait because another one's row will hold their
-        beginning.
+        """What to compute now, and the requests that wait because another's row will hold their
+        prefix.
         """
         suffixes, deferred = [], []
         ids, length = self._rows.ids[: self._num_slots], self._rows.length[: self._num_slots]
@@ -182,7 +182,7 @@ class SlotTable:
                 if np.minimum(shared, planned).max() >= cached + _MIN_COPIED:
                     deferred.append(request)
                     continue
-            start = min(cached, num_tokens - 1)  # the last one's logits are needed in any case
+            start = min(cached, num_tokens - 1)  # the last token's logits are always needed
             if source != slot:
                 self._cache.copy_row(source, slot, start)
             self._begin(request)
@@ -208,7 +208,7 @@ class SlotTable:
         rows.stops[slot, list(sampling.stop_token_ids)] = True
 
     def _accept(self, index: NDArray[np.int64], logits: Tensor) -> list[tuple[int, Completion]]:
-        """Sample from logits [m, V] into slots index [m]; the completions that end here."""
+        """Sample from logits [m, V] into slots index [m]. Returns the completions that end here."""
         rows = self._rows
         running = rows.running[index]
         positions = np.where(running, rows.length[index], self._max_context)
@@ -245,8 +245,7 @@ class SlotTable:
 def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:
     """Split into passes of similar counts, so that padding to the longest of a pass stays small.
 
-    What is too long for one pass is taken apart; its parts come in order and each has a pass of its
-    own.
+    A suffix too long for one pass is split; its parts come in order, each in a pass of its own.
     """
     chunk: list[_Suffix] = []
     for suffix in sorted(suffixes, key=lambda suffix: suffix.count, reverse=True):

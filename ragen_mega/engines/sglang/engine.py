@@ -3,7 +3,7 @@ in, tokens out. The ranks that share a server have one engine and followers.
 
 Every completion is a request of its own, so that each trajectory advances at its own pace; SGLang
 batches what is there and its radix cache keeps earlier turns and common prompts. A server that dies
-or hangs is replaced and what it owed asked again.
+or hangs is replaced and its open requests are sent again.
 """
 
 import enum
@@ -31,13 +31,13 @@ from ragen_mega.rollout.engine import (
 )
 
 _MAX_RESTARTS = 3
-"""In a row, with no completion in between."""
+"""Consecutive restarts, with no completion in between."""
 _MEMORY = ("kv_cache", "weights", "cuda_graph")
 _FLUSH_SECONDS = 600
 
 
 class _Stage(enum.IntEnum):
-    """What of the device the server has."""
+    """What the server holds in device memory."""
 
     ASLEEP = 0
     AWAKE = 1  # room for weights
@@ -78,15 +78,15 @@ class SGLangEngine(RolloutEngine):
         )
         self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
         self._stage = _Stage.ASLEEP
-        self._released: set[str] = set()  # memory of the device that the server has given back
+        self._released: set[str] = set()  # device memory that the server has given back
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
         self._requests = Requests(self.server.is_healthy, hang_timeout=settings.hang_timeout)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The server has memory of the device only inside: at first for weights, for
-        `load_weights`.
+        """The server has device memory only inside: at first only for the weights that
+        `load_weights` sends.
         """
         if self._stage is not _Stage.ASLEEP:
             raise RuntimeError(
@@ -105,7 +105,7 @@ class SGLangEngine(RolloutEngine):
         checksums that it holds them.
 
         It then waits for `start`. `again`: the same weights once more after a `pause`, because an
-        engine has lost them. The stream is consumed to its end also when the server fails, because
+        engine has lost them. The stream is consumed to its end even when the server fails, because
         other ranks take part in it. Raises ValueError unless exactly the expected names and shapes
         arrive, and EngineError if the server refuses them.
         """
@@ -117,7 +117,7 @@ class SGLangEngine(RolloutEngine):
             )
         self._stage = _Stage.AWAKE
         self.weight_version += not again
-        buckets = self._transfer.receive(weights)  # begins with the first bucket that is asked for
+        buckets = self._transfer.receive(weights)  # starts when the first bucket is asked for
         try:
             if again:
                 self._wake()
@@ -127,7 +127,7 @@ class SGLangEngine(RolloutEngine):
                 continue
             if not isinstance(error, ConnectionLost):
                 raise
-            # Without a copy of the weights whoever generates next finds none.
+            # Without a copy of the weights the next caller of `generate` finds none.
             self._replace(str(error))
         self._stage = _Stage.LOADED
 
@@ -151,8 +151,8 @@ class SGLangEngine(RolloutEngine):
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
     ) -> Completion:
-        """Sample what follows `tokens`. A context without room gives finish_reason "length", with
-        no token if full.
+        """Sample what follows `tokens`. A context that fills up gives finish_reason "length", with
+        no token if it was full already.
 
         Log-probabilities are after temperature, before top_p. Samples of a server that is not
         `deterministic` depend on the batch that they were drawn in and not on `sampling.seed`.
@@ -178,7 +178,7 @@ class SGLangEngine(RolloutEngine):
                     break
                 except ConnectionLost as error:
                     self.counts.reissued += 1
-                    # The first to notice; the others find a new server.
+                    # The first to notice restarts it; the others find a new server.
                     if num_starts == self.server.num_starts and not self._replace(str(error)):
                         raise WeightsLost(
                             f"the SGLang server was lost ({error}), and --weight-transfer ipc keeps"
@@ -210,7 +210,7 @@ class SGLangEngine(RolloutEngine):
 
     def _wake(self) -> None:
         if not self.server.num_starts:
-            self._start()  # once: what does not start the first time is set up wrongly
+            self._start()  # once: a server that fails its first start is set up wrongly
             return
         try:
             self._resume("weights")
@@ -227,7 +227,7 @@ class SGLangEngine(RolloutEngine):
         return True
 
     def _restart(self, why: str, weights: list[list[Message]]) -> None:
-        """A new server with these weights. Blocks: until it is there nobody can go on."""
+        """Start a new server with these weights. Blocks, since nobody can go on without it."""
         while True:
             self._restarts_in_a_row += 1
             if self._restarts_in_a_row > _MAX_RESTARTS:
@@ -243,16 +243,16 @@ class SGLangEngine(RolloutEngine):
                 why = str(error).partition("\n")[0]
 
     def _sleep(self) -> None:
-        """Release the device's memory; a server that cannot is stopped, and the next rollout starts
+        """Release the device memory; a server that cannot is stopped, and the next rollout starts
         another.
         """
         try:
             client = self.server.client
             client.call("POST", "/abort_request", {"abort_all": True})
-            # Waits for the end of what was cancelled: SGLang asserts that it is idle when it
+            # Waits until cancelled requests have ended: SGLang asserts that it is idle when it
             # releases memory.
             client.call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS}", {})
-            # SGLang does not expect to be asked for what it has released, and takes none for all.
+            # SGLang cannot release a part twice, and takes an empty list to mean all parts.
             if held := [part for part in _MEMORY if part not in self._released]:
                 with self._freed("weights" in held):
                     client.call("POST", "/release_memory_occupation", {"tags": held})
@@ -262,7 +262,7 @@ class SGLangEngine(RolloutEngine):
 
     @contextmanager
     def _freed(self, with_weights: bool) -> Iterator[None]:
-        """Raises EngineError unless the device has more free memory afterwards, as much as half of
+        """Raises EngineError unless the device has more free memory afterwards, by at least half of
         the weights that the server held: others may take some meanwhile.
         """
         if not (with_weights and self._settings.has_memory_saver):
@@ -285,8 +285,8 @@ class SGLangEngine(RolloutEngine):
         )
 
     def _resume(self, *parts: str) -> None:
-        """Take memory again that was released; SGLang does not expect to be asked for other. Raises
-        ConnectionLost, also where there is nothing to take.
+        """Take back memory that was released; SGLang cannot resume a part that was not. Raises
+        ConnectionLost, even where there is nothing to take.
         """
         client = self.server.client
         if tags := self._released & {*parts}:
@@ -295,7 +295,7 @@ class SGLangEngine(RolloutEngine):
 
 
 class SGLangFollower(RolloutEngine):
-    """Goes along with the `SGLangEngine` of the first rank of `group`, which starts and stops the
+    """Accompanies the `SGLangEngine` of the first rank of `group`, which starts and stops the
     server and frees the memory of all shards.
     """
 

@@ -24,9 +24,9 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""What config.json of such a model says."""
+"""What the config.json of such a model says."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_SMALLEST = 1e-12  # of a scale, for blocks of zeros
+_SMALLEST = 1e-12  # lower bound of a scale, for blocks of zeros
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,8 +56,8 @@ def quantize_stream(shards: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 
 
 def check_blocks(hf: PretrainedConfig, size: int) -> None:
-    """Raise ValueError unless no block of a weight that is cut over `size` ranks lies on two of
-    them, or in two of q, k, v.
+    """Raise ValueError if a block of a weight that is cut over `size` ranks would span two ranks,
+    or two of q, k, v.
     """
     query, key = head_rows(hf, 0, size)
     lengths = {

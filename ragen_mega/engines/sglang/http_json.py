@@ -1,5 +1,5 @@
-"""JSON over HTTP to a server on this machine: a coroutine for many requests at once, and a call
-that blocks. Connections are kept and used again.
+"""JSON over HTTP to a server on this machine: a coroutine for many requests at once, and a blocking
+call. Connections are reused.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class RequestRefused(EngineError):
 
 
 class JSONClient:
-    """Requests to one port of this machine under one key; proxies are not asked."""
+    """Requests to one port of this machine with one key, never through a proxy."""
 
     def __init__(self, port: int, api_key: str) -> None:
         self.port = port
@@ -34,9 +34,9 @@ class JSONClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # of the connections of `post`
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The decoded answer, however long it takes. Raises ConnectionLost without one and
-        RequestRefused for a status of 400 or more. What the server may have begun is not asked
-        twice.
+        """The decoded answer, however long it takes. Raises ConnectionLost if there is none and
+        RequestRefused for a status of 400 or more. A request that the server may have begun is not
+        sent twice.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
@@ -71,7 +71,7 @@ class JSONClient:
 
 
 async def _close_with_loop(client: httpx2.AsyncClient) -> AsyncIterator[None]:
-    """Begun in an event loop, which closes such generators, and so connections, when it ends."""
+    """Started in an event loop, whose end closes such generators, and so the connections."""
     try:
         yield
     finally:

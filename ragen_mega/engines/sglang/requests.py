@@ -1,5 +1,5 @@
-"""Completions of an SGLang server: what is asked, what must be true of the answer, and when it no
-longer comes.
+"""Completions of an SGLang server: what is sent, what must hold for the answer, and when to stop
+waiting for one.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _MAX_SEED = 2**31 - 1
 
 
 def request_body(tokens: list[int], sampling: SamplingParams, *, max_tokens: int) -> dict[str, Any]:
-    """What `/generate` takes."""
+    """The body of a request to `/generate`."""
     return {
         "input_ids": tokens,
         "return_logprob": True,
@@ -37,8 +37,8 @@ def read_completion(
 ) -> Completion:
     """The completion that `/generate` answered with.
 
-    Raises RuntimeError if it is none, or of other weights than `version`, and FloatingPointError
-    for non-finite numbers.
+    Raises RuntimeError if it is not a completion, or comes from other weights than `version`, and
+    FloatingPointError for non-finite numbers.
     """
     about = answer["meta_info"]
     reason = about["finish_reason"]
@@ -59,13 +59,13 @@ def read_completion(
         raise FloatingPointError(
             "the rollout engine computed non-finite logits: the weights have diverged"
         )
-    # SGLang says "length" of a stop token in the last place that was left.
+    # SGLang says "length" for a stop token in the last place that was left.
     stopped = tokens[-1:] and tokens[-1] in sampling.stop_token_ids
     return Completion(tokens, logprobs, "stop" if stopped else "length")
 
 
 class Requests:
-    """Requests to a server that may stop to work without ending."""
+    """Requests to a server that may hang instead of ending."""
 
     def __init__(self, is_healthy: Callable[[JSONClient], bool], *, hang_timeout: float) -> None:
         """A server from which nothing has come for `hang_timeout` seconds must be `is_healthy`,
@@ -77,7 +77,7 @@ class Requests:
         self._probe: asyncio.Task[bool] | None = None
 
     async def ask(self, client: JSONClient, body: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer. Raises ConnectionLost also when the server has stopped to work."""
+        """The server's answer. Raises ConnectionLost also when the server hangs."""
         request = asyncio.ensure_future(client.post("/generate", body))
         self._last_answer = time.monotonic()
         try:

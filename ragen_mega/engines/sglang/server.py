@@ -1,5 +1,5 @@
-"""The SGLang server as a subprocess: its own interpreter and environment, and no life beyond that
-of this process.
+"""The SGLang server as a subprocess: with its own interpreter and environment; it ends with this
+process.
 
 Nothing of SGLang is imported here, so that trainer and server may live in different virtual
 environments.
@@ -77,7 +77,7 @@ _RELIED_ON = (
     "api_key",
     "config",
 )
-"""What the server's parser calls the arguments that are the trainer's to choose."""
+"""The server's names of the arguments that only the trainer may choose."""
 _PARSE = """
 import argparse, json, sys
 from sglang.srt.server_args import ServerArgs
@@ -96,39 +96,41 @@ for file in set(maps):
 
 
 class ServerFailed(EngineError):
-    """The server does not run; the message ends with what it said last."""
+    """The server does not run; the message ends with the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a server needs to know. Raises ValueError where it could not start or serve."""
+    """Settings of a server. Raises ValueError for those with which it could not start or serve."""
 
     python: Path
-    """Interpreter of an environment that has SGLang; it need not be that of the trainer."""
+    """Interpreter of an environment that has SGLang; it need not be the trainer's."""
     directory: Path
     """Private folder for configuration, log and rendezvous; created if it is not there."""
     max_context: int
-    """Tokens of a trajectory."""
+    """Most tokens in a trajectory."""
     max_running_requests: int
     kv_cache_tokens: int
-    """Tokens that the key-value cache holds, of running requests and of earlier turns."""
+    """Tokens that the key-value cache holds, for running requests and earlier turns."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     tensor_parallel_size: int = 1
     fp8: bool = False
-    """Linear layers compute in blocks of FP8, for which SGLang needs a GPU."""
+    """Linear layers compute in FP8 with block scales, for which SGLang needs a GPU."""
     deterministic: bool = False
     """Samples depend on their seed alone; SGLang has this for its GPU attention backends only."""
     random_seed: int = 0
     start_timeout: float = 300.0
     hang_timeout: float = 60.0
-    """Seconds in which an idle server must generate one token for the health check."""
+    """Seconds within which an idle server must generate one token for the health check."""
     options: Mapping[str, _Option] = field(default_factory=dict)
-    """Further server arguments by their long names without dashes in front; True for a switch. They
-    win over those above.
+    """Further server arguments by their long names without leading dashes; True for a switch. They
+    override those above.
     """
     command_line: Sequence[str] = ()
-    """Further arguments as the server takes them, which win over all; see `check_command_line`."""
+    """Further arguments as on the server's command line, which override all others; see
+    `check_command_line`.
+    """
 
     def __post_init__(self) -> None:
         # Absolute, because the server works in another folder; not resolved, because a venv's
@@ -195,8 +197,8 @@ class ServerSettings:
         return self.device == "cuda" and bool(self.options.get("enable-memory-saver", True))
 
     def check_command_line(self) -> None:
-        """Raise ValueError unless the server's own parser takes `command_line`, and with it nothing
-        becomes other than the trainer relies on.
+        """Raise ValueError unless the server's own parser takes `command_line`, and it changes
+        nothing that the trainer relies on.
         """
         command = self.arguments(Path("model"), 1)
         ours = command[: len(command) - len(self.command_line)]
@@ -221,15 +223,15 @@ class ServerSettings:
             capture_output=True,
             text=True,
             env=self.environment(Path("none")),
-            cwd=self.python.parent,  # nothing of this folder is to be imported
+            cwd=self.python.parent,  # nothing is to be imported from the current folder
             check=False,
         )
 
     def link_cuda_runtime(self) -> Path:
         """A folder with the CUDA runtime that torch uses in the server's environment.
 
-        The memory saver is preloaded, for which the loader must find it; torch's wheels keep it to
-        themselves. Empty where torch has none of its own.
+        The memory saver is preloaded and needs this runtime, which the loader does not find inside
+        torch's wheels. The folder is empty where torch has none of its own.
         """
         folder = self.directory / "lib"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -240,8 +242,8 @@ class ServerSettings:
         return folder
 
     def environment(self, rendezvous: Path) -> dict[str, str]:
-        """Variables of the server: of the trainer's only what every program needs, no secrets, no
-        torchrun, no paths.
+        """The server's environment variables: of the trainer's only what every program needs, no
+        secrets, nothing of torchrun, no paths.
         """
         kept = {
             name: value
@@ -252,7 +254,7 @@ class ServerSettings:
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
             "SGLANG_HEALTH_CHECK_TIMEOUT": str(round(self.hang_timeout)),
-            # A file in place of a TCP store, which would listen on every interface.
+            # A file instead of a TCP store, which would listen on every interface.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{rendezvous}",
             "GLOO_SOCKET_IFNAME": "lo",
             # The trainer holds a part of the same GPU.
@@ -264,7 +266,7 @@ class ServerSettings:
             searched = [kept.get("LD_LIBRARY_PATH"), str(self.directory / "lib")]
             kept["LD_LIBRARY_PATH"] = ":".join(filter(None, searched))
         if self.device == "cpu" and self.tensor_parallel_size > 1:
-            # Else SGLang asks for one NUMA node for each of its ranks.
+            # Otherwise SGLang asks for one NUMA node per rank.
             cores = sorted(os.sched_getaffinity(0))
             bound = [str(cores[rank % len(cores)]) for rank in range(self.tensor_parallel_size)]
             kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
@@ -272,9 +274,7 @@ class ServerSettings:
 
 
 class SGLangServer:
-    """One server process, from `start` to `stop`; a stopped one starts again under another port and
-    key.
-    """
+    """One server process, from `start` to `stop`; a restart takes another port and key."""
 
     def __init__(
         self, settings: ServerSettings, model_config: PretrainedConfig, *, weights: Path
@@ -307,7 +307,7 @@ class SGLangServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that all others of the server stand below."""
+        """Of the root of the server's process tree."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> JSONClient:
@@ -399,7 +399,7 @@ def _write_model_config(
     values = config.to_dict() | {"eos_token_id": None, "bos_token_id": None}
     if fp8:
         values["quantization_config"] = QUANTIZATION_CONFIG
-    # The size of a table.
+    # It sets the size of a table.
     values["max_position_embeddings"] = max(values["max_position_embeddings"], context)
     values["architectures"] = [find_family(config.model_type).architecture]
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -407,8 +407,8 @@ def _write_model_config(
 
 
 def _copy_modules(directory: Path) -> None:
-    """What the server imports of this package: from its working directory, because its environment
-    need not have it, or has another version.
+    """Copy what the server imports of this package into its working directory, because its
+    environment may lack the package or have another version.
     """
     for module in (weight_loader, checksums):
         folder, (*packages, name) = directory, module.__name__.split(".")

@@ -26,9 +26,7 @@ _POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SHARED_MEMORY = Path("/dev/shm")
 _LEFT_BEHIND = ("sem.mp-", "sgl_shm_mq_", "sglang_loads_")
-"""Beginnings of the names of shared memory that SGLang removes when it ends, and cannot when it is
-killed.
-"""
+"""Prefixes of shared memory that SGLang removes when it ends, but cannot when it is killed."""
 
 
 def supervise(directory: str, command: list[str]) -> int:
@@ -39,7 +37,7 @@ def supervise(directory: str, command: list[str]) -> int:
     """
     owner = os.getppid()
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    # Orphans of the command come to this process, so that none is lost from its descendants.
+    # The command's orphans become children of this process, so that all stay its descendants.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in _SIGNALS:
         signal.signal(number, _leave)
@@ -68,7 +66,7 @@ def supervise(directory: str, command: list[str]) -> int:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    for number in _SIGNALS:  # `timeout` sends two, and the second must not end the killing
+    for number in _SIGNALS:  # `timeout` sends two, and the second must not interrupt the killing
         signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + signum)
 
@@ -83,8 +81,8 @@ def kill_descendants(root: int) -> None:
 
 
 def shared_memory(root: int) -> set[int]:
-    """Inodes of the shared memory in use below `root`; a semaphore is mapped under another name
-    than it is found by.
+    """Inodes of the shared memory in use below `root`; by inode, because a semaphore is mapped
+    under another name than its file has.
     """
     inodes = set()
     for pid in descendants(root):
@@ -96,7 +94,7 @@ def shared_memory(root: int) -> set[int]:
 
 
 def remove_left_behind(inodes: set[int]) -> None:
-    """Remove those files of shared memory that nobody else removes when their users are killed."""
+    """Remove the shared-memory files that nobody else removes when their users are killed."""
     for name in _LEFT_BEHIND:
         for file in _SHARED_MEMORY.glob(f"{name}*"):
             with suppress(FileNotFoundError):
@@ -106,7 +104,7 @@ def remove_left_behind(inodes: set[int]) -> None:
 
 def descendants(root: int) -> list[int]:
     """Processes below `root` that still run; zombies do not, but those below them may."""
-    # Not Process.children, which leaves out what seems older than `root` when the clock is set.
+    # Not Process.children, which leaves out what seems older than `root` after the clock was set.
     found = {process.pid: process.info for process in psutil.process_iter(["ppid", "status"])}
 
     def is_below(pid: int) -> bool:

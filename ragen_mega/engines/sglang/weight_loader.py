@@ -1,5 +1,5 @@
-"""Runs inside the SGLang server: takes the shards that the trainer has put into buckets, and proves
-that they arrived.
+"""Runs inside the SGLang server: loads the shards that the trainer has put into buckets, and
+verifies that they arrived.
 
 The server gets a copy of this file and of those that it imports, so it needs torch and numpy alone.
 SGLang calls `load` on every tensor-parallel rank, as the custom weight loader of
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from ragen_mega.data.checksums import check_names, checksum
 
 LOADER = f"{__name__}.load"
-"""By which SGLang finds it."""
+"""The name by which SGLang finds it."""
 ALIGNMENT = 16
-"""Bytes."""
+"""In bytes."""
 
 
 class Place(NamedTuple):
-    """Where a run of a parameter's elements stands in the bytes of a bucket."""
+    """Where a run of a parameter's elements lies in the bytes of a bucket."""
 
     offset: int
     dtype: str
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Of the bytes in the bucket; the next run begins at a multiple of ALIGNMENT."""
+        """Its end in the bucket, in bytes; the next run begins at a multiple of ALIGNMENT."""
         return self.offset + self.count * self._dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a bucket must hold; a JSON file of its own."""
+    """What a bucket must hold, written as a JSON file."""
 
     places: list[tuple[str, Place]]
     """By SGLang's names."""
@@ -80,7 +80,7 @@ class Contents(NamedTuple):
 
 
 def bytes_of(file: Path) -> Path:
-    """Where the bytes of a bucket stand that does not come along."""
+    """The file with a bucket's bytes, where they are not sent along."""
     return file.with_suffix(".bytes")
 
 
@@ -91,7 +91,7 @@ def map_bytes(file: Path) -> Tensor:
 
 
 def report_of(file: Path) -> Path:
-    """Where this rank of the server says what became of a bucket."""
+    """The file in which this rank of the server reports what became of a bucket."""
     return file.with_suffix(".report")
 
 

@@ -1,7 +1,7 @@
-"""Weights for an SGLang server, in buckets, from every rank that shares it to the server's rank of
+"""Weights for an SGLang server, in buckets, from each rank that shares it to the server's rank of
 the same number.
 
-The server reads them by `weight_loader`, and says by checksums whether it holds what was sent.
+The server reads them with `weight_loader` and verifies by checksums that it holds what was sent.
 """
 
 import base64
@@ -42,7 +42,7 @@ from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 
 BUCKET_BYTES = 192 * 2**20
-"""A multiple of what the checksum takes at a time; the memory plan knows it."""
+"""A multiple of what the checksum takes at a time; the memory plan counts it."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -58,7 +58,7 @@ class Message(NamedTuple):
 
 @dataclass(slots=True)
 class Bucket:
-    """Weights side by side, and the file that describes them."""
+    """Weights packed side by side, and the file that describes them."""
 
     file: Path
     memory: Tensor  # [bytes] uint8
@@ -71,8 +71,8 @@ class Bucket:
         return self.num_bytes == len(self.memory)
 
     def add(self, name: str, flat: Tensor, start: int, expected: Tensor) -> int:
-        """Copy as many elements of a weight, from `start` on, as there is room for; where the next
-        bucket goes on.
+        """Copy as many elements of a weight, from `start` on, as there is room for. Returns where
+        the next bucket goes on.
         """
         dtype = expected.dtype
         count = min(len(flat) - start, (len(self.memory) - self.num_bytes) // dtype.itemsize)
@@ -84,7 +84,7 @@ class Bucket:
         return start + count
 
     def write(self, all_names: list[str] | None) -> None:
-        """Describe it, once the device has written it."""
+        """Write the file that describes it, once the device has filled it."""
         used = self.memory[: self.num_bytes]
         Contents(self.places, self.num_bytes, checksum(used), all_names).write(self.file)
 
@@ -92,8 +92,8 @@ class Bucket:
 class WeightTransfer(ABC):
     """Hands the weights of one rank of a server over, in buckets.
 
-    Ranks that share a server, each with a transfer of its own, form `group`; what they do is
-    collective then.
+    Ranks that share a server, each with a transfer of its own, form `group`; their methods are then
+    collective.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class WeightTransfer(ABC):
     ) -> None:
         """Linear weights of the layers travel in blocks of FP8 if `fp8`, all others in `dtype`.
 
-        Raises ValueError where the model cannot be cut so.
+        Raises ValueError where the model cannot be cut that way.
         """
         self.directory = _agree_on_directory(group)
-        """The same for all ranks of the server; there from the first stream to `close`."""
+        """The same for all ranks of the server; it exists from the first stream to `close`."""
         self._shard = shard
         self._group = group
         self._sent: list[list[Message]] = []  # the last complete stream
@@ -124,8 +124,8 @@ class WeightTransfer(ABC):
         self._memory_bytes = _aligned(min(bucket_bytes, self.num_bytes))  # of any bucket
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
-        """Stream of (SGLang's name, shard) -> of each bucket, the messages of all ranks of the
-        server; in the end an empty list.
+        """Stream of (SGLang's name, shard) -> for each bucket, the messages of all ranks of the
+        server; at the end an empty list.
 
         The server takes a bucket while the next one is filled: it must have copied the one before
         the last when another is asked for, and the last when the stream is to end. All ranks of
@@ -152,7 +152,7 @@ class WeightTransfer(ABC):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
-        """Fill buckets; of each the messages of all ranks."""
+        """Fill buckets; yields for each the messages of all ranks."""
         for bucket, is_last in self._fill(weights):
             bucket.write([*self._expected] if is_last else None)
             payload = base64.b64encode(self._pickle(bucket)).decode()
@@ -162,7 +162,7 @@ class WeightTransfer(ABC):
             yield messages
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Bucket, bool]]:
-        """Copy the stream; of each bucket that is full, whether it is the last."""
+        """Copy the stream; yields each full bucket and whether it is the last."""
         self.directory.mkdir(mode=0o700, exist_ok=True)
         own = self.directory / str(self._shard.rank)
         shutil.rmtree(own, ignore_errors=True)
@@ -211,7 +211,7 @@ class FileTransfer(WeightTransfer):
 
     def _open(self, file: Path) -> Bucket:
         with bytes_of(file).open("wb") as opened:
-            # At once, because a write to memory that is not there would kill this process.
+            # At once, because writing to shared memory that is not backed would kill this process.
             os.posix_fallocate(opened.fileno(), 0, self._memory_bytes)
         return Bucket(file, map_bytes(file))
 
@@ -235,11 +235,11 @@ class IpcTransfer(WeightTransfer):
         self._buffers: list[Tensor] = []  # the one in use last
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
-        """As any transfer; in the end the device has the buffers' memory again."""
+        """As for any transfer; at the end the buffers' device memory is free again."""
         yield from super().receive(weights)
         self._buffers.clear()
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # what the server has closed
+            torch.cuda.ipc_collect()  # frees what the server has closed
             torch.cuda.empty_cache()
 
     def again(self) -> None:
@@ -269,8 +269,8 @@ TRANSFERS = {"file": FileTransfer, "ipc": IpcTransfer}
 
 
 def send(client: JSONClient, buckets: Iterable[list[Message]], version: int) -> None:
-    """Have a server take one full set of weights, in the manner of its generation, each bucket
-    while the next one is made.
+    """Have a server take one full set of weights, in the way its SGLang version takes it, each
+    bucket while the next one is made.
 
     Raises RequestRefused when it does not take a bucket, or holds other bits than were sent.
     """
@@ -287,7 +287,7 @@ def send(client: JSONClient, buckets: Iterable[list[Message]], version: int) -> 
             "serialized_named_tensors": [message.payload for message in messages],
             "load_format": LOADER,
             "flush_cache": True,
-            "torch_empty_cache": messages[0].is_last,  # of what the loader computed with
+            "torch_empty_cache": messages[0].is_last,  # the loader's temporaries
             # Requests of callers that were cancelled may still run; nobody waits for them.
             "abort_all_requests": True,
         }
@@ -307,7 +307,7 @@ def send(client: JSONClient, buckets: Iterable[list[Message]], version: int) -> 
                 if messages:
                     taken = thread.submit(take, messages)
             taken.result()
-    finally:  # a set that broke off can be followed by another
+    finally:  # an aborted set can be followed by another
         if has_session:
             post("/end_weight_update", {})
     post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
