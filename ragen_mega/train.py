@@ -40,7 +40,7 @@ def starpo(run: Run) -> None:
         metrics = Metrics()
 
         # Rollout: from each of P initial states sample N trajectories of at most K turns. The
-        # engine takes the policy's weights while all else of the trainer is away, then the device.
+        # engine takes the policy's weights while the rest of the trainer is away, then the device.
         tasks = run.tasks.sample(step)
         origin = run.origin(tasks)
         groups = run.recall(step, origin)  # what an earlier process sampled under these weights
@@ -113,7 +113,7 @@ def starpo(run: Run) -> None:
 def train(config: StarPOConfig) -> dict[str, Any]:
     """Train as `config` says, in this process or on the ranks of the job that it belongs to.
 
-    Returns what is in the run's summary.json. The run lies in `config.run_directory`. Raises
+    Returns what is in the run's summary.json. The run is in `config.run_directory`. Raises
     ValueError, before any training, if something cannot work, and after `max_empty_steps` that
     trained nothing; OSError, EngineError or FloatingPointError if training cannot go on (a
     checkpoint is there to resume from).
@@ -127,7 +127,7 @@ def train(config: StarPOConfig) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     """Parse flags, build everything, train. A failure is one line and exit code 2 on every rank.
 
-    SIGTERM, Ctrl-C and the end of the terminal leave at once while the run is built, and with a
+    SIGTERM, Ctrl-C and the end of the terminal stop at once while the run is built, and with a
     checkpoint from then on. So does the end of the launcher.
     """
     leave_when_told()

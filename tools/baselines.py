@@ -48,7 +48,7 @@ FLAGS = (
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """NAME=VALUE; a value that reads as JSON is a number, true, false or null, any other is a
+    """NAME=VALUE; a value that is JSON becomes a number, true, false or null, any other a
     string. Raises ValueError if there is no name or no value.
     """
     name, separator, value = text.partition("=")
@@ -63,7 +63,7 @@ def parse_option(text: str) -> tuple[str, Any]:
 def choose_prompts(
     environment_name: str, options: dict[str, Any], path: Path | None, num_prompts: int | None
 ) -> tuple[list[int] | list[Board], str]:
-    """The prompts and where they come from. Raises ValueError if there are not so many."""
+    """The prompts and where they come from. Raises ValueError if there are too few."""
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, not {num_prompts}")
     environment = make(environment_name, **options)
@@ -85,7 +85,7 @@ def choose_prompts(
 
 
 def text(result: Baselines, budget: Budget, source: str) -> str:
-    """The result for people."""
+    """The result as text."""
     interval = (
         "not known"
         if result.random is None

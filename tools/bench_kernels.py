@@ -8,7 +8,7 @@ memory and error; or, without a GPU, what their machine code uses on sm_90.
         --markdown docs/benchmarks/kernels_sm90_static.md
 
 Implementations of one job take turns, inputs rotate over sets that together exceed L2, and what an
-in-place operation destroys is restored outside the timed region. Rates count the least possible
+in-place operation overwrites is restored outside the timed region. Rates count the minimum of
 bytes and FLOPs, not those that were spent. Exit code 1 if a compiled kernel exceeds its budget.
 """
 
@@ -195,7 +195,7 @@ def shape_of(shape: Mapping[str, float]) -> str:
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """For people."""
+    """The report as text."""
     rows = [
         (
             row["case"],
@@ -222,7 +222,7 @@ def tables(report: Mapping[str, Any]) -> str:
 
 
 def bars(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Job -> shape and implementation -> what is drawn: 20 % quantile, median, 80 % quantile."""
+    """Job -> shape and implementation -> what is plotted: 20 % quantile, median, 80 % quantile."""
     drawn: dict[str, dict[str, list[float]]] = {}
     for row in results:
         name = f"{shape_of(row['shape'])}  {row['provider']}"

@@ -14,8 +14,8 @@ shard by each path that the layout allows:
 
 `seconds` is the whole sync of the slowest rank, with one copy into the engine's memory. `bound` is
 what plain collectives and one plain copy of the same bytes take in the same run, nothing else;
-`share` is bound / seconds, 100% cannot be beaten but by noise. Where the memory is short, fewer
-layers and then fewer words are measured; the output says how many. Both paths must deliver all
+`share` is bound / seconds, only noise can exceed 100%. If memory is short, fewer layers
+and then a smaller vocabulary are measured; the output says how many. Both paths must deliver all
 names with equal checksums, or the exit code is 1.
 """
 
@@ -111,8 +111,8 @@ def fitting_config(arguments: argparse.Namespace, budget: float) -> PretrainedCo
 
 
 def plain(plan: ReshardPlan, memory: Tensor, engine_bytes: int, *, with_tp: bool) -> None:
-    """The bound: the collectives of one sync on buffers that lie ready, and one copy as large as
-    the engine's shard.
+    """The bound: the collectives of one sync on prepared buffers, and one copy as large as the
+    engine's shard.
     """
     tp, pp = plan.groups.tp, plan.groups.pp
     largest = max(bucket.num_bytes for bucket in plan.buckets)
@@ -198,7 +198,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def summary(
     traffic: Traffic, engine_bytes: int, seconds: list[float], bound: list[float]
 ) -> dict[str, Any]:
-    """Of one path, from repeats."""
+    """The result of one path, from its repetitions."""
     median, bound_median = statistics.median(seconds), statistics.median(bound)
     return {
         "pp_bytes": traffic.pp_bytes,
@@ -215,7 +215,7 @@ def summary(
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """For people."""
+    """The report as text."""
     rows = [
         (
             path,
@@ -248,8 +248,8 @@ def tables(report: Mapping[str, Any]) -> str:
 
 
 def complete(arguments: argparse.Namespace) -> None:
-    """Set what follows from other flags, `layout` (the trainer's) among them. Raises ValueError for
-    sizes below 1.
+    """Set the flags that follow from others, `layout` (the trainer's) among them. Raises ValueError
+    for sizes below 1.
     """
     if arguments.rollout_tensor_parallel_size is None:
         arguments.rollout_tensor_parallel_size = arguments.tensor_model_parallel_size

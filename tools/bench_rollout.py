@@ -4,10 +4,10 @@ turn.
     python tools/bench_rollout.py --json out.json
 
 Both play the same FrozenLake episodes with the same weights and sample the same number of tokens in
-every turn: stop tokens are ignored, and the environment is told an empty answer, so that every
+every turn: stop tokens are ignored, and the environment is given an empty answer, so that every
 trajectory plays all its turns. The baseline is what one would write with transformers alone: all
 prompts of a turn left-padded into one batch, with its key-value cache inside the turn; it computes
-no log-probabilities. Tokens per CPU second hold on a machine that others use too.
+no log-probabilities. Tokens per CPU second are valid even on a shared machine.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def play_with_generate(
 def measure(
     arguments: argparse.Namespace, environment: EnvironmentConfig, directory: Path
 ) -> dict[str, Any]:
-    """The report, of both players in turns. Raises ValueError if a trajectory was cut."""
+    """The report; both players take turns. Raises ValueError if a trajectory was cut."""
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -176,7 +176,7 @@ def measure(
 
 
 def tables(report: dict[str, Any]) -> str:
-    """For people."""
+    """The report as text."""
     rows = [
         (name, f"{of['median']:.0f}", f"{of['min']:.0f} - {of['max']:.0f}", f"{cpu:.0f}")
         for (name, of), cpu in zip(

@@ -7,7 +7,7 @@ updates, phase by phase.
 The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic,
 32 trajectories per optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a
 run of its own through tools/launch.py on one rank: StarPO-S keeps the quarter of the groups with
-the widest spread of returns (0.25), 1 trains on all. What stands behind -- goes to the training
+the widest spread of returns (0.25), 1 trains on all. Flags after -- go to the training
 program.
 
 Weights are random, so nothing has to be downloaded, and the workload is fixed: the model cannot
@@ -17,11 +17,11 @@ in training: 338 tokens a trajectory at the beginning, 104 at the end (Fig. 11, 
 thoughts), so the original's mean seconds per step were spent on fewer tokens than ours. All returns
 are equal: the groups that are kept are the first, which costs what keeping others would.
 
-`seconds` is the wall clock from one row of metrics.jsonl to the next, median over the steps behind
+`seconds` is the wall clock from one row of metrics.jsonl to the next, median over the steps after
 the first two: the first starts the server and compiles kernels, and cuDNN builds a graph of
-attention, which takes seconds, whenever a pass has its tokens or trajectories in another power of
-two than any pass before, as the second step may yet have. The phases are the program's own timers,
-`other` is what they leave: summaries, logging, waiting. Rates: sampled tokens over the seconds of
+attention, which takes seconds, whenever the number of tokens or trajectories of a pass reaches a
+new power of two, as may still happen in the second step. The phases are the program's own timers,
+`other` is the rest: summaries, logging, waiting. Rates: sampled tokens over the seconds of
 rollout and sync; positions of the update, prompts included, over the seconds of advantages and
 update. The original's seconds are arXiv:2504.20073 Fig. 7, total time over 200 steps, one GPU of
 the H100 class.
@@ -50,9 +50,9 @@ from ragen_mega.storage.checkpoints import CHECKPOINTS
 
 NUM_TURNS = 5
 WARMUP = 2
-"""Steps that do not count."""
+"""First steps, which do not count."""
 TARGETS = {0.25: (6.0, 23.5), 1.0: (15.0, 68.7)}
-"""Share of the groups that is kept -> seconds per step (what we aim at, what the original took), of
+"""Share of the groups that is kept -> seconds per step (our target, the original's), of
 TARGET_MODEL on TARGET_TRAJECTORIES.
 """
 TARGET_MODEL, TARGET_TRAJECTORIES = "Qwen2.5-0.5B", 128
@@ -125,7 +125,7 @@ def train(
                 if metrics.exists() and metrics.read_bytes().count(b"\n") > len(stamps):
                     stamps.append(time.monotonic())
                 time.sleep(_POLL_SECONDS)
-    for directory in (CHECKPOINTS, FINAL_EXPORT):  # the kill may come when they have begun
+    for directory in (CHECKPOINTS, FINAL_EXPORT):  # they may have been begun before the kill
         shutil.rmtree(run / directory, ignore_errors=True)
     if len(stamps) < arguments.steps:
         print(
@@ -207,7 +207,7 @@ def is_phase(key: str) -> bool:
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """For people."""
+    """The report as text."""
     runs = report["runs"]
     totals = [
         (
@@ -265,7 +265,7 @@ def main(arguments: argparse.Namespace) -> None:
             report["runs"].append(
                 summarize(arguments.model, keep, *train(arguments, checkpoint, keep))
             )
-            if arguments.json:  # after every run, so that a later one that fails takes nothing away
+            if arguments.json:  # after every run: a later failure loses nothing
                 write_json(arguments.json, report)
     finally:
         shutil.rmtree(checkpoint, ignore_errors=True)

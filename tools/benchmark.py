@@ -27,11 +27,11 @@ OUTPUTS = (
     flag("--markdown", "and its tables here", type=Path, metavar="OUT"),
     flag("--plot", "draw medians and spread here (svg, png or pdf)", type=Path, metavar="OUT"),
 )
-"""Flags of a benchmark, which `publish` obeys."""
+"""Output flags of a benchmark, for `publish`."""
 
 
 def provenance() -> dict[str, Any]:
-    """When, where and of which commit a result is."""
+    """Date, machine and commit of a result."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **code(),
@@ -43,8 +43,8 @@ def provenance() -> dict[str, Any]:
 def interleave(
     jobs: Mapping[str, Callable[[], T]], repetitions: int, *, warmups: int = 0
 ) -> dict[str, list[T]]:
-    """What every job returned in each repetition. They take turns, so that a machine that others
-    use too is unfair to none; the first `warmups` turns do not count.
+    """What every job returned in each repetition. They take turns, so that other load on
+    the machine affects all alike; the first `warmups` turns do not count.
     """
     readings: dict[str, list[T]] = {name: [] for name in jobs}
     for repetition in range(warmups + repetitions):
@@ -56,7 +56,7 @@ def interleave(
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Wall clock of `work`, until the device has done it."""
+    """Wall-clock seconds of `work`, until the device has finished."""
     start = time.perf_counter()
     work()
     if torch.cuda.is_available():
@@ -70,8 +70,8 @@ def _larger_than_caches() -> torch.Tensor:
 
 
 def milliseconds_of(work: Callable[[], object], device: str) -> float:
-    """Of work on the device: on a GPU between two events behind a write that empties its caches and
-    lets the host run ahead by about 1 ms, so that no launch is waited for.
+    """Seconds of work on the device. On a GPU between two events, after a write that flushes its
+    caches and lets the host run ahead by about 1 ms, so that launches do not count.
     """
     if device == "cpu":
         return 1e3 * seconds_of(work)
@@ -90,7 +90,7 @@ def spread(readings: Sequence[float]) -> dict[str, float]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 

@@ -4,10 +4,10 @@ lost.
     python tools/chaos.py --rounds 30 --json chaos.json
 
 A small run is started again and again with --resume. In every round one of its ranks gets SIGKILL
-in a phase that is its turn (setup, rollout, update, checkpoint, finish), after a random delay; in
+in the phase whose turn it is (setup, rollout, update, checkpoint, finish), after a random delay; in
 every second round a random file of the newest checkpoint is cut short or has bytes flipped
-afterwards. A run that comes to its end is compared with one that nobody disturbed, and the next
-begins, on another layout. With --sglang-python two layouts roll out with SGLang servers; in every
+afterwards. A run that comes to its end is compared with an undisturbed one, and the next begins,
+on another layout. With --sglang-python two layouts roll out with SGLang servers; in every
 second round of such a run a process of a server is killed instead of a rank, again and again until
 the run is finished. Exit code 1 if any of these fails:
 
@@ -15,9 +15,9 @@ the run is finished. Exit code 1 if any of these fails:
 - after a kill of a rank no process of the run is left, within a time limit; after one of a server
     the run goes on;
 - the finished run logged every step once, with the metrics of the undisturbed run, and has its
-    parameters to the bit: no step is lost and no trajectory trained twice. No seed repeats what
-    SGLang samples on a CPU; there, every step was trained on the tasks of the undisturbed run, each
-    played once, and its metrics are those of the rollout on the disk.
+    parameters to the bit: no step is lost and no trajectory trained twice. Samples of SGLang
+    on a CPU are not reproducible; there, every step was trained on the tasks of the undisturbed
+    run, each played once, and its metrics are those of the rollout on the disk.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Layout:
     flags: tuple[str, ...]
     num_ranks: int = 2
     has_servers: bool = False
-    """Whether SGLang servers sample, whose samples on a CPU no seed repeats."""
+    """Whether SGLang servers sample, whose samples on a CPU are not reproducible."""
 
 
 LAYOUTS = (
@@ -111,7 +111,7 @@ def sglang_layouts(python: Path) -> tuple[Layout, ...]:
 
 
 def identity(checkpoint: Path) -> tuple[str, int]:
-    """What a checkpoint written anew under the same name does not share: renaming the directory
+    """What tells a checkpoint from one written anew under the same name: renaming the directory
     sets its change time.
     """
     return checkpoint.name, checkpoint.stat().st_ctime_ns
@@ -127,7 +127,7 @@ class Victim:
         self.mark = uuid.uuid4().hex
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Launch the ranks; they go on where the run has got to."""
+        """Launch the ranks; they go on from where the run is."""
         place = ("--output", self.output, "--name", self.name, "--resume")
         launch = ranks_command(
             self.layout.num_ranks, TRAINING, *TRAINING_FLAGS, *self.layout.flags, *place
@@ -145,11 +145,11 @@ class Victim:
             )
 
     def said(self) -> str:
-        """What was said since the last start."""
+        """The output since the last start."""
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def phase(self) -> str:
-        """What the run is doing, by the files that are there."""
+        """What the run is doing, judged by its files."""
         said = self.said()
         if not re.search(r"^step \d+ bandit: ", said, re.MULTILINE) and not RESUMED.search(said):
             return "setup"
@@ -387,8 +387,8 @@ def differing_bits(run: Victim, undisturbed: Victim) -> Iterator[str]:
 
 
 def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
-    """How the tasks that were trained on differ - group, initial state and luck of the trajectories
-    - or the logged metrics from those of the rollouts on the disk.
+    """How the tasks that were trained on differ - group, initial state and outcomes of the
+    trajectories - or the logged metrics from those of the rollouts on the disk.
     """
     for row, *trained in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
         ours, theirs = (
@@ -423,7 +423,7 @@ def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int)
         tainted, is_over, is_servers_turn = set[tuple[str, int]](), False, False
         while not is_over:
             target = "server" if is_servers_turn else next(targets)
-            if len(rounds) >= num_rounds:  # now it is left alone, so that it too is compared
+            if len(rounds) >= num_rounds:  # now undisturbed, so that it too is compared
                 target = None
             is_servers_turn = layout.has_servers and target != "server"
             played = play_round(

@@ -22,7 +22,7 @@ Flag = tuple[str, dict[str, Any]]
 
 
 def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
-    """One flag of `parse`. Its type is that of its default, which --help then names; False makes a
+    """One flag of `parse`. Its type is that of its default, which --help shows; False makes a
     switch. `options` are those of argparse.
     """
     if default is False:
@@ -45,7 +45,7 @@ def parse(
     manual: str | None, *flags: Flag, argv: Sequence[str] | None = None, takes_others: bool = False
 ) -> argparse.Namespace:
     """The command line, itself as `argv`. Flags that are not among `flags` become `others` if
-    `takes_others`, else they are an error: one line and exit code 2, as for any bad flag.
+    `takes_others`, else an error: one line and exit code 2, as for any bad flag.
     """
     parser = _Parser(
         description=manual,
@@ -97,8 +97,8 @@ def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[st
 
 
 def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
-    """Run `script` on that many ranks to its end, silently. If it fails, leave with its last words
-    and its exit code.
+    """Run `script` on that many ranks to its end, silently. If it fails, exit with the end of its
+    output and its exit code.
     """
     done = subprocess.run(
         ranks_command(num_ranks, script, *flags), capture_output=True, text=True, check=False
@@ -120,8 +120,8 @@ def read_settings(
     run: Path, step: int = sys.maxsize
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
     """Section -> flag -> value under which a run trained that step (its last one); flags that are
-    younger than the run have their defaults. And what it recorded of the start that the step
-    belongs to, None of an older run. Raises ValueError if the directory holds no run.
+    newer than the run have their defaults. Also the recorded start that the step belongs to,
+    None for an older run. Raises ValueError if the directory holds no run.
     """
     from ragen_mega.config import StarPOConfig
     from ragen_mega.report.metrics import CONFIG_FILE

@@ -8,9 +8,9 @@ and without a GPU.
         --format megatron --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
 
 --from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or
-a directory that this tool wrote in megatron format; which of them it is, is found out and said. Of
-a run the actor is taken, as it computes: in the type of its parameters. Values are copied bit by
-bit unless --dtype asks for another type; config.json then says that type. Tokenizer, chat template
+a directory that this tool wrote in megatron format; the tool detects and reports which. Of a run
+it takes the actor, in the type of its parameters. Values are copied bit by
+bit unless --dtype asks for another type; config.json then names that type. Tokenizer, chat template
 and generation config are carried along.
 
 `huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size
@@ -60,9 +60,9 @@ from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-"""Endings of the files beside the weights that go along: configs, tokenizer, chat template."""
+"""Suffixes of the files beside the weights that are copied: configs, tokenizer, chat template."""
 NOT_CARRIED = ("config.json", MANIFEST, "metadata.json", "trainer_state.json")
-"""Written anew, or of no use beside other weights; indices of weights neither."""
+"""Written anew, or useless beside other weights, as are indices of weights."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 Say = Callable[[str], None]
@@ -70,7 +70,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is to be converted."""
+    """The model to convert."""
 
     description: str
     reader: ModelReader
@@ -80,7 +80,7 @@ class Source:
 
 
 def open_source(path: Path, say: Say) -> Source:
-    """Find out what `path` is. Raises ValueError if it is nothing that can be converted, or
+    """Find out what `path` is. Raises ValueError if it cannot be converted or is
     damaged.
     """
     if not path.is_dir():
@@ -151,7 +151,7 @@ def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
 
 @contextmanager
 def appearing_whole(target: Path) -> Iterator[Path]:
-    """A directory beside `target` that gets its name when the block is through, and is deleted if
+    """A directory beside `target` that gets its name when the block succeeds, and is deleted if
     it fails.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -179,10 +179,10 @@ def appearing_whole(target: Path) -> Iterator[Path]:
 
 
 def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
-    """Copy what stands beside the weights, byte by byte.
+    """Copy the files beside the weights, byte by byte.
 
-    In config.json the type changes if the weights have another, the architecture is named where it
-    is not, and a quantisation that reading has undone goes.
+    In config.json the type becomes that of the weights, a missing architecture is added, and a
+    quantisation that reading has undone is removed.
     """
     for path in sorted(source.iterdir()):
         is_anew = path.name in NOT_CARRIED or path.name.endswith(".index.json")

@@ -33,7 +33,7 @@ REQUIRED = (
 )
 """What training needs on every machine."""
 ON_H100 = ("triton", "transformer-engine")
-"""What it needs there besides."""
+"""What it needs there in addition."""
 SGLANG = "0.5.17"
 ASK_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"
 ASK_SGLANG = (
@@ -56,7 +56,7 @@ PARTS = (
     ),
     ("Triton kernels", "triton", "triton", "their references in plain torch"),
 )
-"""Part, distribution, module, and what computes where it is absent or there is no GPU."""
+"""Part, distribution, module, and its fallback where it is absent or there is no GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,8 @@ def check_gpu(target: str) -> list[Finding]:
 
 
 def apex_finding() -> Finding:
-    """NVIDIA's apex is told by its compiled extension; the package of that name on PyPI is about
-    something else.
+    """NVIDIA's apex is recognised by its compiled extension; the package of that name on PyPI is a
+    different one.
     """
     if find_spec("amp_C") is not None:
         return Finding("apex", "ok", "NVIDIA's, with its extensions")
@@ -172,7 +172,7 @@ def loaded(finding: Finding, statement: str) -> Finding:
 
 
 def check_fused_parts(target: str) -> list[Finding]:
-    """What is fast when it is there: its absence costs time, never correctness."""
+    """Optional parts: their absence costs time, never correctness."""
     on_gpu = any(finding.state == "ok" for finding in check_gpu(target))
 
     def judge(name: str, distribution: str, module: str, instead: str) -> Finding:

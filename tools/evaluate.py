@@ -6,7 +6,7 @@ player.
     torchrun --nproc-per-node 2 tools/evaluate.py --load Qwen/Qwen2.5-0.5B-Instruct \\
         --environment sokoban --json out.json
 
-A run is evaluated under its own environment settings; for a checkpoint the flags below say them.
+A run is evaluated under its own environment settings; for a checkpoint the flags below set them.
 With --samples-per-prompt above 1 it also reports pass@k.
 """
 

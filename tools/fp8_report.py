@@ -61,7 +61,7 @@ FLAGS = (
 
 
 def layouts(recipes: Sequence[str], fp8: str) -> dict[str, ParallelConfig]:
-    """Name -> what computes: the reference first, then the yardsticks, then the recipes."""
+    """Name -> implementation: the reference first, then the yardsticks, then the recipes."""
     reference = ParallelConfig(bf16=True, transformer_impl="transformer_engine")
     yardsticks = {
         "float32, local layers": ParallelConfig(transformer_impl="local"),
@@ -131,7 +131,7 @@ def measure_drift(
 
 
 def timed_model(hidden: int) -> PretrainedConfig:
-    """Layers of a width, with Qwen2.5's proportions and next to no vocabulary."""
+    """Layers of a width, with Qwen2.5's proportions and a tiny vocabulary."""
     heads = max(1, hidden // 128)
     return Qwen2Config(
         vocab_size=256,
@@ -196,7 +196,7 @@ def measure_ratios(
 
 
 def free() -> None:
-    """Give the memory of what is not referenced any more back to the device."""
+    """Return memory that is no longer referenced to the device."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -268,7 +268,7 @@ def summarize(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     recipes = report["recipes"]
     drifts = [
         (name, *(f"{value:.2e}" for value in row.values())) for name, row in report["drift"].items()
@@ -312,7 +312,7 @@ def tables(report: dict[str, Any]) -> str:
 
 
 def choose_recipes(asked: Sequence[str] | None, machine: Machine) -> list[str]:
-    """The recipes to measure. Raises ValueError if the machine computes none of them, or not one
+    """The recipes to measure. Raises ValueError if the machine supports none of them, or not one
     that was named.
     """
     if machine.capability is None or machine.transformer_engine is None:

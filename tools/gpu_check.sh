@@ -8,8 +8,8 @@
 #     copies; sgl_train: training with SGLang's rollouts. The first of them that uses SGLang finds
 #     out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. A part that fails, lacks a package or runs out of time does not stop the
-# others: of N minutes for all (default 9) each has a share of its own, and more where those behind
-# it leave it. The first five fit in 9 minutes for sure, all of them in 21. DIR (default gpu_check)
+# others: each has its share of the N minutes for all (default 9), and more if the parts after it
+# can spare it. The first five certainly fit in 9 minutes, all of them in 21. DIR (default gpu_check)
 # receives report.md, report.json and <part>.log. The exit code is the number of parts that failed.
 # SHARES replaces the seconds of single parts, e.g. SHARES="step=600 kernels=300".
 # On a machine without a package index give the packages it lacks in --archives: *.tar.xz are
@@ -76,7 +76,7 @@ if [ -z "${CUDA_HOME:-}" ] && nvcc="$(command -v nvcc)"; then # for what is comp
 fi
 if [ -n "$archives" ] && [ -d "$SITE/transformer_engine" ] &&
     ! "$python" -c "import torch, transformer_engine.pytorch" >"$output/transformer_engine.log" 2>&1; then
-    # megatron-core survives that it is missing, not that its libraries do not load
+    # megatron-core works without it, but not if its libraries fail to load
     echo "Transformer Engine does not load and is left out: $(tail -n 1 "$output/transformer_engine.log")" >&2
     rm -rf "$SITE"/transformer_engine*
 fi
@@ -137,7 +137,7 @@ require_gpu() {
     return 1
 }
 
-# Prints the Python of the servers; their environment is their own, so it brings its packages along.
+# Prints the Python of the servers; they have an environment of their own, with its own packages.
 sglang_python() {
     local home="$output/.sglang" flags="${SGLANG_FLAGS:-}"
     mkdir -p "$home/lib"
@@ -222,8 +222,8 @@ train_bandit() { # NAME FLAG...: three steps of the bandit's recipe
 # The whole loop on the GPU in float32 and bfloat16, from the small model's warm start to its export.
 train() { train_bandit float32 && train_bandit bf16 --bf16; }
 
-# The loop with SGLang's rollouts, whose log-probabilities must be the trainer's, by either way of the
-# weights.
+# The loop with SGLang's rollouts, whose log-probabilities must be the trainer's, with either weight
+# transfer.
 sgl_train() {
     local transfer servers failed=0
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1

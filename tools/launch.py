@@ -3,8 +3,8 @@ its GPU, signals passed on to them, and silent about failures that a rank has ex
 
     python tools/launch.py [torchrun flags] script [flags of the script]
 
-`torchrun script ...` does the same with torchrun's own report behind the error of a rank, and gives
-ranks that are told to stop 30 seconds.
+`torchrun script ...` does the same with torchrun's own report after the error of a rank, and gives
+ranks 30 seconds to stop.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Pass a signal on to the ranks, and leave when they have left, however long they take to write
-    a checkpoint. Further signals come here while this one waits, and go the same way.
+    """Pass a signal on to the ranks, and exit after them, however long they take to write a
+    checkpoint. Signals that arrive meanwhile are passed on as well.
     """
     ranks = psutil.Process().children()
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Draw boards to evaluate on that no recipe was chosen on.
+"""Draw boards for evaluation that were not used to choose any recipe.
 
     python tools/make_boards.py --environment sokoban --first-seed 5000 --output fresh.jsonl
     python tools/evaluate.py --load runs/NAME --environment sokoban --boards fresh.jsonl
@@ -25,7 +25,7 @@ _WARM_START_SEEDS = 100_000
 def draw_boards(
     name: str, options: dict[str, Any], first_seed: int, count: int
 ) -> list[dict[str, Any]]:
-    """`count` lines of a boards file, one a seed from `first_seed` on. Raises ValueError if the
+    """`count` lines of a boards file, one per seed from `first_seed` on. Raises ValueError if the
     environment has no boards.
     """
     environment = make(name, **options | {"observation": "grid"})

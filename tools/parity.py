@@ -46,7 +46,7 @@ TEMPERATURE = 0.7
 CLIP_GRAD = 0.5
 LOSS = LossConfig(dual_clip=3.0, kl_kind="k3", kl_coef=0.05, entropy_coef=0.01, importance_cap=1.5)
 ENTERING = ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
-"""What the loss of a token depends on beside its logits and its label."""
+"""What the loss of a token depends on besides its logits and its label."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def make_batch(model: PreTrainedModel, seed: int = 0) -> TokenBatch:
 
 
 class Key(NamedTuple):
-    """Of one tensor that a layout computed."""
+    """The key of one tensor that a layout computed."""
 
     kind: str
     architecture: str
@@ -284,7 +284,7 @@ def compare(
 
 
 def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
-    """Those asked for, else all; on GPUs each process needs one of its own, since NCCL takes no two
+    """Those asked for, else all; on GPUs each process needs its own, since NCCL does not allow two
     on one. Raises ValueError if one that was asked for needs more.
     """
     too_large = [name for name in asked or LAYOUTS if 0 < num_gpus < LAYOUTS[name].num_processes]

@@ -11,8 +11,8 @@ phase, before anything is rented or built.
 
 All other flags are those of training. Without any, a named model has those of its recipe, under
 the layout that --search finds best. Nothing here was measured on a GPU of ours: docs/predictor.md
-says what is assumed, ragen_mega/models/memory_plan.py the same of memory. GB are GiB. Exit code 0
-if every phase fits, 1 with remedies if one does not, 2 for bad input.
+states the assumptions about time, ragen_mega/models/memory_plan.py those about memory. GB are GiB.
+Exit code 0 if every phase fits, 1 with remedies if one does not, 2 for bad input.
 """
 
 import argparse
@@ -88,7 +88,7 @@ FLAGS = (
 
 def examine(hf: PretrainedConfig, setting: Setting, capacity: float) -> dict[str, Any]:
     """The plan as it is printed and written: phases in GiB, host memory, whether it fits, and if
-    not what may help. Raises ValueError if the model cannot be cut so.
+    not what may help. Raises ValueError if the model cannot be cut this way.
     """
     layout = setting.parallel
     shape = ModelShape.of(hf)
@@ -133,7 +133,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def described(report: dict[str, Any]) -> str:
-    """The plan for people."""
+    """The plan as text."""
     lines = [
         f"{report['parameters'] / 1e9:.2f} billion parameters on {report['num_gpus']} GPUs: TP"
         f" {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
@@ -234,7 +234,7 @@ def searched(
     shape: ModelShape, hf: PretrainedConfig, config: StarPOConfig, machine: Machine,
     num_gpus: int, capacity: float, play: Play,
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
-    """The layouts that fit, with their seconds and what bounds them, and the list for people."""
+    """The layouts that fit, with their seconds and what bounds them, and the list as text."""
     found = []
     for seconds, one in ranked(shape, config, num_gpus, capacity * GIB, machine, play):
         phases = plan_cost.step_seconds(machine, shape, one, num_gpus, play)
@@ -261,7 +261,7 @@ def priced(
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a number that cannot be."""
+    """Raise ValueError for an impossible number."""
     for name in ("num_gpus", "gpu_memory_gb", "dollars_per_gpu_hour", "response_tokens"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
@@ -291,7 +291,7 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = own_recipe(arguments, machine)
     config = recipe or parse(with_recipe(arguments.others, default=arguments.recipe))
     hf = model_config(arguments.model or config.model.load or "")
-    if arguments.search:  # what it varies starts from one rank
+    if arguments.search:  # the search starts from one rank
         config = alone(config)
     num_gpus = arguments.num_gpus or planned_gpus(arguments.recipe) or 8
     capacity, shape = arguments.gpu_memory_gb or machine.hardware.gpu_gib, ModelShape.of(hf)

@@ -39,7 +39,7 @@ from ragen_mega.run.run import FINAL_EXPORT
 Reading = tuple[tuple[float, ...], float]
 """(What was computed, its seconds.)"""
 SHARE = 0.9
-"""Of a peak that is measured and not printed on a data sheet: what the best measurement reached."""
+"""Share of the peak that the best measurement is taken to reach, where no data sheet has it."""
 PRODUCTS = {
     "cpu": (
         (128, 128, 384),
@@ -50,7 +50,7 @@ PRODUCTS = {
     ),
     "cuda": ((4096, 896, 4864), (4096, 4096, 4096), (8192, 2048, 11008), (16384, 5120, 13824)),
 }
-"""[rows, inner] x [inner, columns], of the sizes that are trained there."""
+"""[rows, inner] x [inner, columns], of the sizes that are trained on such a machine."""
 DECODED = [(layers, batch, 128) for layers in (2, 6) for batch in (4, 32, 128)]
 """(Layers, sequences, tokens of each) of decode steps of a small model."""
 MESSAGES = (1 << 10, 1 << 23)
@@ -82,13 +82,13 @@ PHASES = {
     "advantages": ("old log-probabilities", "reference", "values"),
     "update": ("update critic", "update actor"),
 }
-"""Of a run's timers -> those of the predictor."""
+"""Timers of a run -> phases of the predictor."""
 WARMUP = 2
-"""Steps that do not count."""
+"""First steps, which do not count."""
 
 
 def shortest(work: Callable[..., object], *arguments: object, repetitions: int = 7) -> float:
-    """Seconds of `work` of these arguments when nobody was in its way."""
+    """Seconds of `work` with these arguments, undisturbed by other load."""
     job = partial(work, *arguments)
     job()
     return min(seconds_of(job) for _ in range(repetitions))
@@ -154,8 +154,8 @@ def _decode(decoder: Decoder, cache: KVCache, tokens: Tensor, places: NDArray[np
 
 
 def measure_collectives(device: str) -> tuple[float, float]:
-    """(seconds of an all-reduce of few bytes, bytes a second of a large one in each direction)
-    among up to four ranks of this machine; of one GPU those of the data sheets' H100.
+    """(seconds of a small all-reduce, bytes a second of a large one in each direction)
+    among up to four ranks of this machine; with one GPU those of the H100's data sheet.
     """
     ranks = min(4, torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1)
     if ranks < 2:
@@ -193,7 +193,7 @@ def solved(
     readings: Sequence[Reading],
     predict: Callable[[Machine, tuple[float, ...]], float],
 ) -> Machine:
-    """`machine` with those of its constants under which predictions come nearest to readings."""
+    """`machine` with its constants fitted to the readings."""
 
     def misses(constants: Constants) -> list[float]:
         changed = replace(machine, constants=constants)

@@ -13,9 +13,9 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import Play, Sizes, Terms, step_seconds
 
 STEPS = 100
-"""Of which the money is named."""
+"""Steps whose price is given."""
 WORTH = 0.02
-"""Share of a step that a change must save to be named."""
+"""Share of a step that a change must save to be listed."""
 NAMED = 3
 
 
@@ -123,7 +123,7 @@ def cost(
 
 
 def described(result: Mapping[str, Any], helps: list[tuple[str, float]], factor: float) -> str:
-    """The cost for people."""
+    """The cost as text."""
     seconds, phases = result["seconds"], result["phases_seconds"]
     lines = [f"{'phase':<24}{'seconds':>9}{'share':>7}  mostly"]
     for phase, terms in phases.items():

@@ -42,16 +42,16 @@ USUAL = Constants(
     product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, link=0.7, update=0.2, expert=0.5,
     decode_memory=0.75, decode_layer=25e-6, decode_sequence=45e-6, decode_expert=0.7, overhead=0.25,
 )  # fmt: skip
-"""Where fitting begins and what it is drawn to: what is usual on NVIDIA's GPUs."""
+"""Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
 """Kind -> the median absolute error that we want on the judged half; of decode on dense models."""
 WEIGHT = 0.2
-"""How much a constant is drawn to what is usual: a whole range away weighs as 5 points would."""
+"""Weight of the regularisation: a constant a whole range away weighs as 5 points would."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One published number and where it stands."""
+    """One published number and its source."""
 
     kind: str
     row: Mapping[str, Any]
@@ -67,8 +67,8 @@ class Point:
 
 
 def read_points(path: Path) -> list[Point]:
-    """The rows of a file, in its order; every other number of a kind judges. Rows that nobody can
-    predict are left out. Raises ValueError for a file of another form.
+    """The rows of a file, in its order; every other number of a kind judges. Rows that cannot be
+    predicted are left out. Raises ValueError for a file of another form.
     """
     content = json.loads(path.read_text())
     points = []
@@ -94,7 +94,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def predicted(point: Point, constants: Constants) -> float:
-    """What the model says of a number, in its unit."""
+    """The prediction of a number, in its unit."""
     row = point.row
     machine = Machine(find_hardware(row.get("hardware", "H100")), constants)
     if point.kind == "decode":
@@ -158,8 +158,8 @@ def solve(
     weight: float = 0.0,
 ) -> Constants:
     """`start` with those constants of these names, within their ranges, under which `misses`,
-    logarithms of predicted over published, are nearest to 0; those that nothing explains pull
-    little. `weight` draws the constants to `start`.
+    logarithms of predicted over published, are nearest to 0; outliers have little
+    influence. `weight` pulls the constants towards `start`.
     """
     ranges = [one.metadata for name in names for one in fields(Constants) if one.name == name]
     high = np.log([one["high"] for one in ranges])
@@ -192,7 +192,7 @@ def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
 
 
 def median_error(points: Sequence[Point], constants: Constants) -> float:
-    """Of |predicted / published - 1|; NaN without points."""
+    """Median of |predicted / published - 1|; NaN without points."""
     errors = [abs(predicted(point, constants) / point.measured - 1) for point in points]
     return statistics.median(errors) if errors else math.nan
 
@@ -206,7 +206,7 @@ def uncertainty() -> float:
 
 
 def judged(points: Sequence[Point], kind: str) -> list[Point]:
-    """Those that judge a kind; of decoding, the dense models."""
+    """The points that judge a kind; of decoding, the dense models."""
     return [
         point
         for point in points
@@ -265,7 +265,7 @@ def report(path: Path) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     heads = [
         f"| {kind} | {one['judged']:.0%} of {one['num_judged']} | {one['fitted']:.0%} |"
         f" {one['bound']:.0%} | {'yes' if one['judged'] <= one['bound'] else 'no'} |"

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, for what measures time and not quality."""
+"""Models of real shapes with random weights, for measurements of time, not of quality."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SHAPES = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
 NUM_EPISODES = 60
 """Scripted episodes that the tokenizer learns from."""
 NUM_MERGES = 2000
-"""More than the texts give, so that every word of a prompt is one token, as with Qwen's own."""
+"""More than the texts yield, so that every word of a prompt is one token, as with Qwen's own."""
 STOP = 256.0
 """How far, times an activation of order 1, the logits of stop tokens lie below all others."""
 
@@ -62,7 +62,7 @@ def write_checkpoint(
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id, "bos": None}
     hf.update({f"{name}_token_id": token for name, token in tokens.items()})
     weights = random_weights(hf, seed)
-    hf.dtype = str(dtype).removeprefix("torch.")  # drawing them has set float32
+    hf.dtype = str(dtype).removeprefix("torch.")  # initialisation has set float32
     never_stop(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
@@ -70,10 +70,10 @@ def write_checkpoint(
 
 
 def never_stop(weights: dict[str, Tensor], stop_token_ids: tuple[int, ...]) -> None:
-    """Take from a random model, in place, the chance to sample a stop token.
+    """Make a random model, in place, unable to sample a stop token.
 
     Coordinate 0 of the residual stream becomes a constant: every word has 1 there, which no layer
-    changes. In the LM head it is 0 or, if that is tied, 1 for all words but those, for which it is
+    changes. In the LM head it is 0 or, if that is tied, 1 for all words but stop tokens, which have
     -STOP.
     """
     embedding = weights["model.embed_tokens.weight"]

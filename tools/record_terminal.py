@@ -32,7 +32,7 @@ except ModuleNotFoundError:
     raise SystemExit("error: a recording needs pyte; pip install -e '.[test]'") from None
 
 SAMPLE = 0.05
-"""Seconds between two looks at the screen while output arrives."""
+"""Seconds between two samples of the screen while output arrives."""
 HOLD = 5.0
 """Seconds for which the last screen stays before the picture begins again."""
 CELL, LINE, SIZE, MARGIN = 7.8, 17, 13, 14
@@ -58,14 +58,14 @@ Row = tuple[Run, ...]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The screen from `seconds` after the command's start on."""
+    """The screen as of `seconds` after the command's start."""
 
     seconds: float
     rows: tuple[Row, ...]
 
 
 def record(words: Sequence[str], *, columns: int, rows: int) -> list[Frame]:
-    """Run a command in a terminal of that size and return what was to be seen, the end included.
+    """Run a command in a terminal of that size and return its screens, the last included.
 
     Raises ValueError if the command fails.
     """
@@ -102,7 +102,7 @@ def _read(terminal: int, seconds: float) -> bytes:
             return output
         try:
             arrived = os.read(terminal, 65536)
-        except OSError:  # how Linux says that nobody holds the other side any more
+        except OSError:  # on Linux: the other side is closed
             arrived = b""
         if not arrived:
             return output

@@ -92,7 +92,7 @@ class Replay(Run):
         self.replayed = metrics.result()
 
     def trace(self, step: int, *parts: object) -> None:
-        """Nothing is kept for readers."""
+        """No traces are kept."""
 
     def finish(self) -> None:
         """Nothing is evaluated or exported."""
@@ -119,8 +119,8 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
-    """The configuration that the step was trained under, in the run's directory of now, with the
-    layout of the run but for what the flags say; and how many ranks it takes.
+    """The configuration that the step was trained under, in the run's current directory, with the
+    layout of the run unless the flags change it; and how many ranks it takes.
     """
     settings, start = read_settings(arguments.run, arguments.step)
     if start:
@@ -129,7 +129,7 @@ def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
     settings["parallel"] |= {name: value for name, value in named.items() if value is not None}
     if settings["parallel"]["tensor_model_parallel_size"] == 1:
         settings["parallel"]["sequence_parallel"] = False
-    settings["parallel"]["offload"] = "none"  # moves memory, and no number
+    settings["parallel"]["offload"] = "none"  # affects memory, not the numbers
     config, directory = StarPOConfig.from_dict(settings), arguments.run.resolve()
     logging = replace(
         config.logging, output=str(directory.parent), name=directory.name, overwrite=False
@@ -229,7 +229,7 @@ def compare(
             continue
         before, now = logged.get(key), replayed.get(key)
         if now is not None and not math.isfinite(now):
-            now = None  # as the log has it
+            now = None  # as in the log
         difference = 0.0 if before is now else math.inf
         if before is not None and now is not None:
             difference = abs(before - now) / max(1.0, abs(before))
@@ -242,7 +242,7 @@ def span(steps: list[int]) -> str:
 
 
 def report(result: Mapping[str, Any]) -> None:
-    """Print the numbers that differ and a line about all."""
+    """Print the numbers that differ and a summary line."""
     for key, row in result["keys"].items():
         if row["difference"] > 0:
             print(

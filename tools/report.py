@@ -30,12 +30,12 @@ SIGNALS = {
     "actor/entropy": "policy entropy (nats per token)",
     "actor/grad_norm": "gradient norm before clipping",
 }
-"""Stability signals that are drawn, with their labels."""
+"""Stability signals that are plotted, with their labels."""
 
 
 def read_run(directory: Path) -> list[dict[str, Any]]:
-    """One row per evaluated set of a finished run; runs of the same `settings` train alike but for
-    their seed. Raises ValueError if it is not finished.
+    """One row per evaluated set of a finished run; runs of the same `settings` differ only by their
+    seed. Raises ValueError if it is not finished.
     """
     if not (directory / SUMMARY_FILE).exists():
         raise ValueError(
@@ -44,7 +44,7 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
     summary = json.loads((directory / SUMMARY_FILE).read_text())
     settings, _ = read_settings(directory)
     seed = settings["train"].pop("seed")
-    for section in ("logging", "checkpoint"):  # change nothing that is trained
+    for section in ("logging", "checkpoint"):  # do not affect training
         del settings[section]
     return [
         {
@@ -87,7 +87,7 @@ def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The report for people: where each run was made, a row of each, and the means."""
+    """The report as text: where each run was made, a row of each, and the means."""
     places = defaultdict(dict)
     for row in rows:
         places[row["hardware"]][row["run"]] = None

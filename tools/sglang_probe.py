@@ -5,8 +5,8 @@ IPC or files, able to sleep.
 
 A small model is served as in training, twice: weights sent, two turns sampled and compared with
 transformers, asleep. What fails is tried again with less, and every attempt is reported with its
-reason and the end of the server's log. Standard output is two lines for tools/gpu_check.sh, the way
-of the weights and the change of server flags; exit code 1 if nothing works.
+reason and the end of the server's log. Standard output is two lines for tools/gpu_check.sh, the
+weight transfer and the server flags to add; exit code 1 if nothing works.
 """
 
 import argparse
@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, bool]] = {
     # asleep it then keeps its memory
     "without --enable-memory-saver": {"enable-memory-saver": False},
 }
-"""What is said of them -> further server options."""
+"""Description -> further server options."""
 TRANSFERS = ("ipc", "file")
 MAX_CONTEXT, TURN = 256, 32
 CONFIG = Qwen2Config(  # heads as in Qwen2.5-0.5B, so that its kernels are compiled here
@@ -51,11 +51,11 @@ CONFIG = Qwen2Config(  # heads as in Qwen2.5-0.5B, so that its kernels are compi
     max_position_embeddings=512,
 )
 LARGEST_MEAN = 0.15
-"""Of the differences of log-probabilities in bfloat16; under other weights it is above 0.5."""
+"""Bound of the mean difference of log-probabilities in bfloat16; other weights give above 0.5."""
 
 
 class Failed(RuntimeError):
-    """The server does not serve, or not the right numbers."""
+    """The server does not serve, or gives wrong numbers."""
 
 
 class NotStarted(Failed):
@@ -84,7 +84,7 @@ def first_that_works(
 
 
 def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
-    """Two rollouts; what they took. Raises Failed, with the end of the server's log."""
+    """Two rollouts, and their cost. Raises Failed, with the end of the server's log."""
     engine = SGLangEngine(CONFIG, settings, transfer=transfer, bucket_bytes=256 * 1024)
     rollouts, is_started = [], False
     try:

@@ -8,11 +8,11 @@
 
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
-evaluation prompts are the same for all. Results are refused to be mixed where the code or the study
-has changed since the first run; --mixed accepts that, and the report says so.
+evaluation prompts are the same for all. If the code or the study has changed since the first
+run, their results are not mixed; --mixed accepts that, and the report says so.
 
 --match steps gives every arm as many optimizer steps as the first one, --match tokens as many
-sampled trajectories; none takes the number of steps as the arms state it.
+sampled trajectories; none takes the number of steps from the arms.
 """
 
 import argparse
@@ -70,12 +70,12 @@ def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
 
 
 def trajectories(config: StarPOConfig) -> float:
-    """Sampled in a step."""
+    """Trajectories sampled in a step."""
     return config.rollout.num_groups * config.rollout.group_size
 
 
 def optimizer_steps(config: StarPOConfig) -> float:
-    """In a step of StarPO. Raises ValueError where the filter keeps what cannot be told before."""
+    """Optimizer steps in a step of StarPO. Raises ValueError if the filter's share is not fixed."""
     name, share = config.filter.filter_strategy, 1.0
     if name != "none":
         if name != "top_fraction":
@@ -89,7 +89,7 @@ def optimizer_steps(config: StarPOConfig) -> float:
 
 
 def code_digest() -> str:
-    """Of all code and data that a run depends on, committed or not."""
+    """Digest of all code and data that a run depends on, committed or not."""
     digest = hashlib.sha256()
     for folder in ("ragen_mega", "kernels/ragen_kernels"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -99,7 +99,7 @@ def code_digest() -> str:
 
 
 def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool) -> bool:
-    """State in the folder which code and study its runs are of; whether they are of several.
+    """Record in the folder the code and study of its runs; returns whether there are several.
 
     Raises ValueError if it holds runs of others and `mixed` does not accept that.
     """
@@ -142,8 +142,8 @@ class Runner:
         self.failed: list[str] = []
 
     def run(self, at_a_time: int) -> None:
-        """Until all are through, or until Ctrl-C or SIGTERM, which runs get as SIGTERM: they write
-        a checkpoint. Then KeyboardInterrupt.
+        """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
+        raises KeyboardInterrupt.
         """
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         workers = [threading.Thread(target=self._work) for _ in range(at_a_time)]
@@ -244,7 +244,7 @@ def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
 
 
 def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> Estimate | None:
-    """Success of arm `a` less that of `b` on the seeds and prompts that both have."""
+    """Success of arm `a` minus that of `b` on the seeds and prompts that both have."""
     shared = sorted(set(found[a]) & set(found[b]))
     if not shared:
         return None
@@ -252,7 +252,7 @@ def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> 
 
 
 def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mixed: bool) -> str:
-    """The report for people."""
+    """The report as text."""
     parts = [
         f"# {study.title}",
         f"After {study.source}. Preset `{study.preset}`, recipe `{study.recipe}`"

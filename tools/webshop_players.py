@@ -37,8 +37,8 @@ FLAGS = (
 def measure(
     shopper: WebShop, choose: Callable[[WebShop], str], num_goals: int, num_turns: int
 ) -> dict[str, float]:
-    """Mean score of a player, its success with the 95% interval, and how often it bought something
-    that scored.
+    """Mean score of a player, its success with the 95% interval, and how often its purchase scored
+    above 0.
     """
     scores = []
     for seed in range(num_goals):

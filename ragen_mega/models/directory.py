@@ -1,4 +1,4 @@
-"""A model directory at first sight: whether it can be one, without reading a weight. No torch: the
+"""A first look at a model directory: whether it can be one, without reading a weight. No torch: the
 launcher asks before it starts ranks, and the loader looks closely.
 """
 
@@ -15,8 +15,8 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 
 
 def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
-    """The shape of the model that `flag` names, None if that is one of the hub or its numbers are
-    none. Raises ValueError if it is a place on this disk that cannot hold a model.
+    """The shape of the model that `flag` names, None if that is a Hub model or its sizes are
+    invalid. Raises ValueError if it is a local path that cannot hold a model.
     """
     path = Path(name)
     if not path.is_dir():
@@ -74,7 +74,7 @@ def _read_config(flag: str, path: Path) -> dict:
 
 
 def _shape(values: dict) -> ModelShape | None:
-    """The shape that a config.json says; None if it is damaged, of which the loader says more."""
+    """The shape that a config.json says; None if it is damaged, which the loader reports."""
     try:
         shape = ModelShape.from_config(values)
     except (TypeError, AttributeError, ArithmeticError):

@@ -1,5 +1,5 @@
-"""What a family of models states about itself, so that all others derive it: its weights, and which
-entries of a config.json are computed. No torch.
+"""The description of a family of models from which everything else derives: its weights, and the
+supported entries of a config.json. No torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ class Weight:
     """
     cut: Literal["replicated", "row", "vocab", "gate_up", "qkv"]
     """Over tensor-parallel ranks: not at all; by columns (Megatron's row-parallel layers); by rows,
-    which are filled up to equal parts; both tensors by rows; all three by key-value groups.
+    padded to equal parts; both tensors by rows; all three by key-value groups.
     """
     tensors: Mapping[str, tuple[str | int, ...]]
     """Hugging Face name (inside a layer without `model.layers.<number>.`) -> shape: numbers, or
@@ -66,14 +66,14 @@ class Family:
     limits: Mapping[str, Limit]
     """Entries that would change the result with another value."""
     neutral: frozenset[str]
-    """Entries that change nothing of what a policy computes."""
+    """Entries that do not affect what a policy computes."""
 
     def has(self, key: str) -> bool:
         """Whether a layer has the parameter of this Megatron name."""
         return any(weight.key == key for weight in self.layer)
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raise ValueError if entries of a config.json ask for something that is not computed.
+        """Raise ValueError if entries of a config.json ask for something that is not supported.
         Entries that the family does not know, transformers ignores too.
         """
         for name in sorted(self.computed & values.keys()):

@@ -1,4 +1,4 @@
-"""What GPUs and their links can do, from their data sheets, and what share of it programs reach."""
+"""What GPUs and their links can do, from their data sheets, and the share that programs reach."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType({one.name: one for one in _T
 
 
 def find_hardware(name: str) -> Hardware:
-    """The row of this name, in any case of letters. Raises ValueError if there is none."""
+    """The row of this name, case-insensitive. Raises ValueError if there is none."""
     rows = {row.lower(): one for row, one in HARDWARE.items()}
     if name.lower() not in rows:
         raise ValueError(
@@ -126,22 +126,22 @@ def find_hardware(name: str) -> Hardware:
 
 
 def constant(value: float, low: float, high: float) -> float:
-    """A field of `Constants` with the range in which it means what it says."""
+    """A field of `Constants` with the range in which it keeps its meaning."""
     return field(default=value, metadata={"low": low, "high": high})
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What programs reach of the peaks, and what they lose besides. Published steps or a
-    calibration decide them; outside of their ranges they would mean something else.
+    """What share of the peaks programs reach, and what they lose besides. Fitted to published steps
+    or by a calibration; outside of its range a constant would mean something else.
     """
 
     product: float = constant(0.77, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
     product_fp8: float = constant(0.66, 0.3, 0.95)
-    """The same of the FP8 peak; it pays for quantisation too."""
+    """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
-    """Inner elements of a product in whose time a tile of it begins and ends."""
+    """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.02, 0.8)
     """Share of the bfloat16 peak in attention."""
     memory: float = constant(0.86, 0.4, 1.0)
@@ -149,30 +149,30 @@ class Constants:
     link: float = constant(0.8, 0.3, 1.0)
     """Share of the links' speed in collectives."""
     latency: float = constant(15e-6, 1e-6, 1e-1)
-    """Seconds of a collective of few bytes."""
+    """Seconds of a small collective."""
     launch: float = constant(1.5e-3, 1e-5, 1e-1)
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
     update: float = constant(0.21, 0.0, 2.0)
-    """Seconds of an optimizer step on the host: data, norms that are waited for, logging."""
+    """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     exposed: float = constant(0.3, 0.0, 1.0)
-    """Share of communication behind computation that is waited for all the same."""
+    """Share of overlapped communication that is waited for all the same."""
     expert: float = constant(0.7, 0.2, 1.0)
-    """What a product of a mixture of experts reaches of one in a dense layer."""
+    """Speed of a product in a mixture of experts, relative to a dense layer."""
     decode_memory: float = constant(0.74, 0.02, 1.0)
     """Share of the memory's speed at which a decode step reads weights and keys and values."""
     decode_product: float = constant(0.5, 0.02, 0.95)
     """Share of the peak in the thin products of a decode step."""
     decode_layer: float = constant(26e-6, 1e-6, 1e-1)
-    """Seconds of a layer in a decode step besides: small kernels, all-reduces."""
+    """Further seconds of a layer in a decode step: small kernels, all-reduces."""
     decode_sequence: float = constant(42e-6, 1e-7, 1e-1)
-    """Seconds of a decode step for each sequence: sampling, scheduling, its answer."""
+    """Seconds of a decode step for each sequence: sampling, scheduling, output."""
     decode_expert: float = constant(0.55, 0.2, 1.0)
-    """What reads of experts' weights reach of those of dense ones."""
+    """Speed of reading the weights of experts, relative to dense ones."""
     sync: float = constant(2.5e9, 1e8, 1e12)
     """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
-    published are 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
+    published is 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
     """
     overhead: float = constant(0.38, 0.0, 1.0)
     """Seconds of a step of reinforcement learning outside its phases, as a share of them: data,

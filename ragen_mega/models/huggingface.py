@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 transformers_logging.disable_progress_bar()
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
-"""Qwen's published FP8 layout, besides the size of a block; what is absent has this value."""
+"""Qwen's published FP8 layout, besides the size of a block; absent entries have these values."""
 
 _TOKENIZER = ("tokenizer.json", "vocab.json", "tokenizer.model")
 """One of these holds the vocabulary."""
@@ -110,5 +110,5 @@ def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
 
 
 def _brief(error: BaseException) -> str:
-    """What an error says on its first two lines, as one."""
+    """The first two lines of an error as one."""
     return " ".join(" ".join(str(error).strip().splitlines()[:2]).split()) or type(error).__name__

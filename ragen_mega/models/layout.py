@@ -1,7 +1,7 @@
 """Hugging Face names and layouts <-> Megatron shards, for any tensor- and pipeline-parallel layout.
 
 Megatron fuses q, k and v per key-value group ([q of the group, k, v], group by group) and gate with
-up per rank ([gate_r; up_r]); everything else is a plain slice. Which weight is cut how, its family
+up per rank ([gate_r; up_r]); everything else is a plain slice. How each weight is cut, its family
 says. In checkpoints megatron-core's dist_checkpointing stores every parameter whole: the layers
 stacked, [gate; up] as if on one rank, the vocabulary padded for the layout that wrote it.
 """
@@ -58,7 +58,7 @@ class Slot:
 
 
 def model_slots(shape: ModelShape, *, is_critic: bool = False) -> Iterator[Slot]:
-    """Every weight of a policy, or of a critic, in order. A tied LM head is none."""
+    """Every weight of a policy, or of a critic, in order. A tied LM head is not one."""
     embedding, norm, head = shape.family.outer
     yield Slot(embedding, shape, None, embedding.key)
     for layer in range(shape.num_layers):
@@ -86,7 +86,7 @@ def complete(
     optional: Collection[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """The stream (Hugging Face name, full tensor) itself. Raises ValueError where it is not exactly
-    the expected tensors, each once, in any order, or some of them that are `optional` less.
+    the expected tensors, each once, in any order, except for missing ones that are `optional`.
     """
     left = dict(expected)
     for name, tensor in weights:
@@ -113,7 +113,7 @@ def complete(
 
 
 def group_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items in lists whose sizes are at most `limit` together, or of a single item."""
+    """Consecutive items in lists of at most `limit` in total size, or of a single item."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -187,6 +187,6 @@ def split_groups(fused: Tensor, head_dim: int, num_groups: int) -> list[Tensor]:
 
 
 def fill_rows(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` with zero rows up to `rows`, itself if it has them."""
+    """`tensor` padded with zero rows to `rows`, itself if it has them."""
     missing = rows - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor

@@ -1,4 +1,4 @@
-"""Which layout: those that fit into the GPUs, ordered by the predicted seconds of a step."""
+"""Search for a layout: those that fit into the GPUs, ordered by the predicted seconds of a step."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.models.time_plan import Play, default_play, step_seconds
 
 DEFAULT = Machine(HARDWARE["H100"])
-"""What recipes are made for."""
+"""The machine that recipes are made for."""
 FILL = 0.9
-"""Share of a GPU's memory that a chosen layout may use: terms of the plan are assumed."""
+"""Share of a GPU's memory that a chosen layout may use: some terms of the plan are assumed."""
 TOKENS = (16384, 8192, 4096)
-"""Of a microbatch: what a layout is tried with."""
+"""Tokens of a microbatch that a layout is tried with."""
 MARGIN = 1.1
 """Fewer pipeline stages are worth this factor of the predicted seconds."""
 HOST_GIB = 200.0
-"""Host memory for a GPU: nodes with eight have 2 TB."""
+"""Host memory per GPU: nodes with eight have 2 TB."""
 
 
 def layouts(shape: ModelShape, config: StarPOConfig, num_ranks: int) -> Iterator[StarPOConfig]:
@@ -59,7 +59,7 @@ def layouts(shape: ModelShape, config: StarPOConfig, num_ranks: int) -> Iterator
 
 
 def fits(shape: ModelShape, config: StarPOConfig, num_ranks: int, gpu_bytes: float) -> bool:
-    """Whether every phase fits into `gpu_bytes`, and the host's part into `HOST_GIB` a GPU."""
+    """Whether every phase fits into `gpu_bytes`, and the host's part into `HOST_GIB` per GPU."""
     setting = Setting.from_config(config, num_ranks)
     peak = max(sum(terms.values()) for terms in plan(shape, setting).values())
     return peak <= gpu_bytes and host_bytes(shape, setting) <= HOST_GIB * GIB
@@ -73,8 +73,8 @@ def ranked(
     machine: Machine = DEFAULT,
     play: Play | None = None,
 ) -> Iterator[tuple[float, StarPOConfig]]:
-    """(predicted seconds of a step, configuration) of every layout that fits, the fastest first; of
-    equals the one with less model parallelism.
+    """(predicted seconds of a step, configuration) of every layout that fits, the fastest first;
+    among equals the one with less model parallelism.
     """
     play = play or default_play(config)
     timed = []

@@ -26,9 +26,9 @@ MOMENTS = 2 * FP32
 CUDA_CONTEXT = int(1.5 * GIB)
 """Assumed, for trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
 COMMUNICATOR = 1 * GIB
-"""Assumed: NCCL's buffers for a kind of group (TP, PP, DP) with more than one rank."""
+"""Assumed: NCCL's buffers per kind of group (TP, PP, DP) with more than one rank."""
 ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
-"""Assumed: SGLang's CUDA graphs, which it keeps asleep, and its activations."""
+"""Assumed: SGLang's CUDA graphs, which it keeps while asleep, and its activations."""
 FRAGMENTATION = 0.05
 """Assumed share of activations that is lost to fragmentation."""
 # of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
@@ -54,7 +54,7 @@ class Setting:
     has_reference: bool
     engine: str
     kv_cache_tokens: int
-    """Of one engine."""
+    """Tokens in the cache of one engine."""
     engine_tp: int = 1
     """Ranks that share an engine."""
     engine_fp8: bool = False
@@ -64,7 +64,7 @@ class Setting:
 
     @classmethod
     def from_config(cls, config: StarPOConfig, num_ranks: int) -> Setting:
-        """Of a run on `num_ranks` GPUs. Raises ValueError if the layout does not fit them."""
+        """That of a run on `num_ranks` GPUs. Raises ValueError if the layout does not fit them."""
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
         num_engines = rollout.num_engines(num_ranks, num_ranks)
@@ -180,11 +180,11 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     sp = tp if layout.sequence_parallel else 1
     queries, keys = shape.q_size // tp, shape.kv_size // tp
     parts = {
-        # twice: the input in float32, the normalised input, what the weight makes of it, the
+        # twice: the input in float32, the normalised input, its product with the weight, the
         # inverse root mean square
         "norms": 2 * (shape.hidden_size * (FP32 + 2 * item) + FP32) // sp,
         "qkv": (queries + 2 * keys) * item,
-        # turned queries and keys; cosines and sines of both
+        # rotated queries and keys; cosines and sines of both
         "rotary": (queries + keys + 4 * shape.head_dim) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "projection": queries * item,
@@ -215,13 +215,13 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     per_position = kept * (shape.num_layers // pp)
     if stage == 0:
         per_position += 8  # token ids of the embedding
-    if stage == pp - 1:  # the final norm; the loss keeps what it makes
+    if stage == pp - 1:  # the final norm; the loss keeps its output
         per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // sp
     return per_position * tokens * (pp - stage)
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
-    """Bytes besides that a backward pass needs at a time: an estimate from above.
+    """Further bytes that a backward pass needs at a time: an upper estimate.
 
     One layer's recomputed activations and gradients of all of them, the largest gradient of a
     weight before it is added to its float32 buffer; on the policy's last stage, at another time,
@@ -300,8 +300,8 @@ def stage_phases(
 
 def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
     """Phase -> what -> bytes, on the rank that needs most in that phase."""
-    # Between the first stage and the last none has more layers or more microbatches in flight than
-    # the first, nor a vocabulary.
+    # No stage between the first and the last has more layers or microbatches in flight than the
+    # first, nor a vocabulary.
     stages = [
         dict(stage_phases(shape, setting, stage))
         for stage in {0, setting.parallel.pipeline_model_parallel_size - 1}
@@ -315,7 +315,7 @@ def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
     """Bytes of host memory of the rank that needs most: what is offloaded, the reference policy,
     the engine's weights if a copy is kept, and a checkpoint on its way to the disk, which one
-    data-parallel rank writes for all. An export passes through tensor by tensor.
+    data-parallel rank writes for all. An export goes tensor by tensor.
     """
     layout = setting.parallel
     whole = replace(setting, parallel=replace(layout, use_distributed_optimizer=False))

@@ -112,7 +112,7 @@ def _limits(architecture: str) -> dict[str, Limit]:
             lambda value: set(value) == {"full_attention"}, "'full_attention' in every layer"
         ),
         "attention_dropout": Limit(lambda value: value == 0, "0.0", "set it so"),
-        # Entries of no class, which transformers obeys if they are there.
+        # Entries of no config class, which transformers still obeys.
         "is_causal": Limit(lambda value: value is True, "true"),
         "per_layer_config": Limit(lambda value: not value, "absent"),
     }

@@ -1,5 +1,5 @@
 """How SGLang lays out the model families over its tensor-parallel ranks: which Hugging Face tensors
-stand in which of its parameters, and the cut of each.
+are in which of its parameters, and the cut of each.
 
 Read in SGLang 0.5.17: models/qwen2.py, models/qwen3.py, layers/linear.py (QKVParallelLinear,
 MergedColumnParallelLinear), layers/vocab_parallel_embedding.py. Nothing of SGLang is imported.
@@ -44,15 +44,15 @@ def is_linear(name: str) -> bool:
 
 
 def sources(name: str) -> tuple[str, ...]:
-    """Hugging Face tensors of SGLang's parameter `name`, in the order in which they stand in it."""
+    """Hugging Face tensors of SGLang's parameter `name`, in their order inside it."""
     prefix, name = _split(name)
     parts = _WEIGHTS[name].tensors if name in _WEIGHTS else (name,)
     return tuple(prefix + part for part in parts)
 
 
 def head_rows(hf: PretrainedConfig, rank: int, size: int) -> tuple[slice, slice]:
-    """Rows of the full q, and of the full k or v, that rank `rank` of `size` holds; key-value heads
-    repeat beyond their number.
+    """Rows of the full q, and of the full k or v, that rank `rank` of `size` holds; with
+    more ranks than key-value heads, these repeat.
 
     Raises ValueError where SGLang asserts.
     """
@@ -88,8 +88,6 @@ def cut(name: str, tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, s
     """What rank `rank` of `size` holds of parameter `name`, from the full Hugging Face tensors
     `sources(name)`; a view of them where possible. Raises ValueError where SGLang cannot be split
     so.
-
-    A view of them where it can be one. Raises ValueError where SGLang could not be split so.
     """
     weight = _WEIGHTS.get(_split(name)[1])
     kind = weight.cut if weight else "replicated"
@@ -108,8 +106,8 @@ def cut(name: str, tensors: Sequence[Tensor], hf: PretrainedConfig, rank: int, s
 
 
 def from_trainer(slot: Slot, piece: Tensor, size: int) -> Tensor:
-    """The trainer's slice of a tensor-parallel rank as SGLang's of the same rank of as many: [q, k,
-    v of every group] -> [q_r; k_r; v_r], the vocabulary filled up, the rest as it is.
+    """The trainer's slice of a tensor-parallel rank as SGLang's of the same rank and size:
+    [q, k, v of every group] -> [q_r; k_r; v_r], the vocabulary filled up, the rest as it is.
     """
     if slot.weight.cut == "qkv":
         return torch.cat(split_groups(piece, slot.shape.head_dim, slot.shape.num_kv_heads // size))

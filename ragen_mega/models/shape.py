@@ -28,7 +28,7 @@ def find_family(model_type: object) -> Family:
 
 
 def check_config(hf: PretrainedConfig) -> None:
-    """Raise ValueError if a configuration asks for something that is not computed."""
+    """Raise ValueError if a configuration asks for something that is not supported."""
     values = hf.to_dict()
     find_family(hf.model_type).check(values)
     shape = ModelShape.of(hf)
@@ -53,8 +53,8 @@ def engine_vocab_size(vocab_size: int, size: int) -> int:
 
 
 def trainer_vocab_size(vocab_size: int, size: int) -> int:
-    """Rows of the trainer's embedding over all `size` ranks: as SGLang's, so that its shards are
-    these; one needs no padding.
+    """Rows of the trainer's embedding over all `size` ranks: as SGLang's, so that the shards are
+    equal; one rank needs no padding.
 
     Qwen's own sizes are multiples of 128 and stay as they are.
     """
@@ -129,7 +129,7 @@ class ModelShape:
         ]
 
     def num_elements(self, weight: Weight, tp: int = 1) -> int:
-        """Of a weight on a tensor-parallel rank, without rows that fill it up."""
+        """Elements of a weight on a tensor-parallel rank, without padding rows."""
         total = sum(map(math.prod, self.shapes(weight)))
         return total if weight.cut == "replicated" else total // tp
 
@@ -140,7 +140,7 @@ class ModelShape:
         return [self.num_elements(weight, tp) for weight in self.family.layer]
 
     def linear_sizes(self, tp: int = 1) -> list[int]:
-        """Elements of those that are matrices of a product."""
+        """Elements of those parameters that are matrices of linear layers."""
         return [self.num_elements(weight, tp) for weight in self.family.layer if weight.is_matrix]
 
     def engine_weights(self, itemsize: int, tp: int, *, fp8: bool = False) -> int:
@@ -148,7 +148,7 @@ class ModelShape:
         have one byte an element.
         """
         total = self.num_parameters * itemsize
-        if fp8:  # the scale of 128 x 128 of them is nothing
+        if fp8:  # the scales, one for 128 x 128 of them, are negligible
             total -= self.num_layers * sum(self.linear_sizes()) * (itemsize - 1)
         return total // tp
 
@@ -159,7 +159,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole policy."""
+        """Parameters of the whole policy."""
         outer = map(
             self.num_elements, self.family.outer[:-1] if self.is_tied else self.family.outer
         )
@@ -167,7 +167,7 @@ class ModelShape:
 
 
 def cut_error(shape: ModelShape, tp: int, pp: int) -> str | None:
-    """Why the trainer cannot cut a model so, None if it can."""
+    """Why the trainer cannot cut a model this way, None if it can."""
     for what, count in (
         ("attention heads", shape.num_heads),
         ("key-value heads", shape.num_kv_heads),

@@ -21,18 +21,20 @@ from ragen_mega.models.shape import ModelShape
 
 BF16, FP32 = 2, 4
 ADAM_BYTES = 34
-"""An element: gradient, original and two moments read, three written, a copy in bfloat16, and the
-gradient's norm.
+"""Bytes per element: gradient, float32 weight and two moments read, three of them written, a copy
+in bfloat16, and the gradient's norm.
 """
 SPREAD = 0.5
-"""Assumed standard deviation of the logarithm of the tokens of a turn."""
+"""Assumed standard deviation of the logarithm of the tokens per turn."""
 Terms = dict[str, float]
 """What -> seconds."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a transformer with gated feed-forward layers costs time; dense, or a mixture."""
+    """The sizes that decide the time of a transformer with gated feed-forward layers, dense or a
+    mixture of experts.
+    """
 
     num_layers: int
     hidden_size: int
@@ -48,7 +50,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: ModelShape) -> Sizes:
-        """Those of a model that the trainer knows."""
+        """The sizes of a model that the trainer knows."""
         return cls(
             shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads,
             shape.head_dim, shape.ffn_size, shape.vocab_size, shape.is_tied,
@@ -66,7 +68,7 @@ class Sizes:
 
     @property
     def active(self) -> int:
-        """Elements of all layers' matrices that a token meets."""
+        """Elements of all layers' matrices that a token passes through."""
         used = self.experts_per_token or 1
         return self.num_layers * (self.attention_weights + used * self.expert_weights)
 
@@ -82,14 +84,14 @@ class Sizes:
         return self.num_layers * layer + self.head * (1 if self.is_tied else 2)
 
     def flops(self, length: float) -> float:
-        """Of a token, forward and backward, in trajectories of `length` (causal attention)."""
+        """FLOPs per token, forward and backward, in trajectories of `length` (causal attention)."""
         attention = self.num_layers * length * self.num_heads * self.head_dim
         return 6.0 * (self.active + self.head + attention)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A layout of training, and what it computes in."""
+    """A layout of training, and its precision."""
 
     tp: int = 1
     pp: int = 1
@@ -100,7 +102,7 @@ class Cut:
     """Chunks of layers of a pipeline stage (interleaved schedule)."""
     sequence_parallel: bool = True
     overlaps: bool = False
-    """Collectives of tensor and expert parallelism run behind products."""
+    """Collectives of tensor and expert parallelism overlap with matrix products."""
     is_fsdp: bool = False
     shards_optimizer: bool = True
     fp8: bool = False
@@ -109,7 +111,7 @@ class Cut:
 
     @property
     def num_gpus(self) -> int:
-        """Of the job."""
+        """GPUs of the job."""
         return self.tp * self.pp * self.dp * self.cp
 
 
@@ -141,7 +143,7 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     feed *= experts / (reached.expert if sizes.num_experts else 1)
     around = product(machine, tokens, h, heads + 2 * keys, cut)
     around += product(machine, tokens, heads, h, cut)
-    # two norms and two additions; split and turned queries and keys; the gate; experts permute
+    # two norms and two additions; split and rotated queries and keys; the gate; experts permute
     passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
     passes += 3 * routed * ffn + (8 * routed * h if sizes.num_experts else 0)
     terms = {
@@ -189,8 +191,8 @@ def passes(
     has_head: bool = True,
 ) -> Terms:
     """Seconds of `micros` microbatches of `tokens` positions through the pipeline. `backward` is
-    what the backward pass costs of a forward pass: 0 for log-probabilities, 1 if the weights have
-    no gradients.
+    the cost of the backward pass in forward passes: 0 for log-probabilities, 1 if the weights
+    have no gradients.
     """
     one = layer(machine, sizes, cut, tokens, length)
     mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
@@ -226,8 +228,8 @@ def passes(
 
 
 def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
-    """Seconds of an optimizer step behind the passes: gradients over data-parallel ranks, as far as
-    `hidden` seconds of a backward pass do not cover them, and Adam.
+    """Seconds of an optimizer step after the passes: the reduction of gradients over data-parallel
+    ranks, as far as `hidden` seconds of a backward pass do not hide it, and Adam.
     """
     reached = machine.constants
     dense = sizes.num_layers * sizes.attention_weights / (cut.tp * cut.pp)
@@ -259,7 +261,7 @@ def training(
     trained: float = 1.0,
 ) -> Terms:
     """Seconds of one optimizer step on `micros` microbatches of every data-parallel rank; `trained`
-    is the share of the weights that has gradients.
+    is the share of the weights that have gradients.
     """
     common = {"tokens": tokens, "length": length, "micros": micros, "backward": backward}
     terms = passes(machine, sizes, cut, **common)
@@ -286,7 +288,7 @@ def decode_step(
     itemsize: int = BF16,
 ) -> tuple[float, float, float]:
     """Seconds in which an engine samples a token for each of `batch` sequences of `context` tokens
-    on average: (weights and what a step costs anyway, keys and values, what each sequence adds).
+    on average: (weights and the fixed cost of a step, keys and values, cost of the sequences).
     """
     hardware, reached = machine.hardware, machine.constants
     bandwidth = reached.decode_memory * hardware.memory
@@ -312,16 +314,16 @@ class Play:
 
     turns: int = 1
     prompt_tokens: float = 128.0
-    """That the environment says before each turn."""
+    """Tokens of the environment before each turn."""
     response_tokens: float = 512.0
-    """Sampled in a turn, on average."""
+    """Tokens sampled per turn, on average."""
     max_response: float = math.inf
     spread: float = SPREAD
     environment_seconds: float = 0.01
-    """Of an environment for a turn."""
+    """Seconds of the environment per turn."""
 
     def lengths(self, count: int) -> list[float]:
-        """Tokens of `count` turns with the asked mean: even quantiles of a log-normal distribution
+        """Tokens of `count` turns with the given mean: even quantiles of a log-normal distribution
         cut at the limit, in an order that mixes them.
         """
         if self.response_tokens >= self.max_response or self.spread == 0:
@@ -360,8 +362,8 @@ def rollout(
     cached: bool = True,
 ) -> tuple[tuple[str, float], ...]:
     """Seconds in which one engine plays `sessions` trajectories at their own pace, from event to
-    event: a turn ends, an environment has answered. The terms are those of `decode_step`, what
-    prompts take (the whole trajectory again each turn unless the radix cache is `cached`), and the
+    event: a turn ends, an environment has answered. The terms are those of `decode_step`, the time
+    of prompts (the whole trajectory again each turn unless the radix cache is `cached`), and the
     time in which every trajectory waits for its environment.
     """
     reached = machine.constants
@@ -371,7 +373,7 @@ def rollout(
     turns = [[next(lengths) for _ in range(play.turns)] for _ in range(sessions)]
     names = ("weights", "key-value cache", "sequences", "prompts", "environment")
     terms = dict.fromkeys(names, 0.0)
-    now, steps, held = 0.0, 0.0, 0.0  # held: tokens of all that decode
+    now, steps, held = 0.0, 0.0, 0.0  # held: tokens of all decoding trajectories
     waiting = [(0.0, session, 0) for session in range(sessions)]
     contexts = [0.0] * sessions
     running: list[tuple[float, int, int]] = []  # (step at which the turn ends, session, turn)
@@ -410,7 +412,7 @@ def rollout(
 
 
 def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
-    """How a run trains."""
+    """The layout and precision in which a run trains."""
     layout = config.parallel
     return Cut(
         tp=layout.tensor_model_parallel_size,
@@ -428,7 +430,7 @@ def step_seconds(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> dict[str, Terms]:
     """Phase -> what -> seconds of a step of StarPO, in the order in which they happen. The filter
-    is taken to keep the share that it names, all groups if it names none.
+    is assumed to keep the share that it names, all groups if it names none.
     """
     setting, sizes = Setting.from_config(config, num_gpus), Sizes.of(shape)
     cut, rolled = cut_of(config, setting), config.rollout
@@ -495,8 +497,8 @@ def step_seconds(
 
 
 def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:
-    """What trajectories are taken to be like: `response` tokens a turn, or half of what a turn may
-    have; observations fill the longest trajectory.
+    """The trajectories that are assumed: `response` tokens per turn, or half of its limit;
+    observations fill the longest trajectory.
     """
     turns, limit = config.environment.expected_turns, config.rollout.expected_response_length
     room = config.rollout.max_context_length / turns - limit

@@ -23,7 +23,7 @@ from rich.text import Text
 from ragen_mega.report.pace import Pace, duration
 
 SECONDS_BETWEEN_LINES = 20.0
-"""Without a terminal, progress prints a line where nothing else was printed for so long."""
+"""Without a terminal, progress prints a line after this long without any other output."""
 ROWS_BETWEEN_HEADERS = 20
 
 
@@ -120,7 +120,7 @@ class Advance:
 
     @property
     def text(self) -> str:
-        """How far it is."""
+        """The progress so far."""
         if self.num_turns:
             return (
                 f"{self.num_over}/{self.total} episodes, {self.num_turns:,} turns,"
@@ -131,7 +131,7 @@ class Advance:
 
 
 class _Clock(ProgressColumn):
-    """Of the run what its pace says, of a part its seconds and an estimate of those left."""
+    """For the run its pace; for a part the elapsed seconds and an estimate of those left."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Console:
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_steps` of the run, 0 for what is none; `evaluations`: after so many steps ->
+        """`num_steps` of the run, 0 if there is no run; `evaluations`: after so many steps ->
         episodes that are then played here.
         """
         self._is_writer = is_writer
@@ -184,7 +184,7 @@ class Console:
         self, name: str, total: int | None = None, *, max_turns: int = 0
     ) -> Iterator[Advance]:
         """Show how far e.g. an `update` of `total` minibatches is, and how far the run, during the
-        block. Blocks may nest. With `max_turns` it is episodes of so many turns that are played.
+        block. Blocks may nest. `max_turns`: episodes of so many turns are played.
         """
         progress, started = Advance(name, total, max_turns), self._clock()
         if not self._is_writer:
@@ -200,8 +200,8 @@ class Console:
             self._pace.played(total or 0, seconds, in_evaluation=name != "rollout")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the row of one step; before the first what the columns mean, and the header from
-        time to time.
+        """Print the row of one step; before the first a legend, and the header from time to
+        time.
         """
         self._pace.step_done(step + 1, metrics.get("time/step", 0.0))
         if self._bars is not None:
@@ -262,7 +262,7 @@ class Console:
 
     @contextmanager
     def _display(self) -> Iterator[Progress]:
-        """The bars, which whoever needs them first starts and ends."""
+        """The progress bars; the outermost user starts and stops them."""
         if self._bars is not None or not (self._is_writer and self._rich.is_interactive):
             yield self._bars
             return
@@ -301,7 +301,7 @@ def _is_first_to_say(message: str) -> bool:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     if error_file == os.devnull:
         return True
-    # <attempt>/<local rank>/error.json: these ranks' attempt has one directory of torchrun's.
+    # <attempt>/<local rank>/error.json: all ranks of an attempt share torchrun's directory.
     alike = re.sub(r"\d+", "", message)  # ranks name themselves and what they measured
     marker = Path(error_file).parents[1] / f"said-{hashlib.sha256(alike.encode()).hexdigest()[:16]}"
     try:

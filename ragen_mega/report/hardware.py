@@ -1,4 +1,6 @@
-"""Where numbers were made: the processor or GPU of this machine, and versions of what computes."""
+"""Where numbers were made: the processor or GPU of this machine, and the versions of the
+libraries that compute.
+"""
 
 import os
 import platform
@@ -22,8 +24,8 @@ def device() -> str:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Of Python, CUDA and `packages`, `none` for what is absent. An SGLang server may have another
-    environment with others.
+    """Versions of Python, CUDA and `packages`, `none` for what is absent. An SGLang server may run
+    in another environment with other versions.
     """
     installed = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
     interpreter = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}

@@ -18,7 +18,7 @@ from ragen_mega.storage.integrity import write_whole
 from ragen_mega.storage.run_directory import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, claim
 
 HEADLINES = ("eval/success", "rollout/success")
-"""Metrics that TensorBoard's table of hyperparameters shows beside them."""
+"""Metrics that TensorBoard shows in its table of hyperparameters."""
 EVENTS_FILE = "events.jsonl"
 WANDB_ID = "wandb_id"
 """File of a run directory: the id under which W&B knows the run."""
@@ -61,8 +61,8 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 
 class Metrics:
-    """The numbers of one step under keys `stage/name`; several of one key are averaged unless `Sum`
-    or `Max`.
+    """The numbers of one step under keys `stage/name`; several values of one key are averaged
+    unless they are `Sum` or `Max`.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def _reduce(terms: Sequence[Any]) -> float:
     values = [float(term.value) for term in terms]
     if isinstance(terms[0], Sum):
         return sum(values)
-    if isinstance(terms[0], Max):  # the reader of a maximum must see a NaN
+    if isinstance(terms[0], Max):  # a maximum must not hide a NaN
         return math.nan if any(map(math.isnan, values)) else max(values)
     weights = [float(term.weight) for term in terms]
     # A weight of zero means that nothing was measured: its value, often NaN, must not count.
@@ -140,8 +140,8 @@ class RunLogger:
 
     Only the process with `is_writer` touches the disk; on the others every method does nothing, so
     that callers need no condition. A run that continues (`resume`) drops what an earlier process
-    logged at or after its first step; one that does not exist yet begins, so that a launcher can
-    give the same command every time.
+    logged at or after its first step; if there is no run yet, `resume` begins one, so that a
+    launcher can use the same command every time.
 
     Raises ValueError if the directory holds another run and neither `resume` nor `overwrite` is
     given, if it holds something else, or if W&B is asked for and not installed.
@@ -177,7 +177,7 @@ class RunLogger:
             import wandb
 
             id_file = self.directory / WANDB_ID
-            if not id_file.exists():  # names of runs come again, in other directories or later
+            if not id_file.exists():  # names of runs are not unique
                 write_whole(id_file, secrets.token_hex(8).encode())
 
             self._wandb = wandb.init(
@@ -190,7 +190,7 @@ class RunLogger:
             self._open_files.callback(self._wandb.finish)
 
     def write_config(self, settings: Settings, start: Mapping[str, Any]) -> None:
-        """Write the settings, and this start of the run behind those before it."""
+        """Write the settings, and append this start of the run to the earlier ones."""
         if self._is_writer:
             path = self.directory / CONFIG_FILE
             before = json.loads(path.read_text()) if path.exists() else {}
@@ -229,12 +229,12 @@ class RunLogger:
             path = self.directory / EVENTS_FILE
             events = read_metrics(path) if path.exists() else []
             new = {"step": step, "text": text}
-            # A run that continues comes to its steps again.
+            # A resumed run repeats steps.
             kept = [event for event in events if event["step"] <= step and event != new] + [new]
             write_whole(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write what the run came to; its presence marks the run as finished."""
+        """Write the final results; the presence of the file marks the run as finished."""
         if self._is_writer:
             write_json(self.directory / SUMMARY_FILE, summary)
             if self._wandb is not None:
@@ -264,7 +264,7 @@ class RunLogger:
 
 
 def _flat(settings: Settings) -> dict[str, Any]:
-    """As TensorBoard takes hyperparameters: section.name -> number, switch or text."""
+    """TensorBoard's form of hyperparameters: section.name -> number, switch or text."""
     return {
         f"{section}.{name}": value if isinstance(value, (bool, int, float)) else str(value)
         for section, values in settings.items()

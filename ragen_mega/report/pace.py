@@ -1,5 +1,5 @@
-"""How long a run will still take, from its latest steps and from what an episode of an evaluation
-takes.
+"""How long a run will still take, from its latest steps and the time that an evaluation takes
+per episode.
 """
 
 import statistics
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 _RECENT = 10
-"""Steps whose mean stands for those to come: answers grow or shrink while a policy learns."""
+"""Latest steps whose mean predicts those to come: answers grow or shrink while a policy learns."""
 
 
 class Pace:
@@ -48,7 +48,7 @@ class Pace:
             self._seconds_per_episode = seconds / num_episodes
 
     def left(self) -> float | None:
-        """Seconds until the last evaluation is over, None as long as nobody can know."""
+        """Seconds until the last evaluation is over, None before the first step."""
         if not self._recent:
             return None
         step = statistics.mean(self._recent)
@@ -56,7 +56,7 @@ class Pace:
         due = max(0, self._evaluations.get(self.num_done, 0) - self._num_evaluated) * episode
         later = sum(count for at, count in self._evaluations.items() if at > self.num_done)
         ahead = due + num_left * step + later * episode
-        # What is under way may take longer than it should; what comes after it is left in any case.
+        # The part under way may overrun; what comes after it always remains.
         under_way = due or min(num_left, 1) * step
         return max(ahead - (self._clock() - self._told), ahead - under_way)
 

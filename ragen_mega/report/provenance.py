@@ -42,7 +42,7 @@ def _git(*arguments: str) -> str | None:
 def describe_start(
     config: StarPOConfig, *, first_step: int, world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
-    """What is to be known of a start of a run, as JSON takes it."""
+    """The record of a start of a run, as JSON values."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -64,7 +64,7 @@ def append_start(
     before: Mapping[str, Any], settings: Mapping[str, Any], start: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The config.json of a run that was `before` (empty at its first start) and now starts with
-    `settings`; the start tells which of them are new, as section.name -> [old, new].
+    `settings`; the start records which of them changed, as section.name -> [old, new].
     """
     starts = before.get(STARTS, [])
     changed = {
@@ -80,7 +80,7 @@ def settings_at(
     recorded: Mapping[str, Any], step: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
     """The settings that a step was trained under, and the start that it belongs to; None where the
-    run is older than such records.
+    run has no such records.
     """
     settings = {name: dict(values) for name, values in recorded.items() if name != STARTS}
     starts = list(recorded.get(STARTS, []))

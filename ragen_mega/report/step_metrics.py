@@ -1,5 +1,5 @@
-"""Numbers that tell whether a step was sound: what the filter kept, engine against trainer, signs
-of the Echo Trap.
+"""Health metrics of a step: what the filter kept, engine against trainer, signs of the Echo
+Trap.
 """
 
 import math
@@ -33,10 +33,10 @@ def filter_metrics(
 
 
 def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> dict[str, float]:
-    """The numbers of the metrics of these names, over trajectories as they were played.
+    """The values of the named metrics over the trajectories as they were played.
 
     A metric that returns one number is logged under its name. Raises PlugInError, in one line, if a
-    metric fails, or answers with something else or under a key that is taken.
+    metric fails, returns something else, or uses a key that is taken.
     """
     result: dict[str, float] = {}
     for name in names:
@@ -75,7 +75,7 @@ def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
 
 
 def observe(monitor: EchoTrapMonitor, metrics: Metrics) -> list[EchoTrapWarning]:
-    """Feed a step's numbers to the monitor; returns the warnings that begin to hold."""
+    """Feed a step's numbers to the monitor; returns the new warnings."""
     result = metrics.result()
     sources = {
         "reward_std": "rollout/in_group_std",

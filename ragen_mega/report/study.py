@@ -1,7 +1,7 @@
-"""Studies: arms that differ by flags, seeds and prompts that they share, and what can be said about
-their differences.
+"""Studies: arms that differ by flags but share seeds and prompts, and estimates of their
+differences.
 
-A study is a TOML file (examples/studies/); `Study.read` says what it holds.
+A study is a TOML file (examples/studies/); `Study.read` documents its format.
 """
 
 import math
@@ -26,7 +26,7 @@ class Arm:
 
     name: str
     flags: tuple[str, ...]
-    """After those of the study; they win."""
+    """Appended to those of the study, which they override."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Study:
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...] = ()
     metrics: tuple[str, ...] = ("rollout/success", "rollout/in_group_std", "actor/entropy")
-    """Drawn over the steps."""
+    """Plotted over the steps."""
     confounds: tuple[str, ...] = ()
-    """What differs between the arms beside what the study is about; the small preset has none that
-    can be helped.
+    """What differs between the arms besides what the study varies; the small preset has no
+    avoidable ones.
     """
     notes: str = ""
 
@@ -147,7 +147,7 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """Of a difference: above, below, or neither can be told."""
+        """Of a difference: higher, lower, or not told apart."""
         return "higher" if self.low > 0 else "lower" if self.high < 0 else "not told apart"
 
 

@@ -1,5 +1,5 @@
 """What is kept of a step for people to read: a few groups, token by token, in one compressed JSON
-file that a browser opens as it stands.
+file that a browser can open directly.
 
     <run>/traces/step_00000012.json.gz              what was trained on, or not
     <run>/traces/eval_00000030_frozen_lake.json.gz  the same initial states at every evaluation
@@ -34,7 +34,7 @@ _CHANNELS = {
     "values": "value",
     "returns": "return",
 }
-"""Fields of a batch that a trace tells for every sampled token, and what readers call them."""
+"""Fields of a batch that a trace holds for every sampled token, and their names in the viewer."""
 _MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8; each may be a token of its own
 Board = Sequence[str] | None
 Rows = Mapping[tuple[int, int], int]
@@ -75,14 +75,14 @@ class TraceWriter:
     def write_evaluation(
         self, step: int, name: str, groups: Sequence[TrajectoryGroup], boards: Sequence[Board]
     ) -> None:
-        """What environment `name` was played like after `step` steps, each group from its board
+        """How environment `name` was played after `step` steps, each group from its board
         (None: from its seed). Raises OSError.
         """
         file = f"eval_{step:08d}_{name.replace('/', '.')}"
         self._write(file, step, groups, boards, self._config.options)
 
     def drop_from(self, step: int) -> None:
-        """Delete what an earlier process wrote of step `step` and later ones, which come again."""
+        """Delete what an earlier process wrote for step `step` and later, which come again."""
         for path, kind, of_step, _ in traces(self.directory):
             if of_step > step or (kind, of_step) == ("step", step):
                 path.unlink()
@@ -141,7 +141,7 @@ class TraceWriter:
         }
 
     def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
-        """The text of each token; that of a character in several tokens is its last one's."""
+        """The text of each token; a character of several tokens belongs to the last of them."""
         pending: list[int] = []
         for index, token in enumerate(tokens):
             pending.append(token)
@@ -164,7 +164,7 @@ def traces(directory: Path) -> list[tuple[Path, str, int, str | None]]:
 
 def pictures(trajectory: Trajectory, board: Board, options: Mapping[str, Any]) -> list[str]:
     """What `render()` of the environment gives at the start and after each turn: text, or SVG. The
-    trajectory is played once more for it, so only by instant environments; others have none.
+    trajectory is replayed for it, so only instant environments have pictures.
     """
 
     def play() -> list[str]:
@@ -185,14 +185,14 @@ def pictures(trajectory: Trajectory, board: Board, options: Mapping[str, Any]) -
     try:
         return guarded(play)
     except EnvironmentFailed:
-        return []  # a picture is worth no run
+        return []  # a picture is not worth a failed run
 
 
 def _channels(
     trajectory: Trajectory, batch: TokenBatch | None, row: int | None
 ) -> dict[str, list[float | None]]:
-    """Readers' name -> number of every sampled token; those of the batch if it has the trajectory
-    as its `row`.
+    """Name in the viewer -> number of every sampled token; those of the batch if it has the
+    trajectory as its `row`.
     """
     sampled = [at for turn in trajectory.turns for at in range(turn.start, turn.end)]
     channels = {"engine log-probability": [trajectory.rollout_logprobs[at] for at in sampled]}
@@ -205,5 +205,5 @@ def _channels(
 
 
 def _short(value: float) -> float | None:
-    """Four significant digits, which is more than eyes take in."""
+    """Four significant digits, which is enough to read."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

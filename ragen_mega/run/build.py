@@ -204,7 +204,7 @@ def known_references(
 
 
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
-    """Who samples for this rank. An SGLang server is started when it is first needed.
+    """The engine that samples for this rank. An SGLang server is started when it is first needed.
     Collective.
     """
     rollout = config.rollout
@@ -235,7 +235,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
 
 
 def server_settings(config: StarPOConfig) -> ServerSettings:
-    """Of this rank's SGLang server. Raises ValueError where it could not start."""
+    """Settings of this rank's SGLang server. Raises ValueError where it could not start."""
     rollout, is_on_gpu = config.rollout, torch.cuda.is_available()
     num_sessions = rollout.sessions_per_engine(num_engines(config))
     return ServerSettings(
@@ -300,7 +300,7 @@ def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
 
 
 def num_engines(config: StarPOConfig) -> int:
-    """Rollout engines of this job. Raises ValueError unless every one has its ranks on one node."""
+    """Number of rollout engines of this job. Raises ValueError if one would span several nodes."""
     world_size = distributed.world_size()
     return config.rollout.num_engines(world_size, ranks_per_node(world_size))
 
@@ -311,10 +311,10 @@ def ranks_per_node(world_size: int) -> int:
 
 
 def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint | None]:
-    """Name the run and lock its directory (the lock is rank 0's), and with --resume find what to go
-    on from. Collective.
+    """Name the run and lock its directory (the lock is rank 0's), and with --resume find the
+    checkpoint to continue from. Collective.
 
-    Raises ValueError if another process works there or if the checkpoint is of another model.
+    Raises ValueError if another process uses it or if the checkpoint is of another model.
     """
     locks: list[TextIO] = []
 

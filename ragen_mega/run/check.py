@@ -1,5 +1,5 @@
-"""Everything that can be refused before anything heavy is imported: what the launch script does
-first, torchrun's ranks after it, and `build` for those who come from Python.
+"""Checks that need no heavy import. The launch script makes them first, torchrun's ranks make them
+again, and `build` does so for callers from Python.
 
     python -m ragen_mega.run.check NUM_RANKS [flags]
 
@@ -26,8 +26,8 @@ NOTHING_LEFT = 100
 
 
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
-    """Raise ValueError, in one line, if the run cannot work on so many ranks, and Finished if it is
-    done. What needs torch, a GPU or the network is looked at later.
+    """Raise ValueError, in one line, if the run cannot work on this many ranks, and Finished if it
+    is done. What needs torch, a GPU or the network is checked later.
     """
     config, _ = with_name(config)
     config.parallel.check_world(num_ranks)
@@ -99,9 +99,9 @@ def _check_sglang(python: str | None) -> None:
 
 
 def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> str | None:
-    """Leave the process, with one line, unless a run of these flags can begin. Of several ranks the
-    first looks: when the others came to it, the run might have begun. Returns what to say of a run
-    that has finished.
+    """Exit with a one-line error unless a run with these flags can begin. Only rank 0 checks: by
+    the time the others did, the run might have begun. Returns the message for a run that has
+    finished.
     """
     if os.environ.get("RANK", "0") != "0":
         return None

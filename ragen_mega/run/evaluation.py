@@ -1,5 +1,5 @@
 """Success of any policy on fixed initial states: a run, a Hugging Face or Megatron directory, or a
-model of the hub, played by the embedded engine.
+Hub model, played by the embedded engine.
 """
 
 import json
@@ -22,7 +22,7 @@ from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
 
 MAX_SESSIONS = 256
-"""Trajectories that are decoded at a time."""
+"""Trajectories decoded at a time."""
 
 
 def evaluate(
@@ -36,8 +36,8 @@ def evaluate(
     seed: int = 0,
     rules: Mapping[str, Any] | None = None,
 ) -> EvaluationResult:
-    """Play `samples_per_prompt` episodes from each of `num_prompts` held-out initial states, beside
-    the random and the optimal player. Collective on the ranks of a job.
+    """Play `samples_per_prompt` episodes from each of `num_prompts` held-out initial states, and
+    compare with the random and the optimal player. Collective on the ranks of a job.
 
     A run is evaluated under its own rules of play, anything else under the defaults; `rules` are
     fields of `EnvironmentConfig` that replace them. `boards` is a file of initial states. Raises
@@ -67,7 +67,7 @@ def evaluate_sets(
     seed: int = 0,
     rules: Mapping[str, Any] | None = None,
 ) -> dict[str, EvaluationResult]:
-    """As `evaluate`, of several environments with one engine: name -> result."""
+    """`evaluate` for several environments with one engine: name -> result."""
     if num_prompts < 1 or samples_per_prompt < 1:
         raise ValueError(
             f"num_prompts ({num_prompts}) and samples_per_prompt ({samples_per_prompt}) must be"
@@ -115,7 +115,7 @@ def _settings(
 ) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
     """Model directory, rules of play and limits of what is to be evaluated."""
     directory = Path(load)
-    if "environment_options" in rules:  # those of other sets are theirs
+    if "environment_options" in rules:  # not those of other sets
         own = {environment: json.loads(rules["environment_options"]).get(environment, {})}
         rules = {**rules, "environment_options": json.dumps(own)}
     if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):

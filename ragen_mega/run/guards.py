@@ -1,5 +1,5 @@
-"""Work that taught nothing: updates that a non-finite loss or gradient cost, and steps of which the
-filter kept no group. Each is said and counted, and some in a row are the end.
+"""Work that taught nothing: updates skipped for a non-finite loss or gradient, and steps of which
+the filter kept no group. Each is reported and counted; too many in a row end the run.
 """
 
 import math
@@ -14,11 +14,11 @@ from ragen_mega.storage.sealed_files import write_sealed
 
 FAULTS = "faults"
 MAX_FILES = 20
-"""Batches that are kept; of later ones only the number is."""
+"""Bad batches that are kept; later ones are only counted."""
 
 
 class UpdateGuard:
-    """Looks at the result of every update. The trainer has skipped a bad one already, on all ranks
+    """Checks the result of every update. The trainer has already skipped a bad one, on all ranks
     alike.
     """
 
@@ -37,7 +37,7 @@ class UpdateGuard:
     def check(
         self, step: int, model: str, minibatch: TokenBatch, result: Mapping[str, float]
     ) -> dict[str, float]:
-        """The finite numbers of an update's result; a bad update is said and its batch kept.
+        """The finite numbers of an update's result; a bad update is reported and its batch kept.
         Collective.
 
         Raises OSError on all ranks if the batch cannot be written and FloatingPointError after too

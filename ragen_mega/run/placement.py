@@ -1,13 +1,13 @@
-"""Who has the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN, stated by the loop, done and recorded
-here.
+"""Who uses the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN. The loop names the phase; memory is
+moved and recorded here.
 
 TRAIN    the trainer's models compute; the engine sleeps.
-SYNC     the policy's weights pass to the engine, which has taken memory for weights; all else of
-         the trainer is away.
-ROLLOUT  the weights are there and leave the trainer too; then the engine takes the memory of its
-         key-value cache.
+SYNC     the policy's weights are sent to the engine, which has allocated memory for them; the
+         rest of the trainer is offloaded.
+ROLLOUT  the engine has the weights, so the trainer offloads its own; then the engine allocates
+         its key-value cache.
 
-Where an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT come once more.
+If an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT are repeated.
 """
 
 import enum
@@ -35,7 +35,7 @@ _SIGNS = (
     "can't allocate memory",
     "cannot allocate memory",
 )
-"""What torch, CUDA, SGLang and the operating system say when there is none left."""
+"""What torch, CUDA, SGLang and the operating system say when memory has run out."""
 
 
 class Phase(enum.Enum):
@@ -58,10 +58,10 @@ class OutOfMemory(EngineError):
 
 
 class Placement(Protocol):
-    """What the loop says about devices, wherever engines and trainer are."""
+    """What the loop asks for, wherever engines and trainer run."""
 
     def add(self, name: str, memory: Offloadable) -> None:
-        """Take care of a model."""
+        """Manage the memory of a model."""
         ...
 
     def handover(self) -> AbstractContextManager[None]:
@@ -73,7 +73,7 @@ class Placement(Protocol):
         ...
 
     def take_ledger(self) -> dict[str, Max]:
-        """Memory at the edges since the last call. Collective."""
+        """Memory at the phase changes since the last call. Collective."""
         ...
 
 
@@ -81,8 +81,8 @@ class Colocated:
     """Engines and trainer share the devices, in turns: models move between device and host as
     `mode` says.
 
-    `none`: nothing moves. `rollout`: all leave for rollouts. `turns`: furthermore actor and critic
-    are on the device one at a time, each brought back by its next use.
+    `none`: nothing moves. `rollout`: all are offloaded for rollouts. `turns`: in addition, actor
+    and critic are on the device one at a time, each brought back by its next use.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Colocated:
         self._ledger: dict[str, float] = {}
 
     def add(self, name: str, memory: Offloadable) -> None:
-        """Take care of a model. With `turns` it leaves at once, so that the next one has room to be
-        built.
+        """Manage a model's memory. With `turns` it is offloaded at once, to make room for
+        building the next one.
         """
         memory.name = name
         self._models[name] = memory
@@ -143,7 +143,7 @@ class Colocated:
             if self.mode != "none":
                 self._move()
             if phase is not Phase.TRAIN and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what the trainer keeps for later the engine needs now
+                torch.cuda.empty_cache()  # the engine needs what torch has cached
             self._record(phase.value)
 
     def take_ledger(self) -> dict[str, Max]:
@@ -159,7 +159,7 @@ class Colocated:
         return worst
 
     def _move(self) -> None:
-        """What leaves and what comes back at the edge into the current phase."""
+        """Offload and restore what the phase just entered requires."""
         if self.phase is Phase.SYNC:
             for name, memory in self._models.items():
                 memory.offload(*(("gradients", "optimizer") if name == ACTOR else ()))
@@ -171,7 +171,7 @@ class Colocated:
                 memory.restore()
 
     def _take_turn(self, name: str, *kinds: Kind) -> None:
-        """Bring kinds of a model back, after the others have left."""
+        """Restore `kinds` of a model, after offloading the others."""
         if self.phase is not Phase.TRAIN:
             raise RuntimeError(
                 f"{' and '.join(kinds)} of the {name} are away in phase {self.phase.name}; use them"
@@ -184,7 +184,7 @@ class Colocated:
             self._models[name].restore(*kinds)
 
     def _record(self, when: str) -> None:
-        """Add the memory of now to the ledger; of several edges of a kind the tightest counts."""
+        """Add the current memory to the ledger; the tightest of a kind counts."""
         values = {f"{name}_gib": size / GIB for name, size in device_memory().items()}
         values["offloaded_gib"] = (
             sum(sum(memory.away().values()) for memory in self._models.values()) / GIB
@@ -228,8 +228,8 @@ def _gib(size: int) -> str:
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes on this rank's device by torch's allocator, its peak since the last call, and free for
-    anyone.
+    """Bytes on this rank's device: those of torch's allocator, its peak since the last call, and
+    those still free.
 
     On a CPU the resident memory of this process.
     """

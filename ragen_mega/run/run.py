@@ -54,12 +54,12 @@ from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
 EVALUATED = ("success", "reward", "random", "optimum")
-"""Of an evaluated set, logged as eval/..."""
+"""The values of an evaluated set that are logged as eval/..."""
 _PROBES = 8
-"""Prompts of every evaluation that are kept for readers."""
+"""Prompts of every evaluation that are kept for the viewer."""
 Tasks = Sequence[Sequence[Task]]
 Origin = dict[str, Any]
-"""Everything that a rollout depends on, as JSON takes it."""
+"""Everything that a rollout depends on, as JSON values."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Run:
     evaluated: dict[str, EvaluationResult] = field(default_factory=dict)
     """The last evaluation, once the last step has made it."""
     summary: dict[str, Any] = field(default_factory=dict)
-    """What the run came to; empty until it has finished."""
+    """The final results; empty until it has finished."""
 
     def __post_init__(self) -> None:
         config, directory = self.config, self.logger.directory
@@ -208,9 +208,9 @@ class Run:
         return groups
 
     def keep(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:
-        """Put a rollout on the disk and delete those that are not to be kept.
+        """Write a rollout to disk and delete those that are not to be kept.
 
-        Raises OSError on all ranks for a full disk.
+        Raises OSError on all ranks if the disk is full.
         """
 
         def write() -> None:
@@ -228,7 +228,7 @@ class Run:
         kept: Sequence[TrajectoryGroup] = (),
         batch: TokenBatch | None = None,
     ) -> None:
-        """Keep the first groups of a step for readers. Raises OSError on all ranks."""
+        """Keep the first groups of a step for the viewer. Raises OSError on all ranks."""
         shown = groups[: self.config.logging.trace_groups]
         if shown:
             with self.timed("rollout_files"):
@@ -240,7 +240,9 @@ class Run:
         self.logger.note(step, text)
 
     def send_weights_again(self) -> None:
-        """In the middle of a rollout: an engine has lost its weights, and all ranks hold a part."""
+        """Repeat the transfer in the middle of a rollout, after an engine has lost its weights;
+        all ranks hold a part.
+        """
         self.engine.pause()
         self.placement.enter(Phase.SYNC)
         self.engine.load_weights(self.policy.export_weights(self.engine.shard), again=True)
@@ -266,9 +268,9 @@ class Run:
         )
 
     def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
-        """`batch` with what `--old-logprobs` says; without any where the forward pass of the step's
-        one optimizer step is under the same weights and serves. What the policy computes here is
-        compared with the engine's.
+        """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added
+        where the forward pass of the step's only optimizer step yields them. Those that the policy
+        computes here are compared with the engine's.
         """
         config = self.config
         if config.loss.old_logprobs == "engine":
@@ -305,8 +307,8 @@ class Run:
                 progress.advance()
 
     def stop_if_asked(self) -> None:
-        """Raise Interrupted, on all ranks, if any was asked to stop; what a step has updated by
-        then is whole, so that it can be resumed exactly.
+        """Raise Interrupted, on all ranks, if any was asked to stop. Never called in the middle of
+        a step's updates, so that the run can be resumed exactly.
         """
         if self.stop.agreed():
             raise Interrupted
@@ -360,8 +362,8 @@ class Run:
             )
 
     def advance(self, metrics: Metrics) -> None:
-        """What every step ends with, also one that is only replayed: the schedules, and the number
-        of bad updates.
+        """End a step, also one that is only replayed: advance the schedules and log the number of
+        bad updates.
         """
         for trainer in self.trainers.values():
             trainer.schedule.step(1)
@@ -412,7 +414,7 @@ class Run:
     def _scores(
         self, results: Mapping[str, Mapping[str, float | None]], prefix: str = ""
     ) -> dict[str, float]:
-        """Evaluated sets, as they are logged; what nobody knows is left out."""
+        """Evaluated sets, as they are logged; unknown values are left out."""
         shares = self.config.environment.shares
         return {
             f"{prefix}{what}" + ("" if len(shares) == 1 and name in shares else f"_{name}"): value
@@ -422,11 +424,11 @@ class Run:
         }
 
     def _mean_success(self, results: dict[str, EvaluationResult]) -> float:
-        """Of the environments that are trained."""
+        """Mean success over the trained environments."""
         return fmean(results[name].success for name in self.config.environment.shares)
 
     def _trace_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
-        """Keep one trajectory of each of the first prompts, which are the same at every time."""
+        """Keep one trajectory of each of the first prompts, which are always the same."""
         if not self.config.logging.trace_groups:
             return
         shown = [replace(g, trajectories=g.trajectories[:1]) for g in groups[:_PROBES]]
@@ -444,7 +446,7 @@ class Run:
             self.step, samples=self.config.evaluation.eval_samples
         )
         self.save(self._mean_success(evaluated))
-        self.checkpoints.wait()  # it must not be lost with an export that the disk has no room for
+        self.checkpoints.wait()  # safe before an export that may fill the disk
         results = {name: result.to_dict() for name, result in evaluated.items()}
         export(
             self.logger.directory / FINAL_EXPORT,
@@ -545,6 +547,6 @@ class Run:
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
-    """A digest of the parameters of all ranks, for one pass over them. Collective."""
+    """A digest of the parameters of all ranks, in one pass over them. Collective."""
     local = checksum_each([*parameters])
     return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()

@@ -1,5 +1,5 @@
-"""How a run is made to stop: a signal becomes a question that all ranks answer alike at points
-where they meet anyway, and the death of another rank an error in one line.
+"""How a run is stopped: ranks agree on whether a signal has come in where they synchronize anyway,
+and the loss of another rank becomes a one-line error.
 """
 
 import os
@@ -48,7 +48,7 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """Of a rank that stops: of the signal that it, or else another rank, has received."""
+        """128 plus the signal that this rank has received, or plus SIGTERM if another rank has."""
         return 128 + (self.received or signal.SIGTERM)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:

@@ -40,7 +40,7 @@ class Timers:
         self.totals.add(
             "total", train_seconds=Sum(training), trained_tokens=Sum(self.trained_tokens)
         )
-        if self.sampled_tokens:  # no token can be sampled without its weights
+        if self.sampled_tokens:  # sampling needs the weights, so sending them counts
             rollout = seconds["rollout"] + seconds.get("sync", 0.0)
             self.totals.add(
                 "total", rollout_tokens=Sum(self.sampled_tokens), rollout_seconds=Sum(rollout)

@@ -2,10 +2,10 @@
 
     <run>/checkpoints/step_00000012/    manifest.json  state.json  and what the trainers wrote
 
-A checkpoint is written under a hidden name, by a thread while training goes on, and renamed when
-every rank's file is on the disk. `manifest.json` holds the SHA-256 of every file and of itself;
-nothing that is read is executed. Random states are no part of it: every draw of a run is a function
-of the seed, the step and the task.
+A checkpoint is written under a hidden name, by a thread while training goes on, and renamed once
+every rank's file is on disk. `manifest.json` holds the SHA-256 of every file and of itself;
+nothing that is read is executed. It holds no random states: every draw of a run is a function of
+the seed, the step and the task.
 """
 
 import fcntl
@@ -39,8 +39,8 @@ _SECONDS_TO_GATHER = 600.0
 
 T = TypeVar("T")
 Stage = Callable[[Path], Callable[[], Path]]
-"""Copies the state of this rank for a directory, collectively; what it returns writes one file
-there, from any thread.
+"""Copies the state of this rank, collectively; the function that it returns writes it as one file
+of the directory, from any thread.
 """
 
 
@@ -61,7 +61,7 @@ def lock_run(directory: Path) -> TextIO:
     """Claim a run directory for as long as the returned file is open, at most until this process
     ends, however it ends.
 
-    The lock lies beside the directory, which may be deleted and made anew. Raises ValueError if
+    The lock file is beside the directory, which may be deleted and recreated. Raises ValueError if
     another process has it.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -90,9 +90,7 @@ def find_latest(directory: Path, report: Callable[[str], None]) -> Checkpoint | 
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Verify every file of a checkpoint. Raises ValueError that says what is wrong with the first
-    bad one.
-    """
+    """Verify every file of a checkpoint. Raises ValueError that explains the first bad one."""
     manifest = read_manifest(path, format=FORMAT)
     check_files(path, manifest["files"])
     state = json.loads((path / STATE).read_text())
@@ -100,8 +98,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
-    """The settings that differ from the checkpoint's, one line each. Raises ValueError if one must
-    not.
+    """The settings that differ from the checkpoint's, one line each. Raises ValueError if one may
+    not differ.
     """
     before, now = (
         {
@@ -144,7 +142,7 @@ class CheckpointWriter:
         self._error: str | None = None
 
     def save(self, step: int, stage: Stage, state: Mapping[str, Any], score: float | None) -> None:
-        """Copy the state and write it in the background. Waits for the checkpoint before.
+        """Copy the state and write it in the background. Waits for the previous one.
         Collective.
         """
         self.wait()
@@ -183,7 +181,7 @@ class CheckpointWriter:
         return [int(path.name.removeprefix("step_")) for path in _published(self.directory)]
 
     def last(self, change: str) -> str:
-        """What to say of the newest checkpoint when the run cannot go on without a `change`.
+        """A sentence about the newest checkpoint, for a run that cannot go on without a `change`.
         Collective: waits for one that is being written.
         """
         self.wait()
@@ -281,7 +279,7 @@ def _marker(directory: Path, rank: int) -> Path:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint that is never seen by half."""
+    """Delete a checkpoint; nobody ever sees half of one."""
     hidden = path.with_name(f".{path.name}.old")
     path.rename(hidden)
     shutil.rmtree(hidden)

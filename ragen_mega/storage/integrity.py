@@ -1,5 +1,5 @@
-"""What every durable file of a run relies on: bytes that are on the disk, and checksums that tell
-whether they still are.
+"""What every durable file of a run relies on: bytes that have reached the disk, and checksums that
+tell whether they are intact.
 """
 
 import errno
@@ -21,7 +21,7 @@ _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 def describe_error(error: OSError, directory: Path | str) -> str:
     """What an error of the operating system means for a run in `directory`: what cannot be written,
-    why, and the remedy; another error as it is.
+    why, and the remedy; other errors unchanged.
     """
     if error.errno not in _FULL | _FORBIDDEN:
         return str(error)
@@ -43,8 +43,8 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Put a file in place that readers see whole or not at all; the disk has it before it has its
-    name. Raises OSError, and then leaves what was there before.
+    """Write a file that readers see whole or not at all: it is renamed once it is on disk. Raises
+    OSError, and then leaves the old file.
     """
     unfinished = path.with_name(f".{path.name}.part")
     try:
@@ -58,8 +58,8 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_manifest(directory: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """State in a directory what its files are (name -> `describe_file`), and which versions wrote
-    them.
+    """Record in a directory what its files are (name -> `describe_file`), and which versions
+    wrote them.
     """
     versions = {name: version(name) for name in _LIBRARIES} | {"ragen_mega": __version__}
     manifest = {**facts, "versions": versions, "files": files}
@@ -68,7 +68,7 @@ def write_manifest(directory: Path, facts: Mapping[str, Any], files: Mapping[str
 
 
 def read_manifest(directory: Path, **expected: object) -> dict[str, Any]:
-    """What `write_manifest` stated. Raises ValueError if it is damaged or lacks one of the
+    """What `write_manifest` recorded. Raises ValueError if it is damaged or lacks one of the
     `expected` facts.
     """
     try:
@@ -87,8 +87,8 @@ def read_manifest(directory: Path, **expected: object) -> dict[str, Any]:
 
 
 def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -> None:
-    """Raise ValueError that names the first file that is not as the manifest states, or that is
-    there beyond it and matches `pattern`.
+    """Raise ValueError that names the first file that differs from the manifest, or that
+    matches `pattern` but is not in it.
     """
     if added := sorted({path.name for path in directory.glob(pattern)} - {MANIFEST, *files}):
         raise ValueError(f"{added[0]} is not in its manifest")
@@ -103,7 +103,7 @@ def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Size and SHA-256, as manifests state them."""
+    """Size and SHA-256, as manifests hold them."""
     with path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,
@@ -112,5 +112,5 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Of a manifest without its field `sha256`."""
+    """SHA-256 of a manifest without its field `sha256`."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

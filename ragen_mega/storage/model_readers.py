@@ -4,7 +4,7 @@ against config.json before the first is read.
 reader.names()         of all tensors
 reader.describe(name)  type and shape, without reading the tensor
 reader(name)           the tensor, None if there is none; it may be a view of a mapped file
-reader.release()       unmap what was read, so that a caller who goes tensor by tensor stays small
+reader.release()       unmap what was read, so that going tensor by tensor needs little memory
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def open_model(
     """The model in a directory of Hugging Face's format, or of the one that
     tools/convert_checkpoint.py writes.
 
-    Raises ValueError unless everything that its config.json says is computed, its tensors are
-    exactly those that this config (and `hf`, if given) describes, and it is undamaged. A critic may
-    be made from a policy. `verify`, by default on rank 0 alone: also read what costs time,
+    Raises ValueError unless everything that its config.json asks for is supported, its tensors
+    are exactly those that this config (and `hf`, if given) describes, and it is undamaged. A critic
+    may be made from a policy. `verify`, by default on rank 0 alone: also check what takes time,
     checksums and the LM head that a tied model should not have.
     """
     own = load_config(str(directory))
@@ -107,7 +107,7 @@ def check_tensors(
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if a weight holds what is no number."""
+    """Raise ValueError if a weight holds NaN or infinity."""
     if not tensor.isfinite().all():
         raise ValueError(
             f"{name} holds NaN or infinite numbers; the checkpoint is damaged or its training"
@@ -122,7 +122,7 @@ class HuggingFaceReader:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        """`dtype` is the type that quantised weights are said to have."""
+        """`dtype` is the type that is reported for quantised weights."""
         self._dtype = dtype
         self._handles = MappedFiles()
         self._block = fp8_block(json.loads((directory / "config.json").read_text()))
@@ -291,16 +291,16 @@ class MegatronReader:
 
 
 ModelReader: TypeAlias = HuggingFaceReader | MegatronReader
-"""What both offer, see the module."""
+"""Their common interface is in the docstring of this module."""
 
 
 def _stacked(slot: Slot) -> tuple[int, ...]:
-    """Shape of what is under the key, without padding."""
+    """Shape of the tensor stored under the key, without padding."""
     return slot.whole if slot.layer is None else (slot.shape.num_layers, *slot.whole)
 
 
 def _verify_manifest(directory: Path) -> None:
-    """Raise ValueError if a file of a directory in megatron format is not as it was written."""
+    """Raise ValueError if a file of a directory in Megatron format has changed."""
     try:
         manifest = read_manifest(directory, format=FORMAT, version=VERSION)
         check_files(directory, manifest["files"], PATTERN)

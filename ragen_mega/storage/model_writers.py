@@ -1,8 +1,8 @@
-"""Models written tensor by tensor in Hugging Face's format; what is in memory is one tensor at a
+"""Models written tensor by tensor in Hugging Face's format, with one tensor in memory at a
 time.
 
 All types and shapes are known first, and with them the header of every file, so that no file has to
-be in memory to be written. Source of the file format:
+be built in memory. Source of the file format:
 https://github.com/huggingface/safetensors#format
 """
 
@@ -30,7 +30,7 @@ from ragen_mega.storage.model_readers import check_finite
 from ragen_mega.storage.shard_files import DTYPES
 
 MAX_SHARD_SIZE = 5 * 10**9
-"""Bytes of a file, unless told otherwise."""
+"""Default size of a file in bytes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BYTES_AT_ONCE = 2**22
 
@@ -40,14 +40,14 @@ Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
 def num_bytes(kind: Kind) -> int:
-    """Of a tensor's elements."""
+    """Bytes of a tensor's elements."""
     dtype, shape = kind
     return math.prod(shape) * dtype.itemsize
 
 
 class TensorFile:
     """A safetensors file whose tensors are written one by one, in any order. Until it is closed it
-    has another name.
+    has a temporary name.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class TensorFile:
         self._start = self._file.tell()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, in the type and shape announced; rows that it has fewer are zero. Raises
-        ValueError if a number of it is not finite.
+        """Write a tensor, in the type and shape announced; missing rows are zero. Raises ValueError
+        if a number of it is not finite.
         """
         (dtype, shape), start = self._ahead.pop(name)
         assert tensor.shape[1:] == shape[1:] and len(tensor) <= shape[0], (name, tensor.shape)
@@ -87,7 +87,7 @@ class TensorFile:
         self._file.write(bytes(end - self._file.tell()))
 
     def close(self) -> None:
-        """Give the file its name, once the disk has it all."""
+        """Give the file its name, once all of it is on disk."""
         assert not self._ahead, f"{self._path} is not complete"
         self._file.close()
         sync(self._unfinished)
@@ -95,7 +95,7 @@ class TensorFile:
 
 
 class HuggingFaceWriter:
-    """`model.safetensors`, or shards of at most `max_shard_size` bytes (but of one tensor at least)
+    """`model.safetensors`, or shards of at most `max_shard_size` bytes (but at least one tensor)
     and their index.
     """
 
@@ -119,7 +119,7 @@ class HuggingFaceWriter:
         self._files[self._weight_map[name]].write(name, tensor)
 
     def close(self) -> None:
-        """Finish the shards; the index, without which nobody reads them, comes last."""
+        """Finish the shards; the index, without which they are not read, comes last."""
         for file in self._files.values():
             file.close()
         if self._index:
@@ -140,12 +140,12 @@ def save_huggingface(
     is_critic: bool = False,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a directory that `transformers` loads; its weights get their name last, when all is
-    there. Every rank must call it: `weights` is a collective stream, which goes to its end also
-    when the disk is full.
+    """Write a directory that `transformers` loads; its weights get their names last, when all is
+    there. Every rank must call it: `weights` is a collective stream, which is read to its end
+    even when the disk is full.
 
     The generation config is that of the directory from which `hf` was loaded. Raises OSError, and
-    ValueError if the weights are not those of the model, or not all of the type of the first.
+    ValueError if the weights are not those of the model, or differ in type.
     """
     stream = iter(weights)
     try:
@@ -164,8 +164,8 @@ def export(
     *,
     is_critic: bool = False,
 ) -> None:
-    """`save_huggingface` by rank 0, on whose return the directory is there. Collective. Raises what
-    it does on all ranks.
+    """`save_huggingface` by rank 0, whose directory is complete on return. Collective. Raises the
+    same errors, on all ranks.
     """
     failures: list[Exception] = []
     try:

@@ -1,10 +1,10 @@
-"""Rollouts on the disk: one sealed file a step, from which its groups come back exactly as they
+"""Rollouts on the disk: one sealed file per step, from which its groups come back exactly as they
 were sampled.
 
     <run>/rollouts/step_00000012.safetensors
 
-Tokens, masks, log-probabilities (float64, as Python had them), rewards and seeds are tensors; what
-turns say about themselves and where the rollout comes from is JSON in the header.
+Tokens, masks, log-probabilities (float64, as Python had them), rewards and seeds are tensors; the
+infos of turns and the origin of the rollout are JSON in the header.
 """
 
 import json
@@ -47,8 +47,8 @@ class RolloutStore:
     def write(
         self, step: int, groups: Sequence[TrajectoryGroup], origin: Mapping[str, Any]
     ) -> None:
-        """Put a step's groups on the disk. `origin` is what they depend on, as JSON takes it.
-        Raises OSError.
+        """Write a step's groups to disk. `origin` is what they depend on, as JSON values. Raises
+        OSError.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         tensors, turns = _pack(groups)
@@ -57,7 +57,7 @@ class RolloutStore:
 
     def read(self, step: int) -> StoredRollout:
         """What was written for a step. Raises ValueError if the file is damaged and
-        FileNotFoundError without one.
+        FileNotFoundError if there is none.
         """
         path = self._path(step)
         tensors, facts = read_sealed(path)

@@ -16,9 +16,9 @@ SUMMARY_FILE = "summary.json"
 BASE = "base"
 """Directory of the untrained small model of a run without --load."""
 _SECTION = '"warm_start": {'
-"""In every config.json of a run, and in no model's."""
+"""Found in every config.json of a run, and in no model's."""
 _IRRELEVANT = ("logging", "checkpoint", "parallel")
-"""Sections of the configuration that a finished run may be asked for again with."""
+"""Sections of the configuration that may differ when a finished run is resumed."""
 
 
 class Finished(ValueError):
@@ -26,10 +26,11 @@ class Finished(ValueError):
 
 
 def with_name(config: StarPOConfig) -> tuple[StarPOConfig, str | None]:
-    """The configuration with the name of its run, and what to say of a name that was chosen.
+    """The configuration with the name of its run, and a message about a name that was chosen
+    for it.
 
-    Without --name a run begins under the default name, or with a number behind it where that is
-    taken; --resume goes on with the newest of these runs.
+    Without --name a run begins under the default name, with a number appended if that is taken;
+    --resume goes on with the newest of these runs.
     """
     default = config.run_directory
     if config.logging.name is not None or config.logging.overwrite:
@@ -46,7 +47,7 @@ def with_name(config: StarPOConfig) -> tuple[StarPOConfig, str | None]:
 
 
 def _numbered(default: Path) -> dict[int, Path]:
-    """Number -> path of all that has the default name; the first has no number behind it."""
+    """Number -> path of all runs of the default name; the first has no number appended."""
     paths = {1: default}
     for path in default.parent.glob("*") if default.parent.is_dir() else ():
         name, _, number = path.name.rpartition("-")
@@ -56,7 +57,7 @@ def _numbered(default: Path) -> dict[int, Path]:
 
 
 def holds_work(path: Path) -> bool:
-    """Whether anything would be lost with `path`: more than a start that was refused has left."""
+    """Whether anything would be lost with `path`: more than a refused start leaves behind."""
     if not path.is_dir():
         return path.exists()
     names, config = {entry.name for entry in path.iterdir()}, path / CONFIG_FILE
@@ -99,8 +100,8 @@ def check_directory(directory: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def check_finished(config: StarPOConfig) -> None:
-    """Raise Finished if --resume finds nothing left to do, ValueError if only other settings are
-    new.
+    """Raise Finished if --resume finds nothing left to do, ValueError if settings
+    have changed all the same.
     """
     directory, now = config.run_directory, json.loads(json.dumps(config.to_dict()))
     summary = directory / SUMMARY_FILE

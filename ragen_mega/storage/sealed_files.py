@@ -22,8 +22,7 @@ _PREFIX = 8
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write tensors and facts (what JSON can hold) to `path`; on return the disk has them. Mode
-    0600.
+    """Write tensors and facts (JSON values) to `path`; on return they are on disk. Mode 0600.
 
     The SHA-256 in the header is that of the file with 64 zeros in its place. Raises OSError, and
     then leaves no new file.
@@ -44,7 +43,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a file. Raises ValueError if it is not as it was written,
+    """Tensors and facts of a file. Raises ValueError if the file has changed,
     FileNotFoundError if it is not there.
     """
     data = path.read_bytes()

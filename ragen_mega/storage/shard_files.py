@@ -1,5 +1,5 @@
-"""Pieces of large tensors in safetensors files, one file a rank: read back any region, however it
-was cut when written.
+"""Pieces of large tensors in safetensors files, one file per rank: any region can be read,
+however the tensor was cut when written.
 
 A file says in its header which piece of which tensor each entry is, so that it holds everything a
 reader needs, and reading executes nothing (PyTorch's own distributed format keeps that information
@@ -27,8 +27,8 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the tensor `key`: `data` starts at `offset` in `global_shape`; the three have
-    equally many dimensions.
+    """A box of the tensor `key`: `data` starts at `offset` in `global_shape`; all three have
+    the same number of dimensions.
     """
 
     key: str
@@ -51,8 +51,8 @@ def file_name(rank: int) -> str:
 
 
 def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
-    """Write the pieces, host tensors that share no memory, to `path` and wait until the disk has
-    them.
+    """Write the pieces, host tensors that share no memory, to `path` and wait until they are
+    on disk.
     """
     named = {f"{index:05d}": piece for index, piece in enumerate(pieces)}
     tensors = {name: piece.data for name, piece in named.items()}
@@ -62,13 +62,13 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     }
     try:
         save_file(tensors, path, metadata={HEADER: json.dumps(header)})
-    except SafetensorError as error:  # what it makes of a full disk
+    except SafetensorError as error:  # raised on a full disk
         raise OSError(f"cannot write {path}: {error}") from None
     sync(path)
 
 
 class MappedFiles(dict[Path, safe_open]):
-    """Safetensors files by their paths, mapped when they are first asked for. Raises ValueError if
+    """Safetensors files by their paths, mapped on first use. Raises ValueError if
     one cannot be read.
     """
 

@@ -1,4 +1,4 @@
-"""What the viewer's page shows of a run, as JSON takes it; traces stay compressed files."""
+"""What the viewer's page shows of a run, as JSON values; traces stay compressed files."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ from ragen_mega.report.traces import TRACES, traces
 
 def read_run(directory: Path) -> dict[str, Any]:
     """Everything but the traces: `name`, `config`, `summary` (None while it trains), `alike` (equal
-    for runs that differ by their seed only), `metrics` {`steps`, `values`: key -> one a step, None
-    where it was not measured}, `events` and the index of `traces`.
+    for runs that differ by their seed only), `metrics` {`steps`, `values`: key -> one per step,
+    None where it was not measured}, `events` and the index of `traces`.
 
     Raises ValueError if the directory holds no run or a damaged one.
     """
@@ -58,7 +58,7 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _settings_digest(config: dict[str, Any]) -> str:
-    """Of all that is trained, the seed aside."""
+    """Digest of the settings that affect training, except the seed."""
     settings = {name: part for name, part in config.items() if name not in _WHERE_AND_WHEN}
     train = {key: value for key, value in config.get("train", {}).items() if key != "seed"}
     text = json.dumps(settings | {"train": train}, sort_keys=True)
@@ -66,7 +66,7 @@ def _settings_digest(config: dict[str, Any]) -> str:
 
 
 _WHERE_AND_WHEN = ("logging", "checkpoint", "provenance")
-"""Sections of config.json that change nothing that is trained."""
+"""Sections of config.json that do not affect training."""
 
 
 def _has(directory: Path, name: str) -> bool:

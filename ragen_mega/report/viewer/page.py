@@ -23,8 +23,8 @@ _HERE = files(__package__)
 def write_page(
     runs: Sequence[Path], target: Path, *, most_megabytes: float = MOST_MEGABYTES
 ) -> int:
-    """Write the page of finished or unfinished runs to `target`; how many traces had to be left
-    out, evenly over the steps, to keep it below `most_megabytes`.
+    """Write the page of finished or unfinished runs to `target`. Returns how many traces had to be
+    left out, evenly over the steps, to keep it below `most_megabytes`.
 
     Raises ValueError for a directory that holds no run, OSError if the file cannot be written.
     """
@@ -73,13 +73,13 @@ def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand inside a <script>."""
+    """JSON that is safe inside a <script>."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server of the page on 127.0.0.1, which reads the runs anew at every request. Raises
-    ValueError for a directory that holds no run, OSError for a port that is taken.
+    ValueError for a directory that holds no run, OSError if the port is taken.
     """
     for run in runs:
         read_run(run)
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        """Answer one request; what is not there is 404 with the reason."""
+        """Answer one request; anything unknown is a 404 with the reason."""
         try:
             match unquote(urlsplit(self.path).path).strip("/").split("/"):
                 case [""]:

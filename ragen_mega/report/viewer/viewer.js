@@ -7,7 +7,7 @@ const SIDES = ["one", "left", "right"]; // browsers of trajectories: alone, and 
 const SECONDS_BETWEEN_READS = 5;
 const glossary = JSON.parse(document.getElementById("glossary").textContent);
 
-// Where runs and traces come from: this file, or the server of this page.
+// Where runs and traces come from: this file, or the server that serves it.
 
 const stored = JSON.parse(document.getElementById("runs").textContent);
 const isLive = stored === null;
@@ -52,14 +52,14 @@ const percent = (value) => (value === null || value === undefined ? "-" : `${(10
 const number = (value) => (value === null || value === undefined ? "-" : String(Number(value.toPrecision(4))));
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// As explain() of glossary.py: a key means what the longest key means that it begins with.
+// Like explain() of glossary.py: a key has the meaning of the longest known key that it begins with.
 function explain(key) {
   const known = Object.keys(glossary).filter((name) => key === name || key.startsWith(`${name}/`) || key.startsWith(`${name}_`));
   known.sort((a, b) => b.length - a.length);
   return glossary[known[0] ?? `${key.split("/")[0]}/*`] ?? "";
 }
 
-// State. What the address names after # can be sent to somebody else, with the file.
+// State. The part of the address after # restores the view, so it can be shared along with the file.
 
 let runs = [];
 const state = { view: "overview", smooth: "0.6", seeds: "apart", search: "", one: {}, left: {}, right: {}, timeRun: 0 };
@@ -128,7 +128,7 @@ function lines(key) {
   });
 }
 
-// Runs that differ by their seed only: their mean, and from the least to the greatest.
+// Runs that differ by their seed only: their mean, and the band from minimum to maximum.
 function spreads(key, weight) {
   const kinds = [...new Set(runs.map((run) => run.alike))];
   return kinds.flatMap((alike, index) => {
@@ -148,7 +148,7 @@ function spreads(key, weight) {
   });
 }
 
-// The views. Each fills `root`; `refresh` after new data or another theme fills it again.
+// The views. Each fills `root`; `refresh` fills it again after new data or a change of theme.
 
 function overview(root) {
   const heads = ["run", "set", "success", "95% interval", "before training", "random", "optimum", "prompts", "steps", "minutes"];
@@ -402,14 +402,14 @@ function numbersOf(one, text, at) {
   return [JSON.stringify(text), ...numbers].join(" \u00b7 ");
 }
 
-// As an image a picture can run no script.
+// Shown as an image, a picture cannot run a script.
 function picture(drawn) {
   if (drawn === undefined) return null;
   const content = drawn.startsWith("<svg") ? make("img", { src: `data:image/svg+xml,${encodeURIComponent(drawn)}`, alt: "the world before this turn" }) : make("pre", {}, drawn);
   return make("div", { class: "picture" }, content);
 }
 
-// The whole.
+// The page as a whole.
 
 async function refresh() {
   const root = document.getElementById("view");
