@@ -5,7 +5,7 @@ GAE: arXiv:1506.02438 Eq. 16. Bi-level GAE: RAGEN, arXiv:2504.20073. GRPO: arXiv
 4.1.2. Dr.GRPO: arXiv:2503.20783 sec. 3. RLOO: arXiv:2402.14740 sec. 3. REINFORCE++:
 arXiv:2501.03262. All recursions run over sampled tokens only: the successor of a sampled token is
 the next sampled token of its trajectory, whatever the environment wrote in between. The arithmetic
-is that of `ragen_kernels`, Triton for CUDA tensors; here are StarPO's terms and checks.
+is in `ragen_kernels` (Triton for CUDA tensors); this module adds StarPO's terms and checks.
 """
 
 from typing import Literal, get_args
@@ -21,8 +21,8 @@ NormalizationMethod = Literal["identity", "mean", "mean_std", "asym_clip"]
 WHITEN_EPSILON = 1e-8
 """Added to the variance before the square root."""
 ASYM_CLIP = (-1.0, 3.0)
-"""RAGEN's `asym_clip`: bounds of the normalised score; a rare success keeps more of its lead than a
-rare failure.
+"""RAGEN's `asym_clip`: bounds of the normalised score; a rare success keeps more of its magnitude
+than a rare failure.
 """
 
 
@@ -37,7 +37,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over sampled tokens (arXiv:1506.02438 Eq. 16).
 
-    A_i = delta_i + gamma lam A_{i+1},  delta_i = r_i + gamma V_{i+1} - V_i,  V = A = 0 behind the
+    A_i = delta_i + gamma lam A_{i+1},  delta_i = r_i + gamma V_{i+1} - V_i,  V = A = 0 after the
     last sampled token.
 
     Args:
@@ -76,8 +76,8 @@ def bilevel_gae(
         token level   A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1}
                       for the other tokens i of turn k,
 
-    V = A = 0 behind the last turn. So the token level of turn k ends in the turn's return A_{e_k} +
-    V_{e_k} and never looks across turns. A reward inside a turn (a per-token KL penalty) is
+    V = A = 0 after the last turn. So the token level of turn k ends with the turn's return A_{e_k}
+    + V_{e_k} and never crosses turns. A reward inside a turn (a per-token KL penalty) is
     credited to that turn's tokens only. Turn ends come from `turn_ids`; RAGEN takes them from
     reward != 0, which merges turns that earned exactly 0.
 
@@ -157,7 +157,7 @@ def returns_to_go(
     rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, gamma: float
 ) -> Tensor:
     """G_i = r_i + gamma G_{i+1} over sampled tokens: [T], 0 outside the mask."""
-    # The advantage of a critic that knows nothing, with no trace decay.
+    # GAE with a critic that is 0 everywhere and without trace decay.
     return gae(rewards, torch.zeros_like(rewards), loss_mask, cu_seqlens, gamma=gamma, lam=1.0)[0]
 
 
@@ -167,7 +167,7 @@ def reinforce_plus_plus(
     """REINFORCE++ (arXiv:2501.03262): returns-to-go, whitened over all sampled tokens of the batch.
     [T].
 
-    A caller that holds only a part of the batch composes `returns_to_go`, `masked_moments` and
+    A caller with only a part of the batch composes `returns_to_go`, `masked_moments` and
     `whiten` instead.
     """
     return whiten(returns_to_go(rewards, loss_mask, cu_seqlens, gamma=gamma), loss_mask)
@@ -184,8 +184,9 @@ def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, *, moments: Tensor | None = None) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) under the mask, 0 outside; the variance is unbiased (ddof 1).
 
-    Without `moments` mean and variance are those of `x` under the mask. With data-parallel parts of
-    a batch pass the `masked_moments`, summed over the parts. They must count at least 2 elements.
+    Without `moments` mean and variance are those of `x` under the mask. For data-parallel parts
+    of a batch, pass the `masked_moments` summed over the parts. They must count at least 2
+    elements.
     """
     if moments is None:
         moments = masked_moments(x, mask)
@@ -200,7 +201,7 @@ def whiten(x: Tensor, mask: Tensor, *, moments: Tensor | None = None) -> Tensor:
 def place_at_end(scores: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S] scores -> [T] rewards, each on the last sampled token of its trajectory.
 
-    A trajectory without sampled tokens made no decision, so its score has no place and is dropped.
+    A trajectory without sampled tokens made no decision, so its score is dropped.
     """
     _check_padding(loss_mask, cu_seqlens)
     places = torch.arange(len(loss_mask), device=loss_mask.device)
@@ -226,7 +227,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
 
 
 def _sampled_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the M sampled tokens in order: [M] positions, trajectories, and whether each is the last
+    """For the M sampled tokens in order: [M] positions, trajectories, and whether each is the last
     of its trajectory.
     """
     _check_padding(loss_mask, cu_seqlens)
@@ -249,7 +250,7 @@ def _turn_ends(turn_ids: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tenso
     return torch.zeros_like(loss_mask).index_copy(0, positions, is_end)
 
 
-# What a batch holds is looked at in host memory; on CUDA the host would wait for each look.
+# The checks below read values only in host memory; on CUDA each would synchronise with the device.
 
 
 def _check_rewards(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> None:
@@ -273,7 +274,7 @@ def _check_padding(loss_mask: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _check_sizes(keys: Tensor) -> Tensor:
-    """[S] float64, how many trajectories share each one's key."""
+    """[S] float64, for each trajectory the number of trajectories with its key."""
     _, segments, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
     if (sizes < 2).any():
         raise ValueError(

@@ -30,7 +30,7 @@ def aggregation_weights(
         seq-mean-token-sum    w = 1 / num_trajectories
 
     The counts are those of the whole minibatch, over all data-parallel ranks and microbatches; each
-    part passes the same ones and the parts' sums add up. A trajectory must lie in one part whole.
+    part passes the same ones and the parts' sums add up. A trajectory must not be split.
 
     Args:
         loss_mask: [T] bool, True where the policy sampled the token.

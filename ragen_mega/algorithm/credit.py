@@ -1,8 +1,8 @@
-"""Credit assignment: the rewards of one packed batch become its advantages, by the estimator that a
-configuration names.
+"""Credit assignment: turns the rewards of one packed batch into advantages, with the configured
+estimator.
 
-The estimators of the package stand first; `ragen_mega.algorithm.tables` lists them. Their
-arithmetic is in `advantages`.
+The packaged estimators come first; `ragen_mega.algorithm.tables` lists them. Their arithmetic is in
+`advantages`.
 """
 
 from collections.abc import Sequence
@@ -101,14 +101,14 @@ def estimate_advantages(
     group_weights: Tensor | None = None,
     device: torch.device | None = None,
 ) -> TokenBatch:
-    """`batch` with `advantages` and, for a critic, `returns`; `device` computes them
+    """`batch` with `advantages` and, for a critic, `returns`; they are computed on `device`
     (None: that of the batch).
 
     `trajectories` are those of the batch, in its order; `settings` has the fields of
     `config.AdvantageConfig`. `group_weights` [S] scales each trajectory's advantages (soft
     reweighting). The batch must hold values for an estimator with a critic and reference
-    log-probabilities for a KL in the reward. Raises PlugInError, in one line, if an estimator of
-    the user's fails or answers with something else.
+    log-probabilities for a KL in the reward. Raises PlugInError, in one line, if a user's
+    estimator fails or returns something else.
     """
     name = settings.advantage_estimator
     estimator = find_estimator(name)
@@ -122,7 +122,7 @@ def estimate_advantages(
         rewards=_token_rewards(there, scores, settings),
         scores=scores,
     )
-    # Without a value (None) the estimator's own default holds.
+    # If a setting is None, the default of the estimator applies.
     options = {
         key: value for key in estimator.options if (value := getattr(settings, key)) is not None
     }
@@ -139,8 +139,8 @@ def estimate_advantages(
 def _checked(
     name: str, answer: object, batch: TokenBatch, *, uses_critic: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages and, with a critic, returns: of the right shape, finite, and 0 where nothing was
-    sampled.
+    """Advantages and, with a critic, returns: checked for shape and finite values, and set to 0
+    where nothing was sampled.
     """
     mask = batch.loss_mask
     pair = answer if isinstance(answer, tuple) else (answer,)
@@ -163,8 +163,8 @@ def _checked(
 
 
 def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:
-    """[T] rewards on sampled tokens: per turn as they fell, or the (normalised) return on the last
-    sampled token.
+    """[T] rewards on sampled tokens: per turn as they occurred, or the (normalised) return on the
+    last sampled token.
     """
     rewards = batch.rewards
     if settings.reward_placement == "trajectory":

@@ -1,5 +1,5 @@
-"""Early signs that a run loses its reasoning: spread of returns, Echo Trap monitor, input
-dependence of the reasoning.
+"""Early signs that reasoning collapses: the Echo Trap monitor, and how much the reasoning depends
+on its input.
 
 Echo Trap: arXiv:2504.20073 sec. 4. Template collapse and its mutual-information estimate: RAGEN-2,
 arXiv:2604.06268.
@@ -40,7 +40,7 @@ _REMEDIES = {
 
 
 def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
-    """Share of distinct first responses among all groups', in (0, 1]; a metric of the table."""
+    """Share of distinct ones among the first responses of all groups, in (0, 1]; a metric."""
     responses = [
         tuple(trajectory.tokens[trajectory.turns[0].start : trajectory.turns[0].end])
         for group in groups
@@ -54,12 +54,12 @@ def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
 class EchoTrapThresholds:
     """When a signal counts as a warning. Levels are medians of the last `window` steps.
 
-    With the defaults all five collapsing runs of arXiv:2504.20073 Fig. 6 warn and the healthy one
-    does not.
+    With the defaults, all five collapsing runs of arXiv:2504.20073 Fig. 6 give a warning, and the
+    healthy one does not.
     """
 
     window: int = 10
-    """Steps of the early level (a mean) and of the current level."""
+    """Number of steps of the early level (a mean) and of the current level (a median)."""
     reward_std_cliff: float = 0.5
     """Warn when the level of the in-group reward std falls below this share of its early level."""
     reward_std_lost: float = 0.1
@@ -77,7 +77,7 @@ class EchoTrapThresholds:
     grad_norm_spike: float = 5.0
     """Warn when the gradient norm exceeds this multiple of its median over past steps."""
     grad_norm_window: int = 50
-    """Past steps of that median."""
+    """Number of past steps of that median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class EchoTrapWarning:
 
 
 class EchoTrapMonitor:
-    """A state machine fed with one dict of signals per step; each rule warns once, when it begins
+    """A state machine that gets one dict of signals per step; each rule warns once, when it starts
     to hold.
 
     The indicators are those of arXiv:2504.20073 sec. 4: the reward std drops first, entropy turns
@@ -112,7 +112,7 @@ class EchoTrapMonitor:
         self._active: list[str] = []
 
     def observe(self, signals: Mapping[str, float]) -> list[EchoTrapWarning]:
-        """Record one step and return the rules that begin to hold with it.
+        """Record one step and return the warnings of rules that start to hold with it.
 
         Args:
             signals: any of `SIGNALS`; a step without an update has no entropy and no gradient norm.
@@ -137,8 +137,7 @@ class EchoTrapMonitor:
         return begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, as plain Python; equal inputs then give equal
-        warnings.
+        """Everything that a resumed run needs to give the same warnings, as plain Python objects.
         """
         return deepcopy(
             {
@@ -151,7 +150,7 @@ class EchoTrapMonitor:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Raises ValueError if its thresholds were others."""
+        """Continue from `state_dict()`. Raises ValueError if its thresholds differ."""
         if state["thresholds"] != asdict(self.thresholds):
             raise ValueError(
                 f"the monitor's thresholds differ from the checkpoint's: {asdict(self.thresholds)}"
@@ -172,7 +171,7 @@ class EchoTrapMonitor:
         warnings = []
         if median(recent) < cliff:
             warnings.append(EchoTrapWarning("reward_std_cliff", median(recent), cliff))
-        if max(recent) <= lost:  # equal when no group ever varied
+        if max(recent) <= lost:  # both are 0 if no group ever varied
             warnings.append(EchoTrapWarning("reward_std_lost", max(recent), lost))
         return warnings
 
@@ -211,10 +210,10 @@ def diagnose(
 ) -> dict[str, float]:
     """Whether reasoning still depends on its input: `mutual_information` of first responses.
 
-    X is what stands before the first sampled token, Z the reasoning sampled there. The reasonings
-    of up to `max_members` trajectories of up to `max_groups` groups, spread evenly, are scored
-    behind the X of each of these groups: at most max_groups^2 max_members short sequences, in one
-    pass. Where environments are mixed X says also which one is played.
+    X is the context before the first sampled token, Z the reasoning sampled there. The reasonings
+    of up to `max_members` trajectories from each of up to `max_groups` evenly spaced groups are
+    scored after the X of each of these groups: at most max_groups^2 max_members short sequences,
+    in one pass. If environments are mixed, X also reveals which one is played.
 
     Args:
         logprobs: batch -> [T] log-probability of each label under the mask, as the policy that
@@ -265,11 +264,11 @@ def mutual_information(
             retrieval and by their frequency in the marginal. None: all inputs differ.
 
     Returns:
-        mutual_information: 0 when the reasoning ignores its input. max_mutual_information: what it
-        cannot exceed, log G, less when inputs repeat; compare it only between equal ones.
+        mutual_information: 0 if the reasoning ignores its input; compare it only between equal
+        maxima. max_mutual_information: its upper bound, log G, or less if inputs repeat.
         conditional_entropy: H(Z | X) = -mean matched. entropy: H(Z) = -mean marginal.
-        retrieval_accuracy: share of reasonings whose own input explains them best (ties share their
-        place evenly). retrieval_chance: the same for a guess.
+        retrieval_accuracy: share of reasonings whose own input explains them best (ties count as
+        fractions). retrieval_chance: the same for a random guess.
     """
     num_inputs = cross_logprobs.shape[1]
     keys = list(range(num_inputs) if input_keys is None else input_keys)
@@ -294,7 +293,7 @@ def mutual_information(
 
 
 def _continue(tokens: Sequence[int], reasoning: Sequence[int]) -> Trajectory:
-    """`reasoning` as if it had been sampled behind `tokens`."""
+    """`reasoning` as if it had been sampled after `tokens`."""
     trajectory = Trajectory(group_id=0)
     trajectory.append_observation(tokens)
     trajectory.append_action(Completion(list(reasoning), [0.0] * len(reasoning), "stop"))

@@ -2,12 +2,12 @@
 
 StarPO-S, arXiv:2504.20073 Eq. 7 (uncertainty, top fraction); SNR-adaptive selection (top-p, min-p):
 RAGEN-2, arXiv:2604.06268. Returns must be raw: after normalisation by group every group has the
-same standard deviation. `ragen_mega.algorithm.tables` lists the filters; every one is a function
+same standard deviation. `ragen_mega.algorithm.tables` lists the filters; each is a function
 
     filter(returns, *, value, keep_zero) -> indices of the groups to keep
 
-of P sequences of raw returns R(tau), its value, and whether groups may stay whose trajectories all
-earned the same.
+of P sequences of raw returns R(tau), the value of the filter, and whether constant groups (all
+trajectories earned the same) may be kept.
 """
 
 import math
@@ -27,7 +27,8 @@ CONSTANT_SCORE = 1e-10
 """A group whose score is not above this counts as constant: its trajectories all earned the same.
 """
 ROUNDING = 1e-9
-"""Slack for float arithmetic where a sum of shares or a product with a fraction meets its target.
+"""Slack for rounding errors when a sum of shares or a product with a fraction is compared with a
+bound.
 """
 
 
@@ -52,7 +53,7 @@ def group_uncertainty(returns: Returns) -> Tensor:
 
 
 def keep_all(returns: Returns, *, value: float | None, keep_zero: bool) -> list[int]:
-    """Every group, constant ones too; `value` and `keep_zero` have no part in it."""
+    """Every group, even constant ones; `value` and `keep_zero` are ignored."""
     return list(range(len(returns)))
 
 
@@ -73,7 +74,7 @@ def top_p_linear(returns: Returns, *, value: float, keep_zero: bool) -> list[int
     (0, 1]).
 
     RAGEN-2 stops 0.01 short of its target; that slack depends on the scale of the rewards and is
-    left out. Without any spread all groups count alike.
+    omitted here. If no group has any spread, all groups count equally.
     """
     ranked, scores = _rank(returns, keep_zero)
     total = scores.sum()
@@ -111,8 +112,9 @@ def filter_groups(
 ) -> list[TrajectoryGroup]:
     """The groups that the filter `strategy` keeps by their raw returns, in the given order.
 
-    Constant groups go whatever it says, unless `keep_zero` or it has declared otherwise. Raises
-    PlugInError, in one line, if a filter of the user's fails or answers with something else.
+    Constant groups are dropped in any case, unless `keep_zero` is set or the filter has
+    `drops_constant=False`. Raises PlugInError, in one line, if a user's filter fails or returns
+    something else.
     """
     found = find_filter(strategy)
     found.check(strategy, value, len(groups))
@@ -134,8 +136,7 @@ def filter_groups(
 
 
 def _rank(returns: Returns, keep_zero: bool) -> tuple[list[int], Tensor]:
-    """The groups that compete, largest uncertainty first and ties by index, with their
-    uncertainties.
+    """Candidate groups, largest uncertainty first and ties by index, with their uncertainties.
     """
     scores = group_uncertainty(returns)
     ranked = scores.argsort(descending=True, stable=True)

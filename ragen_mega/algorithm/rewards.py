@@ -4,10 +4,10 @@ A reward is a pure function of a trajectory as it was played,
 
     reward(trajectory) -> rewards of its turns, or one number, which its last turn earns,
 
-or, where its parameter is called `group`, of a `TrajectoryGroup`: one such answer for each member.
-Every rank computes all of them, so equal trajectories must earn the same everywhere. The rollout on
-the disk stays as it was played. Success is never shaped, and what is trained on is compared with
-it.
+or, if its parameter is called `group`, of a `TrajectoryGroup`: one such result for each member.
+Every rank computes all rewards, so equal trajectories must earn the same on every rank. The rollout
+on disk stays as it was played. Success is never shaped; `success_ranking` compares the shaped
+rewards with it.
 """
 
 import inspect
@@ -23,10 +23,10 @@ from ragen_mega.algorithm.tables import REWARDS, PlugInError, call, is_judge
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 
 IDENTITY = {"environment": 1.0}
-"""Terms under which nothing changes."""
+"""Terms that leave the rewards unchanged."""
 TURN_DISCOUNT = 0.95
 REPEATED = 4
-"""Tokens in a row that count as repeated if they come again in the same turn."""
+"""Length of the n-grams of tokens that `repetition` compares within a turn."""
 VERDICTS = "verdicts"
 """Key of the last turn's info: URL of a judge -> its score, None where it gave none."""
 
@@ -48,13 +48,13 @@ def well_formed(trajectory: Trajectory) -> list[float]:
 
 
 def response_length(trajectory: Trajectory) -> list[float]:
-    """The tokens that were sampled in each turn; a penalty under a negative weight."""
+    """The number of tokens sampled in each turn; a penalty if its weight is negative."""
     return [float(turn.end - turn.start) for turn in trajectory.turns]
 
 
 def repetition(trajectory: Trajectory) -> list[float]:
-    """1 / (number of turns) x the share of each turn's 4-grams of tokens that it has said before;
-    a penalty under a negative weight.
+    """1 / (number of turns) x the share of each turn's token 4-grams that repeat an earlier one of
+    that turn; a penalty if its weight is negative.
     """
     shares = []
     for turn in trajectory.turns:
@@ -72,19 +72,19 @@ def action_effectiveness(trajectory: Trajectory) -> list[float]:
 
 def grounded_thought(trajectory: Trajectory) -> list[float]:
     """1 / (number of turns) x the share of the claims in each turn's thought that are true of the
-    state it speaks about (RAGEN's reasoning-aware reward); a thought without claims earns 0.
+    state that it describes (RAGEN's reasoning-aware reward); a thought without claims earns 0.
     """
     claims = [turn.info.get("claims", (0, 0)) for turn in trajectory.turns]
     return [true / max(1, total) / len(claims) for true, total in claims]
 
 
 def turn_discounted(trajectory: Trajectory) -> list[float]:
-    """What turn k earned in the environment times 0.95^k: the same success sooner earns more."""
+    """What turn k earned in the environment times 0.95^k: an earlier success earns more."""
     return [TURN_DISCOUNT**k * turn.reward for k, turn in enumerate(trajectory.turns)]
 
 
 def group_relative(group: TrajectoryGroup) -> list[float]:
-    """The environment's return less the mean of the group's others; 0 for a group of one."""
+    """The environment's return minus the mean of the other members; 0 for a group of one."""
     returns, size = group.total_rewards, len(group.trajectories)
     return [(one - fmean(returns)) * size / max(1, size - 1) for one in returns]
 
@@ -95,10 +95,10 @@ def shape_trajectory(trajectory: Trajectory, terms: Mapping[str, float]) -> Traj
 
 
 def shape_group(group: TrajectoryGroup, terms: Mapping[str, float]) -> TrajectoryGroup:
-    """A copy whose turns earn the sum of `terms` (name -> weight); what each term gave to a turn is
-    its `info["rewards"]`.
+    """A copy whose turns earn the weighted sum of `terms` (name -> weight); `info["rewards"]` of a
+    turn has the contribution of each term.
 
-    Raises PlugInError, in one line, for a reward that fails or answers with something else.
+    Raises PlugInError, in one line, for a reward that fails or returns something else.
     """
     by_term = {name: _turn_rewards(name, group) for name in terms}
     shaped = []
@@ -115,11 +115,11 @@ def shape_group(group: TrajectoryGroup, terms: Mapping[str, float]) -> Trajector
 def shape_rewards(
     groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
 ) -> tuple[list[TrajectoryGroup], dict[str, float]]:
-    """The groups as the terms reward them, and what there is to log.
+    """The groups with the rewards of the terms, and metrics to log.
 
     Metrics, means over trajectories: what each term contributed (weight included) under its name,
-    and `total`, their sum; `success_ranking`, see there, unless all succeed or all fail. With the
-    environment's reward alone: the same groups, no metrics.
+    and `total`, their sum; `success_ranking` (see there), unless all succeed or all fail. With only
+    the environment's reward: the same groups, no metrics.
     """
     if dict(terms) == IDENTITY:
         return list(groups), {}
@@ -135,9 +135,9 @@ def shape_rewards(
 
 
 def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
-    """How often a solved trajectory earned more than an unsolved one, ties half (the area under the
-    ROC curve); None unless there are both. 1: the reward teaches success, 0.5: it does not see it,
-    below: it pays for failing.
+    """How often a solved trajectory earned more than an unsolved one, ties counting half (the area
+    under the ROC curve); None unless there are both. 1: every success earned more than every
+    failure; 0.5: the reward does not distinguish them; below: failures earn more.
     """
     solved = [one.total_reward for one in trajectories if one.success]
     unsolved = [one.total_reward for one in trajectories if not one.success]
@@ -147,8 +147,8 @@ def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
 
 
 def judge(url: str, group: TrajectoryGroup) -> list[float]:
-    """The verdicts that came with the rollout. Where there is none, the mean of the group's: that
-    trajectory then stands neither above nor below the others for it.
+    """The verdicts stored with the rollout. A missing one is replaced by the mean of the group,
+    so that the trajectory is ranked neither above nor below the others because of it.
     """
     verdicts = [
         one.turns[-1].info.get(VERDICTS, {}).get(url) if one.turns else None

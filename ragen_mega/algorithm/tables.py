@@ -1,9 +1,8 @@
-"""What users extend by name: one table each of advantage estimators, group filters, rewards and
-metrics.
+"""What users can extend: tables of named advantage estimators, group filters, rewards, metrics.
 
-A name, an import path (`my_module:my_thing`, also of a file in the working directory), an entry
-point of the table's group or `register` fills a table. Nothing here imports torch, so that the
-configuration checks names at once. `docs/extending.md` has the signatures.
+An entry is built in, an import path (`my_module:my_thing`, also of a file in the working
+directory), an entry point of the table's group, or added by `register`. Nothing here imports torch,
+so that the configuration can check names quickly. `docs/extending.md` has the signatures.
 """
 
 import inspect
@@ -18,7 +17,7 @@ from typing import Any, Literal
 from ragen_mega.data.registry import Registry
 
 OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
-"""Flags that reach an advantage estimator which has a parameter of that name."""
+"""Flags that are passed to an advantage estimator with a parameter of that name."""
 
 _TERM = re.compile(
     r"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*\*\s*)?"
@@ -38,7 +37,7 @@ _FAILURES = (
 
 
 class PlugInError(ValueError):
-    """A function that a user named failed or answered with something else than it must."""
+    """A user's function failed or returned something invalid."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,10 @@ class Estimator:
         function: `function(inputs: CreditInputs, *, option, ...) -> (advantages [T], returns [T] or
             None)`, or its import path.
         options: which of `OPTIONS` it takes.
-        uses_critic: a critic is trained: `inputs.batch.values` are there, returns its targets.
-        level: rewards that it credits: `turn` needs each turn's own, `trajectory` looks at whole
-            returns alone, so that rewards of turns and tokens have no part.
-        min_group_size: trajectories of a group that it compares at least.
+        uses_critic: a critic is trained: `inputs.batch.values` exist, and returns are its targets.
+        level: rewards that it uses: `turn` needs the reward of each turn, `trajectory` uses only
+            total returns and ignores rewards of turns and tokens.
+        min_group_size: the least number of trajectories per group.
         reads_logprobs: it uses `inputs.batch.old_logprobs`, which are then always computed.
     """
 
@@ -72,9 +71,9 @@ class Filter:
         function: `function(returns, *, value, keep_zero) -> indices of the groups to keep`, or its
             import path; `returns` are P sequences of raw returns.
         value: what --filter-value means: nothing, a share in (0, 1], a number of groups, or
-            whatever the filter makes of it, None included.
-        default: the value without --filter-value; a share or count without default must be given.
-        drops_constant: groups whose trajectories all earned the same go, unless
+            anything that the filter accepts, including None.
+        default: the value without --filter-value; a share or count without a default is required.
+        drops_constant: groups whose trajectories all earned the same are dropped, unless
             --filter-keep-zero.
     """
 
@@ -84,7 +83,7 @@ class Filter:
     drops_constant: bool = True
 
     def check(self, name: str, value: float | None, num_groups: int) -> None:
-        """Raise ValueError unless `value` can be that of a filter of `num_groups` groups."""
+        """Raise ValueError unless `value` is valid for `num_groups` groups."""
         if value is None and self.value in ("share", "count"):
             raise ValueError(f"filter_strategy {name} needs its value; add --filter-value")
         if self.value == "count" and (value != int(value) or not 1 <= value <= num_groups):
@@ -166,7 +165,7 @@ METRICS = Registry(
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of that name; a bare function takes the options that it has parameters for.
+    """The estimator of that name; a plain function gets the options that it has parameters for.
 
     Raises ValueError if there is none.
     """
@@ -184,15 +183,15 @@ def find_filter(name: str) -> Filter:
 
 
 def is_judge(name: str) -> bool:
-    """Whether a reward is what a server says: its name is the server's URL."""
+    """Whether a reward comes from a judge server: its name is the server's URL."""
     return name.startswith(("http://", "https://"))
 
 
 def parse_reward(text: str) -> dict[str, float]:
     """`environment + 0.1*format - my_module:my_reward` -> {"environment": 1.0, "format": 0.1, ...}.
 
-    A term of weight 0 is reported and not trained on. Raises ValueError if `text` is no such sum or
-    names no reward.
+    A term of weight 0 is logged but not trained on. Raises ValueError if `text` is no such sum or
+    names an unknown reward.
     """
     terms: dict[str, float] = {}
     position = 0
@@ -215,7 +214,7 @@ def parse_reward(text: str) -> dict[str, float]:
 def call(
     table: Registry, name: str, function: Callable[..., Any] | str, *args: Any, **options: Any
 ) -> Any:
-    """The answer of a function of a table. Raises PlugInError, which says where it failed."""
+    """Call a function of a table. Raises PlugInError, which says where it failed."""
     if isinstance(function, str):
         function = table.get(function)
     try:

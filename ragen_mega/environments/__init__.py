@@ -1,3 +1,3 @@
-"""What agents play: the protocol, the text around it, the worlds, and exact players to compare
-with. No torch.
+"""What agents play: the protocol, the text around it, the worlds, and exact reference players. No
+torch.
 """

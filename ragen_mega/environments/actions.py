@@ -1,10 +1,9 @@
-"""Turn a model's text into steps of an environment: actions in answer tags, free text there, tool
+"""Turn a model's text into steps of an environment: actions or free text in answer tags, tool
 calls, or whatever the environment's own parser reads.
 
-`<think> ... </think> <answer> a || b </answer>` is RAGEN's language (arXiv:2504.20073, appendix B);
-the search is linear in the text instead of a backtracking expression, whose cost on repeated tags
-grows with the cube of the length. Tool calls are written as Qwen's chat templates ask for them (the
-Hermes format).
+`<think> ... </think> <answer> a || b </answer>` is RAGEN's format (arXiv:2504.20073, appendix B).
+The search takes time linear in the text; a single backtracking expression would take cubic time on
+repeated tags. Tool calls have the format of Qwen's chat templates (the Hermes format).
 """
 
 import json
@@ -17,7 +16,7 @@ from ragen_mega.environments import calls
 
 ACTION_SEPARATOR = "||"
 
-# Linear: a failed attempt costs the whitespace behind one tag, and no two tags share whitespace.
+# Linear: a failed attempt scans the whitespace after one tag, and no two tags share whitespace.
 _THOUGHT_TO_ANSWER = re.compile(r"</think>\s*<answer>")
 _ANSWER = re.compile("<answer>")
 _MARKERS = re.compile(r"</?think>|</?answer>|<\|im_start\|>|<\|im_end\|>")
@@ -33,9 +32,9 @@ class ParsedResponse:
     """
     thought: str = ""
     is_format_valid: bool = False
-    """The tags were found in the required order, or the parser could read the answer."""
+    """The tags are in the required order, or the parser could read the answer."""
     has_invalid_action: bool = False
-    """At least one of the actions inside the cap was unknown and dropped."""
+    """At least one of the first `max_actions` actions was unknown and dropped."""
 
     @property
     def is_action_valid(self) -> bool:
@@ -43,10 +42,11 @@ class ParsedResponse:
 
 
 def read_response(environment: Any, text: str, *, think: bool, max_actions: int) -> ParsedResponse:
-    """What the policy wrote in one turn, as this environment reads it: by its `parse`, as tool
-    calls, as names of its actions, or as free text. With `think` it follows a forced `<think>`.
+    """Parse what the policy wrote in one turn, as this environment requires: by its `parse`, as
+    tool calls, as names of its actions, or as free text. With `think`, `text` follows a forced
+    `<think>`.
 
-    Raises whatever the environment's parser raises but ValueError, which says that an answer is
+    Raises whatever the environment's parser raises except ValueError, which marks the answer as
     malformed.
     """
     if hasattr(environment, "parse"):
@@ -64,21 +64,21 @@ def read_response(environment: Any, text: str, *, think: bool, max_actions: int)
 def _read(
     parse: Callable[[str], Sequence[Any]], text: str, think: bool, max_actions: int
 ) -> ParsedResponse:
-    """By a parser of what follows the thought."""
+    """Apply `parse` to what follows the thought."""
     thought, end, rest = text.partition("</think>") if think else ("", "</think>", text)
     thought = _MARKERS.sub("", thought).strip()
     if not end:
         return ParsedResponse()
     try:
         actions = tuple(parse(rest.strip()))
-    except (ValueError, RecursionError):  # of JSON that is nested too deeply
+    except (ValueError, RecursionError):  # RecursionError: JSON nested too deeply
         return ParsedResponse(thought=thought)
     return ParsedResponse(actions[:max_actions], thought, is_format_valid=True)
 
 
 def tool_calls(text: str) -> list[dict[str, Any]]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` once or several times -> the
-    objects. Raises ValueError if there is none or one is no such object.
+    """The objects in `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once or repeated.
+    Raises ValueError if there is none or one is malformed.
     """
     found = []
     for part in text.split("<tool_call>")[1:]:
@@ -100,9 +100,9 @@ def parse_response(
 ) -> ParsedResponse:
     """Parse what the model generated in one turn; no text raises.
 
-    With `think`, `text` follows a forced `<think>` tag that it does not contain itself. The first
-    `max_actions` pieces of the answer count; unknown ones among them are dropped and the rest still
-    runs.
+    With `think`, `text` follows a forced `<think>` tag that it does not contain itself. Only the
+    first `max_actions` pieces of the answer count; unknown ones among them are dropped, the rest
+    are kept.
     """
     if (spans := _split(text, think)) is None:
         return ParsedResponse()
@@ -118,8 +118,8 @@ def parse_response(
 
 def _split(text: str, think: bool) -> tuple[str, str] | None:
     """Thought and answer without tags; None unless the tags are there in the required order."""
-    # Each tag may be matched at its first occurrence: whatever follows a later occurrence also
-    # follows the first one.
+    # Matching the first occurrence of each tag is enough: whatever follows a later one also follows
+    # the first.
     opening = (_THOUGHT_TO_ANSWER if think else _ANSWER).search(text)
     answer_end = text.find("</answer>", opening.end()) if opening else -1
     if answer_end < 0:

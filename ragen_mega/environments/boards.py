@@ -1,9 +1,9 @@
-"""Boards files: fixed initial states to evaluate on, one JSON object a line.
+"""Boards files: fixed initial states to evaluate on, one JSON object per line.
 
     {"set": "sokoban_6x6_1box", "seed": 123, "board": ["######", "##P_##", ...]}
 
-`seed` is the prompt seed that goes with the board; other keys are ignored. What the rows mean is
-the environment's affair. The packaged sets are the rooms and lakes that RAGEN (arXiv:2504.20073)
+`seed` is the prompt seed that belongs to the board; other keys are ignored. The environment defines
+what the rows mean. The packaged sets are the rooms and lakes that RAGEN (arXiv:2504.20073)
 validates on: seeds 123 to 378, without the 29 large rooms whose drawing depended on the process.
 """
 
@@ -31,12 +31,12 @@ class Board:
 class BoardEnvironment(Environment, Protocol):
     """An environment that can start from a board: its `reset` takes the keyword `board`.
 
-    With a `board_set` it names the packaged set that matches its options.
+    Its attribute `board_set`, if any, names the packaged set that matches its options.
     """
 
     def accepts_board(self, rows: tuple[str, ...]) -> bool:
-        """Whether a board has this environment's kind and size. Raises ValueError, naming the rule
-        that it breaks, for a malformed one of its kind.
+        """Whether a board has this environment's kind and size. For a malformed board of its kind,
+        raises ValueError that names the broken rule.
         """
 
 

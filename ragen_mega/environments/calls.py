@@ -1,7 +1,7 @@
-"""How an environment is called: with the keywords that it takes, awaited where it is `async`, and
-with a check of what it returns.
+"""Calls an environment with the keywords that it takes, awaits the result if it is `async`, and
+checks what it returns.
 
-Environments are anyone's code: what they do wrong is an error that says which rule it broke.
+Environments are user code: an error says which rule they broke.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 from ragen_mega.environments.protocol import Environment, Message, Observation, StepResult
 
 MAX_OBSERVATION = 1_000_000
-"""Characters of an observation; no context holds as much."""
+"""Most characters of an observation; no context is this long."""
 ROLES = ("system", "user", "tool", "assistant")
 """Of messages that an environment may give."""
 _starting = threading.Lock()
@@ -31,11 +31,11 @@ def reset(
     outcome_seed: int | None = None,
     board: Sequence[str] | None = None,
 ) -> Observation:
-    """Start an episode: the first observation, a text or a tuple of `Message`. `outcome_seed` is
-    left out where `reset` does not take it.
+    """Start an episode and return the first observation, a text or a tuple of `Message`.
+    `outcome_seed` is left out if `reset` does not take it.
 
-    Raises ValueError for a board where it takes none, and for an observation that is too long or no
-    Unicode; TypeError if it is neither text nor messages.
+    Raises ValueError for a board if `reset` takes none, and for an observation that is too long or
+    not valid Unicode; TypeError if it is neither text nor messages.
     """
     taken = _keywords(type(environment).reset)
     if board is not None and "board" not in taken:
@@ -50,7 +50,7 @@ def reset(
 def step(environment: Environment, action: Any) -> StepResult:
     """Do one action; messages come back as a tuple of `Message`. Raises TypeError for an answer of
     the wrong kind, FloatingPointError for a reward that is not finite, and ValueError for an
-    observation that is too long or no Unicode.
+    observation that is too long or not valid Unicode.
     """
     result = _settled(environment.step(action))
     if isinstance(result, tuple) and len(result) == 5:
@@ -78,7 +78,7 @@ def step(environment: Environment, action: Any) -> StepResult:
 
 
 def parse(environment: Any, text: str) -> list[Any]:
-    """What the environment's own parser makes of an answer: its steps. Raises ValueError where the
+    """The steps that the environment's own parser reads from an answer. Raises ValueError if the
     parser does, TypeError for steps that are neither text nor JSON objects.
     """
     answer = _settled(environment.parse(text))
@@ -95,7 +95,7 @@ def parse(environment: Any, text: str) -> list[Any]:
 
 
 def close(environment: Any) -> None:
-    """Let the environment give back what it holds, if it has a `close`."""
+    """Call the environment's `close`, if it has one."""
     if callable(method := getattr(environment, "close", None)):
         _settled(method())
 
@@ -117,7 +117,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _observation(method: str, observation: Any) -> Observation:
-    """Text as it is; messages in any of their forms as a tuple of `Message`."""
+    """A text unchanged; messages, in any accepted form, as a tuple of `Message`."""
     if isinstance(observation, str):
         return _text(method, observation)
     pairs = observation if isinstance(observation, (list, tuple)) else ()
@@ -151,27 +151,26 @@ def _text(method: str, observation: Any) -> str:
             f"the observation of {method} has {len(observation)} characters, and no context holds"
             f" more than {MAX_OBSERVATION}; shorten it in the environment"
         )
-    observation.encode()  # a lone surrogate is no character, and no tokenizer takes it
+    observation.encode()  # raises for a lone surrogate, which no tokenizer takes
     return observation
 
 
 def _settled(value: Any) -> Any:
-    """The value itself, or what it comes to on the event loop of all `async` environments."""
+    """The value itself, or its result if awaited, on the event loop of all `async` environments."""
     if not inspect.isawaitable(value):
         return value
 
     async def settle() -> Any:
         return await value
 
-    with _starting:  # `cache` alone lets two threads that come first start a loop each
+    with _starting:  # `cache` alone would let two threads start a loop each
         loop = _loop()
     return asyncio.run_coroutine_threadsafe(settle(), loop).result()
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """It runs in a thread of its own, so that connections live on from call to call, whoever
-    calls.
+    """The loop runs in its own thread, so that connections persist across calls from any thread.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()

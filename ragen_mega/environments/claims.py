@@ -1,4 +1,4 @@
-"""Claims in a thought, checked against the true state, as a reward for grounded thoughts counts."""
+"""Checks the claims in a thought against the true state, for the reward `grounded_thought`."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,10 +11,10 @@ _TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def check_claims(environment: Any, thought: str) -> list[bool] | None:
-    """Whether each claim in a thought about the present state holds; None if nobody can tell.
+    """Whether each claim in a thought about the current state is true; None if that is unknown.
 
-    By the environment's `claims(thought)`; else, with a narrator that has a `statement`, every
-    statement of that form is compared with what the narrator says; else by its `facts()`.
+    Uses the environment's `claims(thought)`; else, if its narrator has a `statement`, compares
+    every statement of that form with what the narrator says; else uses its `facts()`.
     """
     if hasattr(environment, "claims"):
         return [bool(holds) for holds in environment.claims(thought)]
@@ -28,9 +28,9 @@ def check_claims(environment: Any, thought: str) -> list[bool] | None:
 
 
 def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
-    """Whether each claim `<name of a fact> [is|are|=|:] [at|in] <value>` holds: of numbers, of
-    coordinates like `(1, 2)`, of truth values, and of words where a verb or sign comes between. Of
-    a collection one of its members is claimed: `hole (1, 2)`, `holes: (1, 2)`.
+    """Whether each claim `<name of a fact> [is|are|=|:] [at|in] <value>` is true. Values are
+    numbers, coordinates like `(1, 2)`, truth values, or words, which need the verb or sign. A claim
+    about a collection is true if one of its members fits: `hole (1, 2)`, `holes: (1, 2)`.
     """
     for name in sorted(facts, key=len, reverse=True):  # `low_arm` before `arm`
         value, words = facts[name], re.escape(name.removesuffix("s")).replace("_", "[ _]")
@@ -46,7 +46,7 @@ def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
 
 
 def _agrees(said: str, has_copula: bool, value: Any) -> bool | None:
-    """Whether `said` means `value`; None if it says nothing of the kind."""
+    """Whether `said` means `value`; None if it is not of the same kind."""
     if isinstance(value, bool):
         return None if said.lower() not in _TRUTHS else _TRUTHS[said.lower()] is value
     if isinstance(value, (int, float)):

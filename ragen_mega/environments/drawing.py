@@ -1,4 +1,4 @@
-"""Pictures of worlds on a grid, as SVG that stands alone, on light and on dark pages."""
+"""Pictures of grid worlds as standalone SVG, for light and dark pages."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,9 +1,9 @@
-"""The multi-turn text protocol around one environment: prompts out, responses in, rewards and
-budgets kept.
+"""The multi-turn text protocol around one environment: it writes prompts, reads responses, and
+keeps track of rewards and budgets.
 
 Source: RAGEN (arXiv:2504.20073, appendix B): at most 5 turns, 5 actions a turn and 10 actions a
-trajectory, -0.1 for a turn without a well-formed answer. Unlike the original the prompt announces
-the budget that is enforced.
+trajectory, -0.1 for a turn without a well-formed answer. Unlike in the original,
+the prompt announces the budget that is enforced.
 """
 
 import math
@@ -27,9 +27,9 @@ PromptStyle = Literal["full", "system", "compact"]
 
 _MALFORMED = "Your answer could not be read. Keep to the format."
 _TOKENS_PER_WORD = 2
-"""With the tags of an answer, at most, so that what prompts allow is not cut."""
+"""At most, with a share of the tags, so that no answer within the announced length is cut off."""
 ERROR = "error"
-"""Key of a turn's info under which a trajectory that its environment ended says why."""
+"""Key of a turn's info: why a failure of the environment ended the trajectory."""
 
 
 FORMAT_PENALTY = -0.1
@@ -37,8 +37,8 @@ FORMAT_PENALTY = -0.1
 
 @dataclass(frozen=True, slots=True)
 class EpisodeConfig:
-    """Budgets, format rules and wording of episodes. What is None is as the environment says, by an
-    attribute of the same name, or else as `Budget` and `FORMAT_PENALTY` do.
+    """Budgets, format rules and wording of episodes. A field that is None takes the environment's
+    attribute of the same name, else the default of `Budget` or `FORMAT_PENALTY`.
     """
 
     max_turns: int | None = None
@@ -47,7 +47,7 @@ class EpisodeConfig:
     format_penalty: float | None = None
     """Added to the reward of every turn without a well-formed answer or with an unknown action."""
     think: bool = True
-    """The response follows a forced `<think>`; otherwise it is an answer alone."""
+    """The response follows a forced `<think>`; otherwise it is only an answer."""
     prompt_style: PromptStyle = "full"
     """full: task in the first user message; system: task in the system message; compact: state and
     budget only.
@@ -63,9 +63,9 @@ class EpisodeConfig:
             )
 
     def budget(self, environment: Any) -> Budget:
-        """How much a trajectory of this environment may do. Free text is one step a turn. Where
-        nobody limits the actions, an environment that sets its own turns or has no `actions` may
-        use all of its turns.
+        """How much a trajectory of this environment may do. Free text is one step per turn. If
+        neither the flags nor the environment limit the actions, an environment that sets its own
+        turns or has no `actions` may use all of its turns.
         """
         limits = {item.name: self._setting(item.name, environment) for item in fields(Budget)}
         limits = {name: limit for name, limit in limits.items() if limit is not None}
@@ -96,17 +96,18 @@ class EpisodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """What one response led to."""
+    """The outcome of one response."""
 
     reward: float
-    """Sum of the rewards of the executed actions, plus the format penalty if it is due."""
+    """Sum of the rewards of the executed actions, plus the format penalty if it applies."""
     messages: tuple[Message, ...]
-    """What the policy sees next, nothing when the episode is over."""
+    """What the policy sees next; empty when the episode is over."""
     terminated: bool
     truncated: bool
     info: dict[str, Any]
     """success, is_format_valid, is_action_valid, is_action_effective, num_actions, actions,
-    thought; claims: how many in the thought hold and how many there are, where that can be checked.
+    thought; claims (if they can be checked): how many in the thought are true, and how many there
+    are.
     """
 
 
@@ -120,7 +121,7 @@ class Episode:
     """Drives one environment through one trajectory at a time."""
 
     def __init__(self, environment: Environment, config: EpisodeConfig) -> None:
-        """Raises ValueError for a limit that the environment sets wrongly."""
+        """Raises ValueError if a limit set by the environment is invalid."""
         self.environment = environment
         self.config = config
         self.budget = config.budget(environment)
@@ -128,19 +129,18 @@ class Episode:
         self.tools: list[dict[str, Any]] | None = getattr(environment, "tools", None)
         """JSON schemas for the chat template."""
         self.max_response_length = self.budget.max_response_length
-        """Tokens that an answer may have; whoever plays the episode knows, prompts announce it."""
+        """Tokens of one answer. Prompts announce it; the caller enforces it, and may change it."""
         self.done = True
         self._num_turns = 0
         self._num_actions = 0
         self.observation: Observation = ""
-        """The latest."""
-        self._opening: tuple[Message, ...] | None = None  # of an environment that has its own words
+        """The latest observation."""
+        self._opening: tuple[Message, ...] | None = None  # if the environment speaks in messages
         self._task = ""
 
     @property
     def takes_names(self) -> bool:
-        """Whether an answer is a list of names of actions, and not free text or what a parser
-        reads.
+        """Whether an answer is a list of action names, not free text or the input of a parser.
         """
         environment = self.environment
         return hasattr(environment, "actions") and not (self.tools or hasattr(environment, "parse"))
@@ -159,8 +159,8 @@ class Episode:
     def start(
         self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None
     ) -> list[Message]:
-        """Reset the environment; what the policy sees first: its messages, or an optional system
-        message and a user message around its text.
+        """Reset the environment and return what the policy sees first: the environment's messages,
+        or an optional system message and a user message around its text.
         """
         self.observation = reset(self.environment, seed, outcome_seed=outcome_seed, board=board)
         self._num_turns = self._num_actions = 0
@@ -173,9 +173,9 @@ class Episode:
         return list(self._opening)
 
     def beginning(self, messages: Sequence[Message]) -> list[Message]:
-        """What the policy sees where its context begins with the `messages` of a turn: the task
-        stands before them, as in the first turn. Of an environment that speaks in messages itself
-        these are its first ones.
+        """What the policy sees if its context begins with the `messages` of a turn: the task comes
+        before them, as in the first turn. For an environment that speaks in messages, its first
+        messages are the task.
         """
         if self._opening is not None:
             return [*self._opening, *messages]
@@ -195,8 +195,8 @@ class Episode:
     def respond(self, text: str) -> TurnResult:
         """Execute the model's text of this turn. Any text is legal.
 
-        Raises RuntimeError if the episode is over, and what `calls.step` and the environment's
-        parser do for an answer that breaks a rule.
+        Raises RuntimeError if the episode is over, and whatever `calls.step` and the environment's
+        parser raise.
         """
         if self.done:
             raise RuntimeError("the episode is over; call start before the next response")

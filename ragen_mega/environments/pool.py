@@ -1,10 +1,10 @@
-"""Calls into environments, which are anyone's code: they may raise, take their time or never
-return, and the rollout goes on.
+"""Calls into environments, which are user code: they may raise, be slow or never return, and the
+rollout goes on.
 
-An environment that declares itself instant is called where the rollout runs. Any other has a thread
-of its own while it is open, so that many work at a time and none is called by two threads. What is
-bounded is how long a trajectory waits for a call: Python cannot end a thread, so a call that never
-returns keeps its own until the process ends, which it does not hold up.
+An environment that declares itself instant is called in the thread of the rollout. Any other has
+its own thread while it is open, so that many work at a time and none is called from two threads.
+Only the wait of a trajectory for a call is bounded: Python cannot end a thread, so a call that
+never returns keeps its thread until the process exits, which it does not delay.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 MAX_THREADS = 256
-"""Environments of one kind that are open at a time, where each has a thread."""
+"""Most environments of one kind that are open at a time, if each has its own thread."""
 
 T = TypeVar("T")
 
@@ -33,13 +33,13 @@ def guarded(function: Callable[[], T]) -> T:
 
 
 def is_instant(environment: object) -> bool:
-    """Whether the class itself, not one that it extends, says that its calls take no time."""
+    """Whether the class itself, not a base class, declares that its calls take no time."""
     return bool(vars(type(environment)).get("is_instant", False))
 
 
 class Worker:
-    """Where one environment is called: a daemon thread, so that the process can end while a call
-    does not return.
+    """The thread that calls one environment. It is a daemon, so that the process can exit even if
+    a call does not return.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -52,8 +52,8 @@ class Worker:
         self._thread.start()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What `function` returns. Raises EnvironmentFailed if it raises or takes too long; the
-        thread is then still busy with it, and nothing but `end` is to be asked of it.
+        """What `function` returns. Raises EnvironmentFailed if it raises or takes too long. After
+        a timeout the thread is still busy, and only `end` may be called.
         """
         answer = asyncio.wrap_future(self._submit(function))
         await asyncio.wait([answer], timeout=self._seconds or None)
@@ -70,8 +70,9 @@ class Worker:
             raise EnvironmentFailed(f"took longer than {self._seconds:g} s") from None
 
     def build(self, name: str, function: Callable[[], T]) -> T:
-        """As `wait`, of what builds environment `name`. What it starts in this thread cannot hold
-        up the end of the process either. Raises ValueError, in one line, and ends if it fails.
+        """As `wait`, for a function that builds environment `name`. Nothing that it starts in this
+        thread can delay the exit of the process. If it fails, ends the thread and raises
+        ValueError, in one line.
         """
         try:
             return self.wait(function)
@@ -82,12 +83,12 @@ class Worker:
             raise ValueError(f"environment {name} cannot be built: {error}") from error
 
     def end(self, last: Callable[[], Any]) -> None:
-        """Call `last` when everything before has returned, and let the thread end."""
+        """Call `last` after all earlier calls have returned, then let the thread end."""
         self._submit(last)
         self._calls.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread to end, at most so long."""
+        """Wait at most `seconds` for the thread to end."""
         self._thread.join(seconds)
 
     def _submit(self, function: Callable[[], T]) -> Future[T]:

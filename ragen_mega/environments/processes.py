@@ -1,8 +1,8 @@
-"""Environments in processes of their own, for those that hold the interpreter while they compute.
+"""Environments in separate processes, for those that hold the GIL while they compute.
 
-A host process has several environments and does one call after the other; what stands here in place
-of an environment hands every call to its host. A host that dies takes its environments with it, and
-the next one that is built starts another.
+A host process holds several environments and runs their calls one at a time; the proxy in this
+process forwards every call to its host. Environments are lost with their host; the next one that is
+built starts a new host.
 """
 
 import itertools
@@ -23,14 +23,14 @@ _METHOD = "a method"
 
 
 class HostedEnvironment:
-    """Environment `name` in one of `num_processes` host processes; it has whatever attributes the
-    environment has. Arguments, answers and attributes are pickled.
+    """A proxy of environment `name` in one of `num_processes` host processes, with its attributes.
+    Arguments, answers and attributes are pickled.
     """
 
     def __init__(
         self, name: str, options: Mapping[str, Any], num_processes: int, timeout: float = 0.0
     ) -> None:
-        """`timeout`: seconds for a call (0: any time), after which the host is ended. Raises
+        """`timeout`: seconds per call (0: no limit), after which the host is killed. Raises
         ValueError as `make` does.
         """
         self._host = _host(num_processes)
@@ -73,8 +73,8 @@ class _Host:
         return self._process.is_alive()
 
     def ask(self, timeout: float, *request: Any) -> Any:
-        """The host's answer. Raises what the environment raised, where it is of Python's own kinds,
-        else RuntimeError; also if the host is gone, or ended because it took too long.
+        """The host's answer. Raises the environment's error if `_portable` keeps its type, else
+        RuntimeError; also if the host is gone, or was killed because it took too long.
         """
         with self._lock:
             try:
@@ -97,7 +97,7 @@ _hosts_lock = threading.Lock()
 
 
 def _host(num_processes: int) -> _Host:
-    """The host of the next environment, in turns."""
+    """The host of the next environment, round-robin."""
     with _hosts_lock:
         place = next(_places) % num_processes
         if place not in _hosts or not _hosts[place].is_alive:
@@ -122,7 +122,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any) -> Any:
-    """Do what is asked of one of the environments; the answer can be pickled."""
+    """Handle a request to one of the environments; raises if the answer cannot be pickled."""
     if kind == "make":
         environments[answer := len(environments)] = make(request[0], **request[1])
         return answer
@@ -145,7 +145,7 @@ def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any
 
 
 def _portable(error: BaseException) -> Exception:
-    """What the other end can read, with the same meaning there."""
+    """The error in a form that the other process can unpickle, with the same meaning."""
     for kind in (AttributeError, ValueError, TypeError, FloatingPointError):
         if isinstance(error, kind):
             return kind(str(error))

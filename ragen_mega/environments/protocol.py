@@ -1,4 +1,4 @@
-"""The protocol of an environment, what it may offer beside it, and the seeds that it starts from.
+"""The protocol of an environment, what it may offer beyond that, and the seeds of an episode.
 
 The step contract is RAGEN's (arXiv:2504.20073, section 2 and appendix B); seeds are split into the
 prompt seed, which every trajectory of a group shares, and the outcome seed, which belongs to one
@@ -20,24 +20,24 @@ class Message:
 
 
 Observation = str | Sequence[Message]
-"""Text, which our prompt wraps, or the messages themselves, which the policy sees as they are. In
-place of a `Message`, a (role, content) pair or a mapping with these keys will do.
+"""Text, which our prompt wraps, or messages, which the policy sees as they are. Instead of a
+`Message`, a (role, content) pair or a mapping with these two keys is accepted.
 """
 Action = str | dict[str, Any]
-"""What one `step` takes: the name of an action, a text, or what a parser made of one."""
+"""What one `step` takes: the name of an action, a text, or an object that a parser returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step led to."""
+    """The outcome of one step."""
 
     observation: Observation
     reward: float
     terminated: bool
     """The task ended: solved or lost."""
     truncated: bool = False
-    """The environment gave up before the task ended. Budgets live in the episode layer, so ours
-    never do.
+    """The environment stopped before the task ended. Our environments never do: the episode layer
+    enforces the budgets.
     """
     info: dict[str, Any] = field(default_factory=dict)
     """`success` (bool; default: the last reward of a terminated episode is positive),
@@ -51,30 +51,30 @@ class Environment(Protocol):
     """A text world that takes one step at a time and owns its random generator.
 
     These two methods are required; either may be `async`. With `actions`, the legal names (they may
-    change from state to state), an answer is a list of them. Without, it is free text: what stands
-    in the answer tags is one step; with `tools` (JSON schemas, which go through the chat template)
-    each `<tool_call>` is one; or a method `parse(text)` makes one step or several of what the
-    policy wrote after its thought, and raises ValueError where it cannot.
+    change from state to state), an answer is a list of them. Without, it is free text: the content
+    of the answer tags is one step. With `tools` (JSON schemas for the chat template), each
+    `<tool_call>` is one step. A method `parse(text)` turns what the policy wrote after its thought
+    into one or more steps, and raises ValueError if it cannot.
 
-    What else a class may have is looked up where it is used: `instruction` (the task in words),
-    `answer_format` (how an answer looks, in the prompt), the limits of `Budget` and
+    Optional members are looked up where they are used: `instruction` (the task in words),
+    `answer_format` (the format of an answer, for the prompt), the limits of `Budget` and
     `format_penalty` by their names, `facts()` (the true state), `claims(thought)`
     (whether each claim about it holds), `close()`, `solver` (a `Solver`),
     `narrator` (a `Narrator`), `random_answer(generator)`, `splits`, `num_tasks`,
-    `accepts_board(rows)` and `board_set` (see boards.py), and `is_instant = True` in the class
-    itself: its calls take no time worth a thread.
+    `accepts_board(rows)` and `board_set` (see boards.py), and `is_instant = True`, set in the class
+    itself: its calls are too short to need a thread.
     """
 
     def reset(self, seed: int) -> Observation:
         """Start an episode and return the first observation.
 
-        `seed` draws the initial state. Where the method takes the keyword `outcome_seed` (int or
-        None: derived from `seed`), that draws the randomness of outcomes; where it takes `board`
-        (rows of text or None), that replaces the drawn initial state.
+        `seed` draws the initial state. If the method takes the keyword `outcome_seed` (int or
+        None: derived from `seed`), this draws the randomness of outcomes; if it takes `board`
+        (rows of text or None), this replaces the drawn initial state.
         """
 
     def step(self, action: Any) -> StepResult:
-        """Do one action; a tuple (observation, reward, terminated, truncated, info) will do."""
+        """Do one action. May also return (observation, reward, terminated, truncated, info)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +95,13 @@ class Budget:
 
     @property
     def action_budget(self) -> int:
-        """Actions that a trajectory can really hold."""
+        """The most actions that a trajectory can hold."""
         return min(self.max_actions, self.max_turns * self.max_actions_per_turn)
 
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """Success of the reference players from one initial state, None where it is not known."""
+    """Success rates of the reference players from one initial state, None where unknown."""
 
     random: float | None
     optimum: float | None
@@ -109,7 +109,7 @@ class References:
     optimum_closed_loop: float | None
     """Best play when the outcome of every action is seen before the next one."""
     is_exact: bool = True
-    """Whether the random player's is computed from all outcomes, not sampled."""
+    """Whether `random` is computed from all outcomes, not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,26 +117,27 @@ class Solver:
     """An environment that can be solved exactly has one as its attribute `solver`."""
 
     references: Callable[[Any, Budget], References]
-    """(environment, budget) -> what reference players reach from its present state."""
+    """(environment, budget) -> what reference players reach from its current state."""
     optimal_actions: Callable[[Any, int], list[Action]]
-    """(environment, actions left) -> what an optimal player does next; nothing if it is over. Where
-    the environment has a parser of its own: what the player answers.
+    """(environment, actions left) -> what an optimal player does next; empty if the episode is
+    over. If the environment has its own parser: the player's answer.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Narrator:
-    """An environment whose state can be told in words has one as its attribute `narrator`; the
-    warm start clones what it says.
+    """An environment whose state can be described in words has one as its attribute `narrator`;
+    the warm start clones what it says.
     """
 
     describe: Callable[[Any, Sequence[Action]], str]
-    """(environment, the actions about to be taken) -> thought: true, without a hint what is best.
+    """(environment, the actions about to be taken) -> a true thought that gives no hint which
+    action is best.
     """
     actions_per_turn: int = 1
     statement: str | None = None
-    """Regular expression of one statement of `describe`: those in a policy's thoughts are checked
-    against what it says.
+    """Regular expression of one statement of `describe`. Statements in a policy's thoughts are
+    checked against those of `describe`.
     """
 
 

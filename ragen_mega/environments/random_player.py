@@ -1,4 +1,4 @@
-"""What a player answers who chooses at random, in every form that an environment may ask for."""
+"""The answers of a random player, in every form that an environment may ask for."""
 
 import json
 import random
@@ -17,16 +17,16 @@ _RANGE = (0, 9)  # of a number whose schema has no bounds
 
 
 def is_drawn(episode: Episode) -> bool:
-    """Whether what may be answered is known, so that drawing from it uniformly means something."""
+    """Whether the possible answers are known, so that a uniform draw is meaningful."""
     return episode.takes_names or bool(
         episode.tools or hasattr(episode.environment, "random_answer")
     )
 
 
 def random_steps(episode: Episode, generator: np.random.Generator, *, count: int) -> list[Action]:
-    """What `write_answer` takes: `count` names of actions, or one text or tool call: as the
-    environment's `random_answer` says, with arguments drawn by the schemas of its tools, or else a
-    word of the observation.
+    """Steps for `write_answer`: `count` names of actions; or one step, from the environment's
+    `random_answer`, else a tool call with arguments drawn from its schema, else a word of the
+    observation.
     """
     environment = episode.environment
     if episode.takes_names:
@@ -39,7 +39,7 @@ def random_steps(episode: Episode, generator: np.random.Generator, *, count: int
 
 
 def write_answer(episode: Episode, steps: Sequence[Action]) -> str:
-    """The answer that the environment reads as these steps, of which free text has one."""
+    """The answer that the environment reads as these steps; free text is a single step."""
     if episode.takes_names:
         return f"<answer> {f' {ACTION_SEPARATOR} '.join(map(str, steps))}</answer>"
     if any(isinstance(step, Mapping) for step in steps):
@@ -62,7 +62,7 @@ def _random_call(
 
 
 def _random_value(schema: Mapping[str, Any], words: Sequence[str], draw: random.Random) -> Any:
-    """A value of a JSON schema; what the schema leaves open is a word."""
+    """A value that fits a JSON schema; where the schema leaves it open, a word."""
     low, high = (schema.get(key, end) for key, end in zip(("minimum", "maximum"), _RANGE))
     kind = schema.get("type")
     if "enum" in schema:

@@ -1,8 +1,8 @@
 """Reference players: what uniformly random and optimal play reach under the same budget.
 
-A success rate means little without them: on RAGEN's 6x6 rooms random actions solve a fifth, and on
-its slippery lakes nobody can exceed a half. They are exact where the environment has a solver;
-elsewhere the random player is measured by play, if that is cheap. Interval: Wilson (1927).
+A success rate means little without them: random actions solve a fifth of RAGEN's 6x6 rooms, and no
+player can solve more than half of its slippery lakes. The rates are exact if the environment has a
+solver; else the random player is measured by play, if that is cheap. Interval: Wilson (1927).
 """
 
 import math
@@ -28,21 +28,21 @@ from ragen_mega.environments.protocol import (
 from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
 from ragen_mega.environments.registry import make
 
-_EPISODES_PER_PROMPT = 32  # of the random player in environments without an exact solution
+_EPISODES_PER_PROMPT = 32  # of the random player in environments without a solver
 MAX_SECONDS = 10.0
-"""The random player of such an environment is not known if measuring it takes longer."""
+"""If measuring the random player takes longer, its rate is unknown."""
 
 Prompt = tuple[int, tuple[str, ...] | None]
-"""A seed, and the rows of a board that replaces what it draws."""
+"""A seed, and the rows of a board that replaces the drawn initial state, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """Success rates of the reference players on one set of prompts, as fractions; None: not known.
+    """Success rates of the reference players on one set of prompts, as fractions; None: unknown.
 
-    `random_ci_low` and `random_ci_high` are the 95% interval within which a player of the random
-    level, measured with one trajectory per prompt, is expected: compare a measured success with it.
-    The rate itself is exact if `is_exact`.
+    `random_ci_low` and `random_ci_high` bound the 95% interval for a player at the random level,
+    measured with one trajectory per prompt; compare a measured success rate with it. The rate
+    itself is exact if `is_exact`.
     """
 
     environment: str
@@ -69,12 +69,12 @@ def baselines(
 
     `protocol` gives the budget (`max_turns`, `max_actions_per_turn`, `max_actions`); the random
     player uses all of it. Raises ValueError for an unknown environment, option or board, if there
-    is no prompt, or if the environment fails whatever is done.
+    is no prompt, or if every call of the environment fails.
     """
     prompts = [_prompt(prompt) for prompt in boards_or_seeds]
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
-    # In a thread, for it may not return, and is called where it was built.
+    # In a thread, because calls may not return; built there, because it is called there.
     worker = Worker(MAX_SECONDS + 1.0)
     episode = worker.build(name, lambda: Episode(make(name, **(options or {})), protocol))
     environment = episode.environment
@@ -123,8 +123,8 @@ def find_solver(environment: Environment) -> Solver:
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
-    """95% interval of a success probability after `successes` of `n` trials, expected or effective
-    numbers of them too.
+    """95% interval of a success probability after `successes` of `n` trials; both may be expected
+    or effective numbers.
     """
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(
@@ -152,9 +152,9 @@ def _measure_random(
     name: str, worker: Worker, episode: Episode, prompts: Sequence[Prompt]
 ) -> float | None:
     """Success rate of uniformly random actions over sampled episodes; None if that takes too long
-    or if nobody knows what there is to choose from.
+    or the possible answers are unknown.
 
-    An episode that the environment fails in counts as lost. Raises ValueError if all do.
+    An episode in which the environment fails counts as lost. Raises ValueError if all fail.
     """
     deadline = time.monotonic() + MAX_SECONDS
     if not is_drawn(episode):

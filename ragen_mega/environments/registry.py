@@ -1,8 +1,8 @@
 """Environments by name: those of the package, import paths, entry points, and what `register` adds.
 
 `my_module:MyEnvironment` names a class in a module of the working directory or on the path,
-`gymnasium:Taxi-v3` one of another library's environments; an installed package declares its own
-under the entry points `ragen_mega.environments`.
+`gymnasium:Taxi-v3` an environment of another library; an installed package declares its own in the
+entry point group `ragen_mega.environments`.
 """
 
 import inspect
@@ -39,24 +39,23 @@ ENVIRONMENTS = Registry(
         "openenv": f"{_ADAPTERS}.openenv:OpenEnvWorld",
     },
 )
-# RAGEN's script names and paper names of the two transfer bandits are swapped; the scripts' reading
-# is kept here.
+# RAGEN's scripts and paper swap the names of the two transfer bandits; these are the scripts'.
 _IMPLIED: dict[str, dict[str, Any]] = {
     "bandit_test": {"low_arm": "Trader", "high_arm": "Librarian"},
     "bandit_reversed": {"low_arm": "Librarian", "high_arm": "Trader"},
-    # 8 backward moves, counted exactly, give the difficulty of the original depth-first search of
-    # depth 10.
+    # 8 backward moves of our breadth-first search give the same difficulty as depth 10 of the
+    # original depth-first search.
     "sokoban_large": {"dim": 8, "num_boxes": 2, "search_depth": 8},
     "sokoban_new_vocabulary": {"vocabulary": "new", "search_depth": 30},
 }
 """Options that a name stands for."""
 
 _RESERVED = ("actions", "instruction", "board_set", "solver", "narrator", "tools", "splits")
-"""Class attributes that are part of the protocol, and no options."""
+"""Class attributes that belong to the protocol and are not options."""
 
 
 def names() -> list[str]:
-    """Names that `make` knows, import paths aside."""
+    """Names that `make` knows, besides import paths."""
     return ENVIRONMENTS.names()
 
 
@@ -69,8 +68,8 @@ def register(name: str, environment: Any, **options: Any) -> None:
 
 
 def held_out_options(name: str) -> dict[str, Any]:
-    """The options under which environment `name` is evaluated: of the names in its class attribute
-    `splits`, of which the first is trained on, the second as its option `split`.
+    """The options under which environment `name` is evaluated: `split`, set to the second name in
+    its class attribute `splits` (the first is trained on); none if it has no splits.
     """
     splits = getattr(ENVIRONMENTS.get(name), "splits", ())
     return {"split": splits[1]} if len(splits) > 1 else {}
@@ -78,10 +77,10 @@ def held_out_options(name: str) -> dict[str, Any]:
 
 def make(name: str, **options: Any) -> Environment:
     """Build the environment `name`; `options` override what the name implies. An option is a
-    keyword of the constructor, or a class attribute of its own.
+    keyword of the constructor, or a class attribute.
 
     Raises ValueError, in one line, for an unknown name or option, an option value that the
-    environment rejects, and an object that is no environment.
+    environment rejects, and an object that is not an environment.
     """
     constructor = ENVIRONMENTS.get(name)
     if not callable(constructor):
@@ -111,7 +110,7 @@ def make(name: str, **options: Any) -> Environment:
 
 
 def _check_members(name: str, environment: Any) -> None:
-    """Raise ValueError unless it has what every environment has."""
+    """Raise ValueError unless it has the required members, and these are valid."""
     missing = [
         method for method in ("reset", "step") if not callable(getattr(environment, method, None))
     ]
@@ -138,8 +137,8 @@ def _check_members(name: str, environment: Any) -> None:
 
 
 def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list[str]:
-    """Raise ValueError for an unknown option or a value of the wrong type; the options that are
-    class attributes.
+    """Raise ValueError for an unknown option or a value of the wrong type; return the options that
+    are class attributes.
     """
     parameters = inspect.signature(constructor).parameters
     attributes = {
@@ -168,7 +167,7 @@ def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list
 
 
 def _hints(constructor: Any) -> dict[str, Any]:
-    """Annotations of the constructor; none if they name what is not imported at run time."""
+    """Annotations of the constructor; empty if they name something not imported at runtime."""
     try:
         return get_type_hints(
             constructor.__init__ if isinstance(constructor, type) else constructor
@@ -178,7 +177,7 @@ def _hints(constructor: Any) -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether an option value has its annotated type; an int is a fine float, a bool is neither."""
+    """Whether a value has its annotated type; an int passes as a float, a bool as neither."""
     if get_origin(hint) in (Union, UnionType):
         return any(_has_type(value, member) for member in get_args(hint))
     if get_origin(hint) is Literal:

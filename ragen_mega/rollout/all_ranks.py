@@ -1,8 +1,8 @@
-"""One rollout by the engines of all ranks: each plays a part, every rank gets all of it, and it
-fails on all or on none.
+"""One rollout by the engines of all ranks: each plays a part, every rank gets the whole, and either
+all ranks fail or none.
 
-An engine that has lost its weights gets them from all ranks, which hold a part each; the others
-have played their parts then, and wait.
+If an engine has lost its weights, all ranks, each of which holds a part, send them again; by then
+the other engines have played their parts, and wait.
 """
 
 from collections import deque
@@ -34,10 +34,10 @@ def count_engines(engine: RolloutEngine) -> int:
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
     """What all engines have done since the last call. Collective.
 
-    cached_share: of the prompts' tokens, those that were not computed again; missing where none was
-    asked. imbalance: decoding steps of the busiest engine over their mean; missing where they are
-    not known. restarts: servers that replaced a lost one. reissued: requests that were asked again
-    for that.
+    cached_share: share of prompt tokens found in the cache; missing if there were none. imbalance:
+    decoding steps of the busiest engine over the mean of all; missing if they are unknown.
+    restarts: servers that replaced a lost one. reissued: requests that were repeated because of
+    that.
     """
     counts = [EngineCounts(*each) for each in distributed.gather_objects(astuple(engine.counts))]
     total = EngineCounts(*map(sum, zip(*map(astuple, counts))))
@@ -63,11 +63,11 @@ def collect_on_all_ranks(
     """Play all tasks, on the ranks that run engines, and give every rank all groups, in order.
     Collective.
 
-    Tasks that find no slot wait together. Every few steps of the engines they go to those that have
-    room, and a few more than have slots, so that no slot stands empty until the next deal. What is
-    dealt to whom is a function of the engines' steps, and so are the batches of a rollout.
-    `send_again` gives all engines their weights once more; it is called on all ranks if any engine
-    has lost them. Raises on all ranks alike Interrupted if `advance` did so on any, else
+    Tasks without a slot wait in one queue. Every few decoding steps they are dealt to the engines
+    with room, and somewhat more than there are slots, so that no slot is idle until the next deal.
+    The deal depends only on the engines' steps, so the batches of a rollout are reproducible.
+    `send_again` gives all engines their weights again; it is called on all ranks if any engine has
+    lost them. Raises the same on all ranks: Interrupted if `advance` did on any, else
     FloatingPointError or EngineError if any failed.
     """
     tasks = [task for group in groups for task in group]
@@ -108,8 +108,8 @@ def collect_on_all_ranks(
 
 
 def deal(num_waiting: int, rooms: Sequence[int]) -> list[int]:
-    """How many of the tasks that wait each rank takes next: each goes to where most room is left,
-    the first of equals.
+    """How many waiting tasks each rank takes next: each task goes to the rank with the most room
+    left, the first one in a tie.
     """
     shares = [0] * len(rooms)
     for _ in range(min(num_waiting, sum(max(0, room) for room in rooms))):
@@ -133,7 +133,7 @@ def _on_all_ranks(act: Callable[[], T]) -> list[T]:
 
 
 def _portable(error: Exception) -> Exception:
-    """What another process can read, whatever it was made from."""
+    """The error in a form that another process can unpickle."""
     if isinstance(error, (Interrupted, FloatingPointError)):
         return type(error)(*error.args)
     return EngineError(str(error))

@@ -1,8 +1,8 @@
 """Multi-turn rollout without a barrier: one coroutine per trajectory, each at its own pace.
 
 Source: StarPO, arXiv:2504.20073, section 3.1 (trajectories of at most K turns, N per initial
-state). What the policy samples is appended to the trajectory as it was sampled; what the
-environment says is appended unmasked.
+state). Sampled tokens are appended to the trajectory as they were sampled; the environment's
+tokens are appended outside the loss mask.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _SECONDS_TO_CLOSE = 5.0
 T = TypeVar("T")
 
 Advance = Callable[[int, bool], None]
-"""Called after every turn: how many tokens were sampled, whether its trajectory is over."""
+"""Called after every turn with the number of sampled tokens and whether the trajectory is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Task:
     seed: int
     """Draws the initial state."""
     outcome_seed: int
-    """Draws what is random after it."""
+    """Draws what is random after that."""
     board: tuple[str, ...] | None
     """Replaces the drawn initial state."""
     make_episode: Callable[[], Episode]
-    """A fresh episode. Tasks that share the function share its episodes, one after the other."""
+    """Builds an episode. Tasks that share this function reuse its episodes, one after the other."""
 
 
 def tasks_for_group(
@@ -66,8 +66,8 @@ def tasks_for_group(
 ) -> list[Task]:
     """`group_size` tasks from one initial state, with outcomes of their own.
 
-    `outcome_seed` is the run's; the members' are derived from it, the initial seed and their place
-    in the group.
+    `outcome_seed` is the run's; those of the members are derived from it, the initial seed and
+    their index in the group.
     """
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, not {group_size}")
@@ -91,7 +91,7 @@ class PlaySettings:
     max_response_length: int | None
     """Tokens of one turn; None: as the environment says."""
     max_context_length: int
-    """Tokens that the policy may see and sample behind them."""
+    """Tokens that the policy may see, plus those it samples after them."""
     temperature: float
     seed: int
     top_p: float = 1.0
@@ -128,7 +128,7 @@ def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
 
 @dataclass(slots=True)
 class _Seat:
-    """One open environment, which plays one trajectory after the other, and where it is called."""
+    """One open environment, which plays one trajectory after another, and its thread (if any)."""
 
     episode: Episode | None
     worker: Worker | None
@@ -142,18 +142,18 @@ class _Kind:
     spare: _Seat | None
     is_instant: bool
     waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
-    """Session, how many tasks before it sample the same, task."""
+    """Session, how many earlier tasks have the same group and outcome seed, task."""
     num_players: int = 0
 
 
 class Collection(contextlib.AbstractContextManager["Collection"]):
-    """Trajectories under way, one per task, with an engine that is awake.
+    """Trajectories in progress, one per task, with an engine that is awake.
 
-    What a task samples depends on the weights, the seed and the task alone, whatever order
-    environments answer in: the tasks of a group may be collected in parts. An environment that
-    raises or takes too long for a turn ends its trajectory as truncated, with the error in the
-    info of the last turn; one that cannot begin has a turn without tokens to say so. Leaving
-    the context closes environments, ends threads and releases sessions.
+    The samples of a task depend only on the weights, the seed and the task, not on the order in
+    which environments answer, so the tasks of a group may be collected in parts. An environment
+    that raises or exceeds its time limit ends its trajectory as truncated, with the error in the
+    info of the last turn; if it cannot even start, that is a turn without tokens. Leaving the
+    context closes environments, ends threads and releases sessions.
     """
 
     def __init__(
@@ -179,44 +179,44 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._lost: asyncio.Future[None] | None = None
         self._sent_again = asyncio.Event()
         self._workers: list[Worker] = []
-        # An engine that steps for all trajectories says when answers from outside count.
+        # An embedded engine decides between its decoding steps when outside answers count.
         self._meanwhile = getattr(engine, "meanwhile", _plainly)
 
     def __exit__(self, *error: object) -> None:
-        _apart(self._runner.close)  # cancels what still runs, which closes its environments
+        _apart(self._runner.close)  # cancels running players, which closes their environments
         players = self._players
         if players is not None and players.done() and not players.cancelled():
-            players.exception()  # it has been raised; asyncio is not to say it once more
+            players.exception()  # already raised; keeps asyncio from logging it again
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
 
     def add(self, tasks: Iterable[Task]) -> None:
-        """More tasks, which the next `play` begins with."""
+        """Add tasks, which the next `play` starts."""
         self._tasks.extend(tasks)
 
     @property
     def num_unfinished(self) -> int:
-        """Tasks that have no whole trajectory yet."""
+        """Tasks without a finished trajectory."""
         return len(self._tasks) - len(self._trajectories)
 
     def play(self, steps: int | None = None) -> bool:
-        """Play until every trajectory is over, or for so many steps of the engine: True. False if
-        the engine has lost its weights: give it weights and call this once more. Trajectories go
-        on where they were.
+        """Play until every trajectory is over, or for `steps` steps of the engine, and return True.
+        Returns False if the engine has lost its weights: give it weights and call this again.
+        Trajectories then continue where they were.
 
         Raises ValueError if no episode can start or has room to answer its first prompt,
-        EngineError if the engine fails, FloatingPointError if its weights have diverged, and what
-        `advance` raises.
+        EngineError if the engine fails, FloatingPointError if its weights have diverged, and
+        whatever `advance` raises.
         """
         return _apart(self._runner.run, self._play(steps))
 
     def trajectories(self) -> list[Trajectory]:
-        """What was played, in order of the tasks."""
+        """The finished trajectories, in order of the tasks."""
         return [trajectory for _, trajectory in sorted(self._trajectories.items())]
 
     def groups(self) -> list[TrajectoryGroup]:
-        """What was played, in order of the groups' first tasks."""
+        """The finished trajectories as groups, in order of their first tasks."""
         return in_groups(self.trajectories())
 
     async def _play(self, steps: int | None) -> bool:
@@ -232,22 +232,22 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         return self._players.done() or not self._lost.done()
 
     def _check_starts(self) -> None:
-        """Raise ValueError if nothing could be played: that is no accident."""
+        """Raise ValueError if no trajectory could be played: that is a systematic error."""
         played = self._trajectories.values()
         if played and not any(trajectory.num_sampled_tokens for trajectory in played):
             first = min(self._trajectories)
             raise ValueError(self._trajectories[first].turns[0].info.get(ERROR, "no token sampled"))
 
     def _seat_new(self) -> list[asyncio.Task[None]]:
-        """A player for every task that has none, or fewer that take one task after the other where
-        environments need threads.
+        """Start a player for every new task; at most `MAX_THREADS` players of a kind that needs
+        threads, which take one task after another.
         """
         players = []
         for session, task in enumerate(self._tasks[self._num_seated :], self._num_seated):
             if task.make_episode not in self._kinds:
                 self._kinds[task.make_episode] = self._first(task)
             kind = self._kinds[task.make_episode]
-            # Members may share their outcomes, never their samples.
+            # Members may share their outcome seed, but never their samples.
             key = (task.group_id, task.outcome_seed)
             kind.waiting.append((session, self._repetitions[key], task))
             self._repetitions[key] += 1
@@ -258,7 +258,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         return players
 
     def _first(self, task: Task) -> _Kind:
-        """A kind of environments, with one that is built where it will be called."""
+        """A new kind, with a first environment, built in the thread that will call it."""
         worker = Worker(self._settings.environment_timeout)
         episode = worker.build(task.environment, task.make_episode)
         if is_instant(episode.environment):
@@ -267,7 +267,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         return _Kind(_Seat(episode, worker), is_instant=False)
 
     async def _play_in_turn(self, kind: _Kind) -> None:
-        """Play tasks of one kind until none waits, with one environment as long as it works."""
+        """Play tasks of one kind until none waits; a broken environment is replaced."""
         while kind.waiting:
             with self._seat(kind) as seat:
                 while kind.waiting and not seat.is_broken:
@@ -281,7 +281,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
     @contextlib.contextmanager
     def _seat(self, kind: _Kind) -> Iterator[_Seat]:
-        """An environment of this kind, which is closed in the end."""
+        """An environment of this kind, which is closed on leaving."""
         seat, kind.spare = kind.spare, None
         if seat is None:
             worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
@@ -297,7 +297,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 self._workers.append(seat.worker)
 
     async def _sample(self, session: int, repetition: int, task: Task, seat: _Seat) -> Trajectory:
-        """Render, generate, append, respond; until the episode or the context is over."""
+        """Render, generate, append, respond; until the episode ends or the context is full."""
         settings, renderer = self._settings, self._renderer
         max_context = settings.max_context_length
         trajectory = Trajectory(
@@ -346,11 +346,11 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             if is_over:
                 return trajectory
             trajectory.append_observation(observation, afresh=afresh)
-            if afresh:  # its cache is of another prompt
+            if afresh:  # its cache belongs to another prompt
                 self._engine.release(session)
 
     def _unplayed(self, trajectory: Trajectory, error: EnvironmentFailed) -> Trajectory:
-        """The trajectory of an environment that could not begin: nothing was sampled."""
+        """The trajectory of an environment that could not start: nothing was sampled."""
         nothing = self._renderer.start([Message("user", "")])
         trajectory = replace(trajectory, tokens=[], loss_mask=[], rollout_logprobs=[])
         trajectory.append_observation(nothing)
@@ -376,7 +376,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             ) from error
 
     async def _respond(self, seat: _Seat, text: str) -> TurnResult:
-        """The environment's answer; if there is none, the end of the trajectory."""
+        """The environment's answer; if the call fails, the end of the trajectory."""
         try:
             return await self._ask(seat, partial(seat.episode.respond, text))
         except EnvironmentFailed as error:
@@ -398,7 +398,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             except WeightsLost:
                 if not lost.done():
                     lost.set_result(None)
-                # At once, if the weights have come again since the request.
+                # Does not wait if the weights have come again since the request.
                 await sent_again.wait()
             except (RuntimeError, MemoryError, OSError) as error:
                 raise EngineError(

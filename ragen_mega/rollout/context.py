@@ -1,7 +1,7 @@
 """What the policy sees before it answers: the whole trajectory, or the task and a window of turns.
 
-Past answers stay the tokens that were sampled, wherever they stand: a window is put together from
-token deltas and nothing is tokenised again.
+Past answers keep the tokens that were sampled, even in a new window: it is assembled from token
+deltas, and nothing is tokenised again.
 """
 
 from collections import deque
@@ -13,10 +13,10 @@ from ragen_mega.rollout.renderer import ChatRenderer
 
 
 class Context:
-    """The text, in tokens, that the policy goes on from in one trajectory."""
+    """The tokens that the policy continues from, in one trajectory."""
 
     def __init__(self, renderer: ChatRenderer, episode: Episode, window: int) -> None:
-        """`window`: turns that are seen, the present one included; 0: all."""
+        """`window`: turns that the policy sees, the current one included; 0: all."""
         self._renderer = renderer
         self._episode = episode
         # Messages that began a turn, and the tokens that answered them.
@@ -38,8 +38,8 @@ class Context:
         self._turns.append((self._present, tokens))
 
     def go_on(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """The next turn begins with `messages`: tokens to append, and whether they are a whole
-        prompt, because the first of the turns that were seen has left the window.
+        """Begin the next turn with `messages`. Returns the tokens to append, and whether they are a
+        whole new prompt, because a turn has left the window.
         """
         self._present = messages
         self._num_turns += 1
@@ -47,7 +47,7 @@ class Context:
             added = self._observe(self._turns[-1][1], messages)
             self.tokens += added
             return added, False
-        seen = list(self._turns)[1:]  # with the present turn as many as the window has
+        seen = list(self._turns)[1:]  # with the current turn, as many as the window holds
         firsts = [*(before for before, _ in seen), messages]
         prompt = self._renderer.start(self._episode.beginning(firsts[0]), self._episode.tools)
         for (_, tokens), following in zip(seen, firsts[1:], strict=True):

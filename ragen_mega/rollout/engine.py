@@ -1,7 +1,7 @@
 """The protocol of a rollout engine: token ids in, sampled token ids and their log-probabilities
 out.
 
-The weight stream is the whole coupling of trainer and engine:
+The weight stream is the only coupling between trainer and engine:
 `engine.load_weights(policy.export_weights(engine.shard))`.
 """
 
@@ -17,33 +17,33 @@ from ragen_mega.data.types import Completion, SamplingParams
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and stands where its state can be saved."""
+    """The run was asked to stop, and is at a point where its state can be saved."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot go on; what it held of unfinished trajectories is lost."""
+    """The engine cannot go on; its state of unfinished trajectories is lost."""
 
 
 class WeightsLost(EngineError):
-    """The engine has lost its weights. With `load_weights(..., again=True)` what was asked can be
-    asked once more.
+    """The engine has lost its weights. After `load_weights(..., again=True)` the requests can be
+    repeated.
     """
 
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What an engine has done since it was built or its counts were taken."""
+    """What an engine has done since it was built or its counts were last reset."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that were not computed again."""
+    """Prompt tokens found in the cache."""
     completions: int = 0
     reissued: int = 0
-    """Requests that were asked again because a server was lost."""
+    """Requests that were repeated because a server was lost."""
     restarts: int = 0
     """Servers that replaced a lost one."""
     steps: int = 0
-    """Passes that decoded a token of every running trajectory; not known of a server."""
+    """Passes that decoded a token of every running trajectory; unknown for a server."""
 
 
 class EngineShard(NamedTuple):
@@ -58,43 +58,42 @@ class EngineShard(NamedTuple):
 class RolloutEngine(Protocol):
     """Samples completions for many trajectories at once, each at its own pace.
 
-    An engine that extends this class inherits methods that do nothing where its own would.
+    An engine that extends this class inherits defaults for the methods that it does not need.
     """
 
     weight_version: int = 0
     """How many different weights have been loaded; 0 before the first."""
 
     shard: EngineShard | None
-    """What `load_weights` takes here: this rank's shards under the names of SGLang; None: full
-    tensors, for an engine of this process alone. Of the processes that share an engine the first
-    one samples, for all.
+    """What `load_weights` takes: this rank's shards, under SGLang's names; None: full tensors, for
+    an engine of this process alone. If several processes share an engine, the first one samples.
     """
 
     counts: EngineCounts
 
     num_slots: int
-    """Trajectories that advance at a time; more wait. 0 where another process samples."""
+    """Trajectories that run at a time; further ones wait. 0 if another process samples."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Weights and KV cache are on the device only inside. Memory for weights is taken at once,
-        that of the cache by `start`.
+        """Weights and KV cache are on the device only inside this context. Memory for the weights
+        is allocated on entry, that of the cache by `start`.
         """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Take new weights, as `shard` says. All processes that share the engine call it together.
 
-        `again`: those that were loaded last once more, because an engine of the job has lost them;
-        sessions go on.
+        `again`: the same weights as last time, because an engine of the job has lost them;
+        sessions continue.
 
         Raises ValueError unless exactly the expected names and shapes arrive (of full tensors,
         `lm_head.weight` of a tied model is optional).
         """
 
     def start(self) -> None:
-        """Take the memory of the key-value cache: the trainer has given its own back by now."""
+        """Allocate the KV cache: by now the trainer has released its own memory."""
 
     def pause(self) -> None:
-        """Give that memory back until the next `start`, in the middle of a rollout. Sessions go on
+        """Release that memory until the next `start`, in the middle of a rollout. Sessions continue
         afterwards.
         """
 
@@ -103,14 +102,14 @@ class RolloutEngine(Protocol):
     ) -> Completion:
         """Sample what follows `tokens`, the whole trajectory so far.
 
-        `session` names the trajectory: what its cache already holds of `tokens` is not computed
-        again. Any RuntimeError, MemoryError or OSError means that the engine has failed,
-        WeightsLost that it can be helped.
+        `session` identifies the trajectory: the part of `tokens` that is in its cache is not
+        computed again. Any RuntimeError, MemoryError or OSError means that the engine has failed;
+        after WeightsLost it can recover.
         """
 
     def limit(self, steps: int | None) -> asyncio.Future[None]:
-        """Done after so many more decoding steps, after which the engine stands still until the
-        next call; None: never. A server goes on, and a step is taken as a hundredth of a second.
+        """A future that is done after `steps` more decoding steps; the engine then pauses until the
+        next call. None: never done. A server does not pause, and a step counts as 0.01 s.
         """
         loop = asyncio.get_running_loop()
         is_over: asyncio.Future[None] = loop.create_future()
@@ -122,4 +121,4 @@ class RolloutEngine(Protocol):
         """The trajectory is over; its cache may go."""
 
     def shutdown(self) -> None:
-        """Give back everything that the engine holds, for good."""
+        """Release everything that the engine holds, for good."""

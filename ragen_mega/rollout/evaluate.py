@@ -1,4 +1,4 @@
-"""Success on fixed initial states, beside the uniform-random and the optimal player under the same
+"""Success on fixed initial states, next to the uniform-random and the optimal player under the same
 budget.
 
 Protocol of arXiv:2504.20073 appendix B: 256 prompts, 5 turns, 10 actions, temperature 0.5.
@@ -22,8 +22,8 @@ from ragen_mega.rollout.tasks import episode_config, evaluation_prompts, evaluat
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One evaluated set. `success` is over all samples; its 95% interval allows for samples of one
-    prompt being alike.
+    """One evaluated set. `success` is over all samples; its 95% interval accounts for the
+    correlation between samples of one prompt.
     """
 
     environment: str
@@ -34,13 +34,13 @@ class EvaluationResult:
     ci_low: float
     ci_high: float
     random: float | None
-    """Of the reference players; None if it is not known."""
+    """Success of the reference players; None if unknown."""
     optimum: float | None
     reward: float
     valid_format_rate: float
     pass_at_k: dict[str, float]
     prompt_success: list[float]
-    """Of each prompt, in order, so that runs can be compared prompt by prompt."""
+    """Success rate of each prompt, in order, so that runs can be compared prompt by prompt."""
 
     def to_dict(self) -> dict[str, Any]:
         """Field name -> value, as JSON takes it."""
@@ -73,8 +73,7 @@ def evaluate(
     `name`.
 
     `reference` saves computing the random and the optimal player again; `watch` gets the groups
-    that were played. Raises what
-    `collect_on_all_ranks` does.
+    that were played. Raises what `collect_on_all_ranks` does.
     """
     groups = evaluation_tasks(
         config, name, boards=boards, num_prompts=num_prompts, samples_per_prompt=samples_per_prompt
@@ -121,7 +120,7 @@ def mean_references(
     references: Mapping[str, Baselines], shares: Mapping[str, float]
 ) -> dict[str, float]:
     """Success of the random and the optimal player, environments weighted by their shares of the
-    rollouts; without a player that is not known in one of them.
+    rollouts; a player that is unknown in any of them is left out.
     """
     total = sum(shares.values())
     means = {}
@@ -136,9 +135,9 @@ def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float,
     """Success rate and its 95% interval from equally many samples of each prompt, where prompts
     differ in difficulty.
 
-    A Wilson interval of the number of independent episodes that would be as precise: the variance
-    of one episode over that of the mean, which is estimated from how the prompts' rates differ
-    (Kish 1965, design effect). At least the number of prompts, at most that of samples.
+    A Wilson interval for the effective number of independent episodes: the variance of one episode
+    over that of the mean, estimated from the spread of the prompts' rates (Kish 1965, design
+    effect). It is at least the number of prompts and at most that of samples.
     """
     num_prompts, num_samples = len(successes), len(successes[0])
     rates = [sum(row) / num_samples for row in successes]

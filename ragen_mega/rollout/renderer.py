@@ -1,8 +1,8 @@
 """Chat messages as token deltas: every token is appended once and never re-tokenised.
 
 The deltas are cut out of the tokenizer's own chat template, so that the policy sees the markers
-that the model was trained with. Cuts fall on special tokens, which tokenisation cannot merge
-across.
+that the model was trained with. Cuts are at special tokens, across which tokenisation cannot
+merge.
 """
 
 import json
@@ -27,7 +27,7 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, think: bool) -> None:
-        """Raises ValueError if the chat template does not only ever append."""
+        """Raises ValueError if the chat template is not append-only."""
         if not tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat_template; use an instruct model's tokenizer or set"
@@ -38,7 +38,7 @@ class ChatRenderer:
         self._between = lru_cache(maxsize=4096)(
             lambda messages: self._encode(self._delta(*messages) + forced)
         )
-        self._beginning = lru_cache(maxsize=256)(  # a group's members begin alike
+        self._beginning = lru_cache(maxsize=256)(  # members of a group begin alike
             lambda messages, tools: self._encode(self._beginning_text(messages, tools) + forced)
         )
         marker = self._encode(self._delta(_PROBES[1]))[0]
@@ -58,7 +58,7 @@ class ChatRenderer:
         return list(self._beginning(tuple(messages), json.dumps(tools) if tools else None))
 
     def observe(self, messages: Sequence[Message], finished_cleanly: bool) -> list[int]:
-        """What stands between the last sampled token of a turn and the first of the next.
+        """The tokens between the last sampled token of a turn and the first of the next.
 
         `finished_cleanly`: the model sampled `end_of_turn` itself; otherwise it is supplied here.
         Raises ValueError if the chat template does not take the messages.
@@ -73,7 +73,7 @@ class ChatRenderer:
         )
 
     def thought_length(self, tokens: Sequence[int]) -> int:
-        """Leading tokens of a sampled turn up to the end of its thought; all if it has none."""
+        """Number of tokens of a sampled turn up to the end of its thought; all if there is none."""
         return 1 + bisect_left(
             range(1, len(tokens)),
             True,
@@ -92,7 +92,7 @@ class ChatRenderer:
         return text
 
     def _delta(self, *messages: Message) -> str:
-        """Text behind an assistant's answer that `messages` follow, up to the next answer."""
+        """Text from the end of an assistant's answer, over `messages`, to the next answer."""
         conversation = [_PROBES[0], Message("assistant", _ANSWER), *messages]
         before, found, delta = self._template(conversation).partition(_ANSWER)
         if not found:
@@ -124,7 +124,7 @@ class ChatRenderer:
             )
 
     def _encode_pieces(self, text: str) -> list[int]:
-        """Tokens of the text cut where turns are cut: behind every assistant answer."""
+        """Tokens of the text cut where turns are cut: before and after every assistant answer."""
         first, *rest = text.split(_ANSWER)
         tokens = self._encode(first)
         for piece in rest:

@@ -1,4 +1,4 @@
-"""What a rollout looked like, as numbers that go into the log.
+"""Metrics of a rollout for the log.
 
 Source of the signals: StarPO, arXiv:2504.20073, section 4 (success, in-group reward deviation,
 response length).
@@ -23,7 +23,7 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     one. num_turns: mean per trajectory. response_length: sampled tokens per turn. thought_length:
     words of the thought per turn, 0 for a turn without one. valid_format_rate, valid_action_rate:
     share of turns. num_trajectories, sampled_tokens: counts. environment_errors: trajectories that
-    an error or the time limit of their environment ended. No group, no metrics.
+    were ended by an error or the time limit of their environment. Without groups, no metrics.
     """
     if not groups:
         return {}
@@ -60,8 +60,8 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def environment_errors(groups: Sequence[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:
-    """The trajectories that their environment ended by raising or by its time limit, each with the
-    reason.
+    """The trajectories that were ended by an error or the time limit of their environment, each
+    with the reason.
     """
     return [
         (trajectory, trajectory.turns[-1].info[ERROR])
@@ -72,7 +72,7 @@ def environment_errors(groups: Sequence[TrajectoryGroup]) -> list[tuple[Trajecto
 
 
 def describe_errors(groups: Sequence[TrajectoryGroup]) -> str | None:
-    """One line about the trajectories that their environment ended, None if there are none."""
+    """One line about the trajectories of `environment_errors`, None if there are none."""
     errors = environment_errors(groups)
     if not errors:
         return None

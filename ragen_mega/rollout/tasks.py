@@ -1,5 +1,5 @@
-"""Which initial states are played, and how: fresh ones in training, never an evaluation board, and
-fixed ones in evaluation.
+"""Which initial states are played, and how: in training fresh ones, never an evaluation board; in
+evaluation fixed ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +42,8 @@ def episode_maker(
     *,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[[], Episode]:
-    """A function that builds one episode of environment `name`, under the curriculum of a training
-    `step` or other `options` if given.
+    """A function that builds one episode of environment `name`, with the curriculum of a training
+    `step` or with other `options`, if given.
     """
     rules = episode_config(config)
     if options is None:
@@ -105,7 +105,7 @@ class TaskSampler:
         held_out: frozenset[str],
         generator: np.random.Generator,
     ) -> int:
-        """A training seed whose initial state is no evaluation board."""
+        """A training seed whose initial state is not an evaluation board."""
         seed = int(generator.integers(*TRAINING_SEEDS))
         if held_out:
             episode = make_episode()
@@ -153,7 +153,7 @@ def evaluation_tasks(
     num_prompts: int,
     samples_per_prompt: int = 1,
 ) -> list[list[Task]]:
-    """`num_prompts` fixed initial states, as `evaluation_prompts` says."""
+    """Groups of tasks from the initial states of `evaluation_prompts`."""
     maker = episode_maker(config, name, options=config.evaluation_options(name))
     prompts = evaluation_prompts(config, name, boards, num_prompts)
     return [
@@ -166,7 +166,7 @@ def evaluation_prompts(
     config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
 ) -> list[Prompt]:
     """Seeds and rows of at most `num_prompts` initial states: the given boards; the seeds 0, 1, ...
-    of an environment that says how many tasks it has (`num_tasks`); or the seeds 123, 124, ...
+    of an environment that has a number of tasks (`num_tasks`); or the seeds 123, 124, ...
     """
     if boards:
         return [(board.seed, board.rows) for board in boards[:num_prompts]]

@@ -1,8 +1,8 @@
-"""Verdicts on trajectories by a server of the user's: a judge, a test suite, a reward model.
+"""Verdicts on trajectories from a server of the user: a judge, a test suite, a reward model.
 
-They are asked for when a rollout has been played and are kept with it, so that every rank and every
-repetition from the disk sees the same; `--reward` names a judge by its URL. Request and answer are
-JSON objects:
+They are requested after a rollout has been played and are stored with it, so that all ranks and all
+replays from disk see the same; `--reward` names a judge by its URL. Request and answer are JSON
+objects:
 
     POST {"environment": ..., "text": ..., "responses": [...], "return": ..., "success": ...}
     <- {"score": number}
@@ -31,7 +31,7 @@ _AT_ONCE = 32
 
 
 class Verifier:
-    """Asks one server, and the same question once."""
+    """Client of one server; asks every question only once."""
 
     def __init__(self, url: str, *, timeout: float | None) -> None:
         """`timeout`: seconds for one answer."""
@@ -40,8 +40,8 @@ class Verifier:
         self._known: dict[str, float] = {}
 
     def scores(self, questions: Sequence[dict[str, Any]]) -> tuple[list[float | None], str]:
-        """The server's score of each, None where it did not answer with a finite number in three
-        attempts; and an example of why not.
+        """The server's score of each question, None if three attempts gave no finite number; and
+        one example of a reason.
         """
         keys = [json.dumps(question, sort_keys=True) for question in questions]
         digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
@@ -80,8 +80,8 @@ class Verifiers:
         self._judges = [Verifier(name, timeout=timeout) for name in rewards if is_judge(name)]
 
     def judge(self, groups: Sequence[TrajectoryGroup], renderer: ChatRenderer) -> int:
-        """Write the verdicts into the info of last turns, on all ranks alike; how many are missing.
-        Collective. Raises EngineError on all ranks if a judge says nothing at all.
+        """Write the verdicts into the info of the last turns, the same on all ranks; returns how
+        many are missing. Collective. Raises EngineError on all ranks if a judge gave no verdict.
         """
         if not self._judges:
             return 0
@@ -104,7 +104,7 @@ class Verifiers:
 
 
 def question(trajectory: Trajectory, renderer: ChatRenderer) -> dict[str, Any]:
-    """What a judge is told of a trajectory."""
+    """The request to a judge about one trajectory."""
     tokens = trajectory.tokens
     return {
         "environment": trajectory.environment,

@@ -1,1 +1,1 @@
-"""Environments of other libraries seen from here, and ours seen from there."""
+"""Environments of other libraries played here, and ours offered through their interfaces."""

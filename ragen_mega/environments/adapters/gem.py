@@ -1,7 +1,7 @@
 r"""Environments of GEM (gem-llm), e.g. `gem:game:GuessTheNumber-v0-easy`.
 
 Interface: gem-llm 0.1 (Liu et al., arXiv:2510.01051). GEM reads an answer inside `\boxed{}`; an
-answer without one is put into one.
+answer without a box is put into one.
 """
 
 import random
@@ -12,15 +12,15 @@ from ragen_mega.environments.protocol import StepResult
 
 _WON = 1.0
 _MARKS = ("\\boxed", "```")
-"""What GEM reads as it is: boxes and code."""
+"""Answers with one of these go to GEM unchanged: boxes and code."""
 
 
 class GemEnvironment:
     """One of GEM's single-agent text environments, with its own prompt and reward."""
 
     def __init__(self, environment: str, /, **options: Any) -> None:
-        """`options` are keywords of the environment. Raises ValueError for one that is unknown or
-        cannot be made, and where gem-llm is not installed.
+        """`options` are keywords of the environment. Raises ValueError for an environment that is
+        unknown or cannot be made, and if gem-llm is not installed.
         """
         gem = required("gem", "gem")
         self._random = ProcessRandomness()

@@ -1,8 +1,8 @@
-"""Gymnasium, both ways: its environments played as ours, e.g. `gymnasium:Blackjack-v1`, and ours as
-its, for which importing this module registers `ragen_mega/Sokoban-v0` and its siblings.
+"""Gymnasium in both directions: its environments as ours, e.g. `gymnasium:Blackjack-v1`, and ours
+as Gymnasium's. Importing this module registers `ragen_mega/Sokoban-v0` and the others.
 
-Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032). Ours seen from there take the
-index of an action, or text where the environment takes text, and observe text.
+Interface: Gymnasium 1.x `Env` (Towers et al., arXiv:2407.17032). Through it, our environments take
+the index of an action, or text if the environment takes text, and return text.
 """
 
 import re
@@ -25,15 +25,15 @@ _COLORED = re.compile(r"(?:\x1b\[(?!0m)[\d;]+m)+(.*?)(?:\x1b\[0m)+")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What Gymnasium does not say about an environment of its own."""
+    """What Gymnasium does not tell about one of its environments."""
 
     instruction: str
     actions: tuple[str, ...]
     max_turns: int
     words: Callable[[gymnasium.Env, Any], str] | None = None
-    """(environment, observation) -> what the picture leaves out."""
+    """(environment, observation) -> what the drawing leaves out."""
     success_above: float = 0.0
-    """Last rewards above this one are those of success."""
+    """A last reward above this means success."""
 
 
 def _taxi_words(environment: gymnasium.Env, observation: int) -> str:
@@ -85,14 +85,14 @@ _KNOWN = {
 class GymnasiumWorld:
     """An environment of Gymnasium with discrete or text actions.
 
-    What is seen is the environment's drawing as text where it has one (`ansi`; colored characters
-    stand in brackets) and otherwise the observation as Python writes it. Actions are numbers where
-    neither the environment nor a table of Gymnasium's own has names for them.
+    The observation is the environment's drawing as text if it has one (`ansi`; colored characters
+    are put in brackets), else Gymnasium's observation as a string. Actions are numbers if neither
+    the environment nor the table above has names for them.
     """
 
     def __init__(self, environment_id: str, /, **options: Any) -> None:
         """`options` are those of `gymnasium.make`. Raises ValueError for actions of another kind,
-        and what `gymnasium.make` does.
+        and whatever `gymnasium.make` raises.
         """
         self._environment = gymnasium.make(environment_id, **options)
         if "ansi" in self._environment.metadata.get("render_modes", ()):
@@ -174,10 +174,10 @@ class AnyText(spaces.Text):
 
 
 class TextWorld(gymnasium.Env[str, int | str]):
-    """One of our environments, one primitive action a step.
+    """One of our environments, one primitive action per step.
 
-    The seed of `reset` is the prompt seed, so the episode is the native environment's. `reset`
-    understands the options `outcome_seed` and `board`.
+    The seed of `reset` is the prompt seed, so episodes equal those of the environment itself.
+    `reset` takes the options `outcome_seed` and `board`.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
@@ -231,9 +231,8 @@ class TextWorld(gymnasium.Env[str, int | str]):
 
 
 def environment_id(name: str) -> str:
-    """Gymnasium's identifier of the environment `name`: sokoban_large is
-    ragen_mega/SokobanLarge-v0. One that was registered after this module was imported gets its
-    identifier here.
+    """Gymnasium's id of the environment `name`: sokoban_large is ragen_mega/SokobanLarge-v0. An
+    environment that was added after the import of this module is registered here.
     """
     words = re.split(r"\W+|_", name)
     identifier = f"ragen_mega/{''.join(word[:1].upper() + word[1:] for word in words)}-v0"

@@ -1,7 +1,7 @@
 """Environments on an OpenEnv server, e.g. `openenv:ws://127.0.0.1:8000`, over one WebSocket each.
 
-Interface: openenv-core 0.3. A session that fails is given up. Connecting and resetting are tried
-again, because nothing has been played yet; a step is not, because it may have been done.
+Interface: openenv-core 0.3. A session that fails is closed. Connecting and resetting are retried,
+because nothing has been played yet; a step is not, because the server may have executed it.
 """
 
 import asyncio
@@ -16,25 +16,24 @@ from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.protocol import Observation, StepResult
 
 _TEXTS = ("text", "message", "content", "prompt", "observation", "result", "output", "stdout")
-"""Fields of observations that hold what is to be read, in this order."""
+"""Fields of observations that may hold the text, the preferred ones first."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _PATIENCE = 30.0  # seconds
 _MAX_NUMBERS = 64  # actions of a bounded number
 _TROUBLES = (OSError, RuntimeError, TimeoutError, ValueError)
-"""What openenv-core raises for a server that is gone, refuses, is silent or talks nonsense."""
+"""What openenv-core raises if a server is gone, refuses, times out or answers nonsense."""
 _INVALID = "(code: VALIDATION_ERROR)"
 
 
 class OpenEnvWorld:
-    """A session on a server. The server's schema of actions says how an answer looks: an
-    enumeration or a bounded number in the only required field gives the names of the actions, a
-    text there free text, and anything else one tool call whose arguments are the fields.
+    """A session on a server. The server's action schema decides the form of an answer: if the only
+    required field is an enumeration or a bounded integer, its values are the action names; if it
+    is a string, the answer is free text; otherwise it is a tool call with the fields as arguments.
     """
 
     def __init__(self, url: str, /, *, timeout: float = 20.0, attempts: int = 3) -> None:
-        """`timeout`: seconds for one answer of the server; `attempts`: of beginning an episode.
-        Raises ValueError for a server that does not answer, and where openenv-core is not
-        installed.
+        """`timeout`: seconds for one answer of the server; `attempts`: how often to try to begin an
+        episode. Raises ValueError if the server does not answer or openenv-core is not installed.
         """
         core = required("openenv.core", "openenv")
         from websockets.exceptions import WebSocketException
@@ -47,7 +46,7 @@ class OpenEnvWorld:
         http = "http" + url.rstrip("/").removeprefix("ws").removeprefix("http")
         schema = _get(f"{http}/schema").get("action", {})
         description = str(_get(f"{http}/metadata").get("description", ""))
-        if not description.endswith(" environment"):  # OpenEnv's words for having none
+        if not description.endswith(" environment"):  # OpenEnv's default text
             self.instruction = description
         self._field = self._read_actions(schema)
         self._is_playing = False
@@ -83,7 +82,7 @@ class OpenEnvWorld:
         try:
             result = await self._client.step(payload)
         except self._troubles as error:
-            if str(error).endswith(_INVALID):  # refused before it was done
+            if str(error).endswith(_INVALID):  # refused before it was executed
                 return StepResult(
                     "The server could not read that action.",
                     0.0,
@@ -109,7 +108,7 @@ class OpenEnvWorld:
         await self._client.close()
 
     def _read_actions(self, schema: Mapping[str, Any]) -> str | None:
-        """Find out how an answer looks; the field that it goes into, None for a tool call."""
+        """Read the form of an answer; returns the field that it goes into, None for a tool call."""
         for limit, value in schema.get("limits", {}).items():  # of our own servers
             setattr(self, limit, value)
         fields = {
@@ -141,11 +140,11 @@ class OpenEnvWorld:
 
 @cache
 def _get(url: str) -> dict[str, Any]:
-    """What a server tells about itself, asked once: a session is replaced while the server is away,
-    too. Raises ValueError if it does not tell.
+    """What a server says about itself. Cached, so that a new session can be made while the server
+    is down. Raises ValueError if it does not answer.
     """
     try:
-        is_local = urlsplit(url).hostname in _LOCAL  # no business of a proxy
+        is_local = urlsplit(url).hostname in _LOCAL  # bypass proxies
         answer = httpx2.get(url, timeout=_PATIENCE, trust_env=not is_local)
         answer.raise_for_status()
         return answer.json()
@@ -157,7 +156,7 @@ def _get(url: str) -> dict[str, Any]:
 
 
 def _words(told: Mapping[str, Any]) -> Observation:
-    """The messages of an observation, its field of text, or all of it as text."""
+    """The messages of an observation, else its text field, else all fields as text."""
     if told.get("messages"):
         return told["messages"]
     texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]

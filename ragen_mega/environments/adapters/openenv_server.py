@@ -1,4 +1,4 @@
-"""Our environments as an OpenEnv server: one environment for each session.
+"""Our environments as an OpenEnv server: one environment per session.
 
 Interface: openenv-core 0.3, which must be installed before this module is imported. Actions have
 one field, `action`: a name, a text, or for environments with tools a call `{"name", "arguments"}`.
@@ -27,18 +27,18 @@ from ragen_mega.environments.protocol import Observation as Words
 from ragen_mega.environments.registry import make
 
 LIMITS = (*(item.name for item in fields(Budget)), "format_penalty")
-"""What an environment may say about itself; the schema of actions carries it as `limits`."""
+"""Limits that an environment may set; the action schema carries them as `limits`."""
 _INFO = ("success", "is_action_valid", "is_action_effective")
 
 
 class WorldObservation(Observation):
-    """What a reset or a step led to; `text` or `messages` has the words."""
+    """The outcome of a reset or a step; either `text` or `messages` is set."""
 
     text: str = ""
     messages: list[dict[str, str]] = []
     truncated: bool = False
     info: dict[str, bool] = {}
-    """Of `StepResult.info`, what the protocol names."""
+    """The entries of `StepResult.info` that the protocol defines."""
 
 
 class ServedWorld(Environment[Any, WorldObservation, State]):
@@ -66,8 +66,8 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
         return _observation(calls.reset(self._world, seed, outcome_seed=outcome_seed))
 
     def step(self, action: Any, timeout_s: float | None = None) -> WorldObservation:
-        """Do what the action says: several steps where the environment has a parser and finds as
-        many in a text. Raises RuntimeError where no episode runs.
+        """Do the action; if the environment has a parser, all steps that it finds in the text.
+        Raises RuntimeError if no episode is running.
         """
         if self._is_over:
             raise RuntimeError("no episode runs; reset before the next step")
@@ -104,7 +104,7 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
 
 
 def application(name: str, options: Mapping[str, Any], max_sessions: int) -> FastAPI:
-    """The server's application. Raises ValueError as `make` does."""
+    """The FastAPI application of the server. Raises ValueError as `make` does."""
     world = make(name, **options)
     actions = list(getattr(world, "actions", ()))
     tools = getattr(world, "tools", None)

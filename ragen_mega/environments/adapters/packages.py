@@ -1,5 +1,5 @@
-"""What the adapters share: packages that are installed as extras, and random generators that a
-package keeps for the whole process.
+"""What the adapters share: importing optional packages, and isolating packages that draw from the
+global random generators.
 """
 
 import importlib
@@ -13,11 +13,11 @@ import numpy as np
 
 _swapping = threading.Lock()
 MAX_SEED = 2**32
-"""Of NumPy's legacy generators, which many packages seed."""
+"""Exclusive bound on seeds of NumPy's legacy generators, which many packages seed."""
 
 
 def required(module: str, extra: str) -> ModuleType:
-    """The module of an optional package. Raises ValueError that says which extra installs it."""
+    """Import an optional package. Raises ValueError naming the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -30,22 +30,22 @@ def required(module: str, extra: str) -> ModuleType:
 
 
 class ProcessRandomness:
-    """The state of `random` and `numpy.random` that one environment has for itself, for packages
-    that draw from these generators of the whole process.
+    """One environment's own state of `random` and `numpy.random`, for packages that draw from these
+    global generators.
     """
 
     def __init__(self) -> None:
         self.seed(0)
 
     def seed(self, seed: int) -> None:
-        """Begin anew; `seed` counts modulo 2**32."""
+        """Start both generators afresh; NumPy gets `seed` modulo 2**32."""
         self._python = random.Random(seed).getstate()
         self._numpy = np.random.RandomState(seed % MAX_SEED).get_state()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within, the generators of the process are this environment's; one environment at a time,
-        and they are afterwards as they were.
+        """Inside, the global generators have this environment's state; their previous state is
+        restored afterwards. One environment at a time.
         """
         with _swapping:
             others = random.getstate(), np.random.get_state()

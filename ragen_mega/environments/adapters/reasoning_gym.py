@@ -14,15 +14,15 @@ _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErr
 
 
 class ReasoningTask:
-    """A question drawn by the seed; free text answers it.
+    """A question drawn by the seed, answered in free text.
 
-    With several attempts each pays what it scores above the best before, so that a trajectory's
-    reward is its best score, and a wrong one is told its score.
+    With several attempts, each pays how much it improves on the best score so far, so that a
+    trajectory's reward is its best score; a wrong answer is told its score.
     """
 
     def __init__(self, task: str, /, attempts: int = 1, **options: Any) -> None:
-        """`options` are those of the task's own configuration. Raises ValueError for an unknown
-        task or option, and where reasoning-gym is not installed.
+        """`options` are those of the task's configuration. Raises ValueError for an unknown task or
+        option, and if reasoning-gym is not installed.
         """
         if attempts < 1:
             raise ValueError(f"attempts must be at least 1, not {attempts}")

@@ -1,7 +1,8 @@
 """Single-player games of TextArena, e.g. `textarena:GuessTheNumber-v0`.
 
-Interface: TextArena 0.7 (Guertler et al., arXiv:2504.11442). Its prompts and moves in square
-brackets are the game's; what the game says since the last move is the observation.
+Interface: TextArena 0.7 (Guertler et al., arXiv:2504.11442). The
+prompts and the moves in square brackets are the game's; the observation is what the game has said
+since the last move.
 """
 
 from typing import Any
@@ -13,13 +14,13 @@ _WON = 1
 
 
 class TextArenaGame:
-    """A game of one player. The reward comes at the end: 1 if it is won, else the share of the task
-    that was done, as the game counts it.
+    """A single-player game. The reward comes at the end: 1 for a win, else the share of the task
+    that was done, as counted by the game.
     """
 
     def __init__(self, game: str, /, **options: Any) -> None:
         """`options` are keywords of the game. Raises ValueError for a game that is unknown or needs
-        several players, an unknown option, and where TextArena is not installed.
+        several players, for an unknown option, and if TextArena is not installed.
         """
         arena = required("textarena", "textarena")
         self._player = arena.ObservationType.PLAYER_ACTION
@@ -60,7 +61,7 @@ class TextArenaGame:
         )
 
     def _said(self) -> str:
-        """What the game has told since it was last asked, without the player's own words."""
+        """What the game has said since the last call, without the player's own words."""
         _, messages = self._game.get_observation()
         return "\n".join(
             text.strip() for _, text, kind in messages if kind is not self._player

@@ -1,1 +1,1 @@
-"""The games that come with the package, one folder each: world, exact players, boards."""
+"""The packaged environments, one folder each: world, reference players, boards."""

@@ -29,8 +29,8 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
 
 
 def references(environment: Any, budget: Budget) -> References:
-    """One pull decides, and the arms differ in nothing that is seen but what they are called:
-    uniformly random play is right half of the time.
+    """One pull decides, and only the names of the arms differ: uniformly random play is right half
+    of the time.
     """
     return References(random=0.5, optimum=1.0, optimum_closed_loop=1.0)
 
@@ -83,7 +83,7 @@ class Bandit:
         self._order: tuple[str, str] | None = None  # the arms as listed in this episode
         self.is_over = True  # no episode is running
         self._rng = np.random.default_rng(0)
-        # Sorted by name, so that the fixed text does not give the better arm away by its place.
+        # Sorted by name, so that the fixed text does not reveal the better arm by position.
         self.actions: tuple[str, ...] = tuple(sorted((low_arm, high_arm)))
         self.instruction = (
             "You are playing a bandit game. Your goal is to earn as much reward as possible by"

@@ -7,7 +7,7 @@ import numpy as np
 
 Cell = tuple[int, int]  # (row, column), both from 0 at the top left
 
-# In an order where the perpendicular moves are the cyclic neighbours.
+# In this order, the cyclic neighbours of a move are the moves perpendicular to it.
 DIRECTIONS: dict[str, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 BOARD_LETTERS = "SFHG"
 """Start, frozen, hole, goal, as boards files write them."""
@@ -24,7 +24,7 @@ class Lake:
     holes: frozenset[Cell]
 
     def neighbour(self, cell: Cell, action: str) -> Cell:
-        """Where a move that does not slip leads; the edge of the map holds the player."""
+        """Where a move leads if it does not slip; at the edge of the map the player stays."""
         dr, dc = DIRECTIONS[action]
         return min(max(cell[0] + dr, 0), self.size - 1), min(max(cell[1] + dc, 0), self.size - 1)
 
@@ -49,7 +49,7 @@ class Lake:
 
 
 def parse_lake(rows: Sequence[str]) -> Lake:
-    """Read a board in the letters S F H G. ValueError names the rule that it breaks."""
+    """Read a board in the letters S F H G. Raises ValueError that names the broken rule."""
     if len(rows) < 2 or any(len(row) != len(rows) for row in rows):
         raise ValueError(
             f"a FrozenLake board is square: {len(rows)} rows of lengths"

@@ -1,5 +1,5 @@
-"""What can be said of a lake: what lies around the player and where moves may lead, never which
-move is best.
+"""Thoughts about a lake: what lies around the player and where moves may lead, never which move is
+best.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,11 @@ from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """The four neighbours, each move as what lies behind/ahead of it, and that of the chosen
-    actions.
+    """The four neighbours, each move as what lies behind/ahead of it, and the same pair for the
+    chosen actions.
 
-    A move may slip to either side but never backwards, so what lies behind is what it cannot lead
-    to. The pair is one word: chosen one after the other, its halves would not always belong to the
-    same move.
+    A move may slip to either side but never backwards, so it cannot lead to what lies behind. The
+    pair is one word, because two words sampled separately might not belong to the same move.
     """
     facts, lake = environment.facts(), environment.lake
     order, player = list(DIRECTIONS), facts["player"]
@@ -29,8 +28,8 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
         action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}"
         for index, action in enumerate(order)
     }
-    # The second of two moves is made under other odds; a mark of its own lets a policy prefer other
-    # words there.
+    # The second of two moves has other odds than the first; its own marker lets a policy prefer
+    # other words there.
     chosen = [
         f" {'then' if index else 'go'}{moves[action]}" for index, action in enumerate(actions)
     ]

@@ -2,8 +2,8 @@
 dynamic programming.
 
 Value = probability of reaching the goal within the budget. A turn of the protocol commits to its
-actions without seeing what they lead to, so its value is the best over action sequences of the
-expected value of where they end; the sequences are enumerated as value vectors over cells (alpha
+actions without seeing their outcomes, so its value is the maximum over action sequences of the
+expected value of the final cell; the sequences are enumerated as value vectors over cells (alpha
 vectors, Smallwood and Sondik 1973).
 """
 
@@ -20,11 +20,11 @@ _Array = NDArray[np.float64]
 _TIE = 1e-12
 
 MAX_UNSEEN_ACTIONS = 6
-"""Longest turn that `LakeSolver.open_loop` takes on; its work grows with 4 to this power."""
+"""Longest turn that `LakeSolver.open_loop` solves; its cost grows as 4 to this power."""
 
 
 class LakeSolver:
-    """Values of one map at one success rate, for every cell where the game goes on."""
+    """Values of one map at one success rate, for every cell that is not terminal."""
 
     def __init__(self, lake: Lake, success_rate: float) -> None:
         self._lake, self._success_rate = lake, success_rate
@@ -34,7 +34,7 @@ class LakeSolver:
 
     @cached_property
     def _dynamics(self) -> tuple[_Array, _Array]:
-        """Moves between live cells [A, n, n] and into the goal [A, n]."""
+        """Transition probabilities between the n cells [A, n, n] and into the goal [A, n]."""
         names = list(DIRECTIONS)
         moves = np.zeros((len(names), len(self._cells), len(self._cells)))
         arrivals = np.zeros((len(names), len(self._cells)))
@@ -63,8 +63,8 @@ class LakeSolver:
         return self._at(player, self._action_values(num_actions)[-1].max(axis=0))
 
     def best_action(self, player: Cell, num_actions: int) -> str:
-        """First action of that player; among equally good ones the one that is best on shorter
-        budgets.
+        """First action of that player; ties go to the action with the higher sum of values over
+        all shorter budgets.
         """
         values = self._action_values(num_actions)[:, :, self._index[player]]  # [budgets, A]
         is_best = values[-1] >= values[-1].max() - _TIE

@@ -80,7 +80,7 @@ class FrozenLake:
         return f"frozen_lake_{self._size}x{self._size}_p{self._frozen_probability:g}"
 
     def accepts_board(self, rows: Sequence[str]) -> bool:
-        """Whether a board is a lake of this size. Raises ValueError if it is a malformed one."""
+        """Whether a board is a lake of this size. Raises ValueError if it is malformed."""
         return not any("#" in row for row in rows) and parse_lake(rows).size == self._size
 
     def reset(
@@ -106,8 +106,7 @@ class FrozenLake:
             raise RuntimeError(
                 "the player reached the goal or fell into a hole; call reset before the next step"
             )
-        # One draw per action whatever the outcome, so that equal actions under one outcome seed
-        # slip alike.
+        # One draw per action, so that equal actions under one outcome seed slip alike.
         draw = self._rng.random()
         slip = (
             0 if draw < self.success_rate else (1 if draw < (1.0 + self.success_rate) / 2.0 else -1)
@@ -138,7 +137,7 @@ class FrozenLake:
         )
 
     def facts(self) -> dict[str, Any]:
-        """`size` (cells a side), `player`, `start`, `goal`, set of `holes`, `success_rate`."""
+        """`size` (cells per side), `player`, `start`, `goal`, set of `holes`, `success_rate`."""
         lake = self.lake
         return {
             "size": lake.size,

@@ -1,5 +1,4 @@
-"""What can be said of a room: where to stand for a push and what moves do, never which move is
-best.
+"""Thoughts about a room: where to stand for a push and what moves do, never which move is best.
 """
 
 from collections.abc import Sequence
@@ -10,11 +9,11 @@ from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """Where to stand for a push toward the target, what each move does, and that of the chosen
-    actions.
+    """Where to stand for a push toward the target, what each move does, and what the chosen actions
+    do.
 
-    Moves lead into a wall, are stuck (the box cannot move), push the box closer to or away from the
-    nearest target, or take the player near to or far from a place to stand.
+    A move leads into a wall, is stuck (the box cannot move), pushes the box closer to or away from
+    the nearest target, or takes the player nearer to or farther from a place to stand.
     """
     facts = environment.facts()
     standing = _standing_cells(facts)
@@ -30,7 +29,7 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
 
 
 def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
-    """Cells behind a box as seen from its nearest target, walls not considered."""
+    """Cells behind a box as seen from its nearest target, ignoring walls."""
     return [
         (box[0] - move[0], box[1] - move[1])
         for box in facts["boxes"]
@@ -42,7 +41,7 @@ def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
 def _effect(
     facts: dict[str, Any], move: Cell, standing: Sequence[Cell]
 ) -> tuple[Cell, Cell | None, str]:
-    """Cell that a move leads to, cell that a box is pushed to, and what that does."""
+    """Cell that a move leads to, cell that a box is pushed to, and the word for the effect."""
     player, free, boxes = facts["player"], facts["free"], facts["boxes"]
     to = _add(player, move)
     if to in boxes:

@@ -70,7 +70,7 @@ class Room:
 
 
 def parse_room(rows: Sequence[str]) -> Room:
-    """Read a board in the standard symbols. ValueError names the rule that it breaks."""
+    """Read a board in the standard symbols. Raises ValueError that names the broken rule."""
     if not rows or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError(
             f"a Sokoban board needs rows of one length, not lengths {[len(row) for row in rows]}"
@@ -112,8 +112,8 @@ def parse_room(rows: Sequence[str]) -> Room:
 def generate_room(rng: np.random.Generator, *, dim: int, num_boxes: int, search_depth: int) -> Room:
     """Draw a solvable room of `dim` x `dim` cells.
 
-    `search_depth` bounds the moves of the backward play. Raises ValueError if the walk never leaves
-    enough floor.
+    `search_depth` bounds the moves of the backward play. Raises ValueError if no attempt gives
+    a solvable room.
     """
     for _ in range(_MAX_ATTEMPTS):
         floor = _dig(rng, dim)
@@ -214,8 +214,8 @@ def _displacement(boxes: tuple[Cell, ...], targets: tuple[Cell, ...]) -> int:
 def _stroll(
     rng: np.random.Generator, free: frozenset[Cell] | set[Cell], player: Cell, probability: float
 ) -> Cell:
-    """Walk the player one to three cells away with the given probability, so that the first push is
-    not given away.
+    """Walk the player one to three cells away with the given probability, so that its position
+    does not reveal the first push.
     """
     if rng.random() >= probability:
         return player

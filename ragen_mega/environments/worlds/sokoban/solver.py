@@ -128,7 +128,7 @@ def references(environment: Any, budget: Budget) -> References:
 
 
 def optimal_actions(environment: Any, actions_left: int) -> list[str]:
-    """A shortest solution from here, cut off at the budget; none if there is none."""
+    """A shortest solution from here, cut off at the budget; empty if there is none."""
     return (shortest_plan(environment.room) or [])[:actions_left]
 
 

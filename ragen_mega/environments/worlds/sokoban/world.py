@@ -45,10 +45,10 @@ _CURRICULUM_ATTEMPTS = 1000
 
 
 class Sokoban:
-    """Rooms of `dim` x `dim` cells, the outer ring being walls. Nothing is random after the reset.
+    """Rooms of `dim` x `dim` cells, with walls as the outer ring. Deterministic after the reset.
 
     `max_shortest` is a curriculum: only rooms that can be solved in that many actions are drawn. It
-    does not apply to boards that are handed to `reset`.
+    does not apply to boards passed to `reset`.
     """
 
     actions: tuple[str, ...] = tuple(DIRECTIONS)
@@ -88,7 +88,7 @@ class Sokoban:
         return f"sokoban_{self._dim}x{self._dim}_{self._num_boxes}box"
 
     def accepts_board(self, rows: Sequence[str]) -> bool:
-        """Whether a board is a room of this size. Raises ValueError if it is a malformed one."""
+        """Whether a board is a room of this size. Raises ValueError if it is malformed."""
         if not any("#" in row for row in rows):
             return False
         room = parse_room(rows)
@@ -185,8 +185,8 @@ class Sokoban:
         )
         if self._observation == "grid_coord":
             return f"{coordinates}\n{grid}"
-        # Without the grid the walls have to be told, or the state would be incomplete; the outer
-        # ring is a rule.
+        # Without the grid, the inner walls must be listed to make the state complete; the
+        # instruction states the outer ring.
         return f"{coordinates}\nWalls: {_cells(inner)}\nSize: {rows} rows, {columns} columns"
 
     def _write_instruction(self) -> str:

@@ -1,4 +1,4 @@
-"""What a shop sells and what its customers ask for, from whichever source.
+"""Products and goals of a shop, whatever their source.
 
 Goals are made as in WebShop (arXiv:2207.01206, section 3 and its released code): a price limit
 that the product itself respects, and for a synthetic request one goal per combination of options.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 NO_LIMIT = 1e6
-"""Price limit of a goal that states none."""
+"""Price limit of a goal without one."""
 _PRICE_STEP, _HIGHEST_LIMIT, _LIMITS_DRAWN_FROM = 10, 990, 4
 _SHUFFLE_SEED = 233  # WebShop's
 _NUM_TEST, _NUM_HELD_OUT = 500, 1500
@@ -26,11 +26,11 @@ class Product:
     title: str
     description: str
     bullets: tuple[str, ...]
-    """The `Features` of its page."""
+    """The texts on its `Features` page."""
     query: str
-    """Search term that it was collected under: products of one query are of one type."""
+    """Search term under which it was collected; products of one query are of one type."""
     product_category: str
-    """Path from the department down, its parts separated by U+203A."""
+    """Category path, starting with the department; parts are separated by U+203A."""
     attributes: tuple[str, ...]
     options: dict[str, tuple[str, ...]]
     """Option name -> values, in lower case."""
@@ -41,7 +41,7 @@ class Product:
 
 
 class Request(NamedTuple):
-    """What somebody asks for of one product."""
+    """A request that one product fulfils."""
 
     text: str
     attributes: tuple[str, ...]
@@ -126,7 +126,7 @@ def _goals_of(product: Product, request: Request, generator: random.Random) -> l
 
 
 def _price_limit(price: float, generator: random.Random) -> tuple[float, str]:
-    """The larger of two of the next multiples of ten above a price, and how a goal says it."""
+    """The larger of two draws from the next multiples of 10 above a price, and its clause."""
     limits = range(_PRICE_STEP, _HIGHEST_LIMIT + 1, _PRICE_STEP)
     above = [float(limit) for limit in limits if limit > price][:_LIMITS_DRAWN_FROM]
     if len(above) < 2:
@@ -136,6 +136,6 @@ def _price_limit(price: float, generator: random.Random) -> tuple[float, str]:
 
 
 def _option_clause(options: Sequence[str | tuple[str, str]]) -> str:
-    """How a synthetic goal says its options; people have said theirs in the text."""
+    """The options as a clause of a synthetic goal; human requests already name theirs."""
     pairs = [f"{option[0]}: {option[1]}" for option in options if isinstance(option, tuple)]
     return " with " + ", and ".join(pairs) if pairs else ""

@@ -1,7 +1,7 @@
-"""WebShop's own catalogue, read from a folder where the user has put its files.
+"""WebShop's own catalogue, read from a folder with its files.
 
-They are not part of this package, since the licence of the scraped catalogue is not stated. Files
-are read entry by entry, each entry is checked, and a mistake is an error that says where it is.
+They are not part of this package, because the licence of the scraped catalogue is not stated. Files
+are read entry by entry; each entry is checked, and an error says where the faulty entry is.
 """
 
 import random
@@ -35,11 +35,11 @@ class _Files(NamedTuple):
 def read_folder(
     folder: Path, *, goals: GoalKind, seed: int
 ) -> Iterator[tuple[Product, list[Request]]]:
-    """Products with what is asked for of them; `seed` draws prices that are given as a range.
+    """Products with their requests; `seed` draws the prices that are given as a range.
 
-    The small set (items_shuffle_1000.json) is read where it is, else the full one. Products with an
-    identifier that is longer than 10 characters, or seen before, are left out as in the original.
-    Raises ValueError for a missing file or an entry that lacks something.
+    The small set (items_shuffle_1000.json) is read if it exists, else the full one. Products with
+    an identifier that is longer than 10 characters, or repeated, are left out as in the original.
+    Raises ValueError for a missing file or a faulty entry.
     """
     files = _find(folder, goals)
     described = dict(_entries(files.attributes, ""))
@@ -63,7 +63,7 @@ def read_folder(
 
 
 def _find(folder: Path, goals: GoalKind) -> _Files:
-    """Those of the small set, or of the full one. ValueError names the first that is missing."""
+    """Paths of the small or the full set. Raises ValueError naming the first missing file."""
     size = "_1000" if (folder / "items_shuffle_1000.json").is_file() else ""
     if not size and not (folder / "items_shuffle.json").is_file():
         size = "_1000"
@@ -81,7 +81,7 @@ def _find(folder: Path, goals: GoalKind) -> _Files:
 
 
 def _entries(path: Path, prefix: str) -> Iterator[Any]:
-    """What the file holds, one after the other: elements of a list (`item`), or (key, value)."""
+    """The entries of the file, one by one: elements of a list (`item`), or (key, value)."""
     read = ijson.items if prefix else ijson.kvitems
     try:
         with path.open("rb") as file:
@@ -114,7 +114,7 @@ def _product(
 
 
 def _price(text: Any, where: str, generator: random.Random) -> tuple[float, str]:
-    """Dollars, and what the page says; a range costs something between its ends."""
+    """Price in dollars, and its text on the page; for a range, a price drawn from it."""
     if not text:
         return _DEFAULT_PRICE, f"${_DEFAULT_PRICE}"
     digits = [re.sub(r"[^\d.]", "", part) for part in str(text).split("$")[1:]]
@@ -149,7 +149,7 @@ def _synthetic_requests(about: dict[str, Any], where: str) -> list[Request]:
 
 
 def _human_requests(requests: list[dict[str, Any]], where: str) -> list[Request]:
-    """Those that name attributes, as in the original."""
+    """The requests that name attributes, as in the original."""
     return [
         Request(
             _text(request, "instruction", where).strip("."),

@@ -1,8 +1,8 @@
-"""A catalogue out of thin air: departments, groups, attributes, options and prices, drawn from a
-seed, so that the shop opens without anybody's data.
+"""A generated catalogue: departments, groups, attributes, options and prices, drawn from a seed, so
+that the shop needs no data files.
 
-Titles, instructions and goals have the form of WebShop's synthetic ones. Results on it say
-something about a method, nothing about scores on WebShop's own catalogue.
+Titles, instructions and goals have the form of WebShop's synthetic ones. Results on it can compare
+methods, but say nothing about scores on WebShop's own catalogue.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _BRANDS = "alder bravo cedar delta ember fjord gusto heron indra juno koral lume
 
 
 class Department(NamedTuple):
-    """A part of the shop, with the words that its products are made of."""
+    """A part of the shop, with the words that describe its products."""
 
     name: str
     groups: dict[str, tuple[str, ...]]
@@ -74,9 +74,9 @@ DEPARTMENTS = (
 def generate_catalogue(
     *, num_products: int, num_departments: int, seed: int
 ) -> Iterator[tuple[Product, list[Request]]]:
-    """Products with a request each, the same ones for the same arguments.
+    """Products with one request each, the same ones for the same arguments.
 
-    Titles are distinct. Raises ValueError for a number of products or departments that cannot be.
+    Titles are distinct. Raises ValueError if there are not as many products or departments.
     """
     if not 1 <= num_departments <= len(DEPARTMENTS):
         raise ValueError(f"departments must be 1 to {len(DEPARTMENTS)}, not {num_departments}")
@@ -118,7 +118,7 @@ def generate_catalogue(
 
 
 def _some(values: tuple[str, ...], generator: random.Random) -> list[str]:
-    """Two to four values, in their order."""
+    """Two to four of the values, in their order."""
     chosen = generator.sample(values, generator.randint(2, min(4, len(values))))
     return sorted(chosen, key=values.index)
 

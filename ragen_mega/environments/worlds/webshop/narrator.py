@@ -1,8 +1,8 @@
-"""What can be said of a page: what on it the instruction mentions, never which action is best.
+"""Thoughts about a page: what on it matches the instruction, never which action is best.
 
-A listed product is told by how many keywords of the instruction its title has and whether its price
-is within the limit; an option by whether it is asked for, and chosen. The thought ends with what
-holds of the action that is about to be taken, in the same words.
+A listed product is described by how many keywords of the instruction are in its title and whether
+its price is within the limit; an option by whether it is asked for or chosen. The thought ends with
+the same description of what the next action clicks.
 """
 
 import re
@@ -20,7 +20,7 @@ WORDS = (
     *(f"{count}/{price}" for count in _COUNTS for price in _PRICES),
     *("go", "all", "one", "asked", "chosen", "other", "buy", "page"),
 )
-"""What thoughts are made of, identifiers and options aside."""
+"""The words of thoughts, besides identifiers and options."""
 _ARGUMENT = re.compile(r"\[(.+)\]")
 
 
@@ -39,7 +39,7 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
 
 
 def _told(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
-    """What a page shows -> what is to be said of it."""
+    """Name of a product or option on the page -> its description."""
     wanted = keywords(goal)
     told = {product.asin: _fit(product, wanted, goal) for product in page.products}
     for value, name in (page.option_names or {}).items():

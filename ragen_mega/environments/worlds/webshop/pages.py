@@ -1,7 +1,7 @@
 """The pages of the shop as text, and what can be clicked on each.
 
-They are the visible strings of WebShop's pages in its text mode, joined by ` [SEP] `. Options that
-were chosen are not shown.
+They are the visible strings of WebShop's pages in its text mode, joined by ` [SEP] `. Pages do not
+show which options are chosen.
 """
 
 import json
@@ -44,7 +44,7 @@ def start_page(goal: Goal) -> Page:
 
 
 def results_page(goal: Goal, hits: Sequence[Product], number: int) -> Page:
-    """The `number`-th ten of the hits; none are left behind the last."""
+    """Page `number` of the hits, ten per page; empty beyond the last page."""
     end = number * RESULTS_PER_PAGE
     products = tuple(hits[end - RESULTS_PER_PAGE : end])
     moves = [PREVIOUS, NEXT] if number > 1 else [NEXT]

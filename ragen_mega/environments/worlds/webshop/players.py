@@ -1,4 +1,4 @@
-"""Players to compare with: the oracle, which knows the product, and WebShop's rule.
+"""Reference players: the oracle, which knows the product, and WebShop's rule baseline.
 
 The rule (arXiv:2207.01206, section 5.1): search the instruction, open the first result, buy it.
 """
@@ -20,19 +20,19 @@ _RANDOM_EPISODES = 8
 
 
 def keywords(goal: Goal) -> list[str]:
-    """Words of a request that say what is wanted: without its price, small words and colons."""
+    """Keywords of a request, without its price clause and stop words."""
     request = goal.instruction.rpartition(", and price lower than")[0] or goal.instruction
     return keywords_of(request)
 
 
 def keywords_of(text: str) -> list[str]:
-    """Distinct words that carry meaning, in lower case and in their order."""
+    """Distinct words that are no stop words, in lower case and in order."""
     words = re.findall(r"[\w'-]+", text.lower())
     return list(dict.fromkeys(word for word in words if word not in _NO_KEYWORDS))
 
 
 def possible_actions(shopper: Any) -> list[str]:
-    """What the open page offers. Searches are for all keywords together, or for one of them."""
+    """Actions that the open page offers. A search is for all keywords, or for one of them."""
     page = shopper.page
     if page.kind == "start":
         words = keywords(shopper.goal)
@@ -41,7 +41,7 @@ def possible_actions(shopper: Any) -> list[str]:
 
 
 def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
-    """What the oracle does next: search the title, open the product, choose what is asked, buy."""
+    """The oracle's next action: search the title, open the product, choose its options, buy."""
     facts = shopper.facts()
     goal, page, product, chosen = (facts[key] for key in ("goal", "page", "product", "chosen"))
     if page.kind == "done":
@@ -80,14 +80,14 @@ def rule_actions(shopper: Any, actions_left: int) -> list[str]:
 
 
 def _name_of(product: Product, value: str) -> tuple[str, str]:
-    """The option of a product that has the value which people asked for."""
+    """The (name, value) option of the product with the value that a human request names."""
     names = [name for name, values in product.options.items() if value in values]
     return (names or [""])[-1], value
 
 
 def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
     """The score that a player reaches from the open page; 0 if it buys nothing in time. The shopper
-    itself stays where it is.
+    itself is not changed.
     """
     shopper = copy.copy(shopper)  # a step replaces what it changes
     for _ in range(num_actions):

@@ -3,8 +3,8 @@
 Source: WebShop (arXiv:2207.01206, section 3), in the form of its released code:
 r = r_type * (attributes + options + [price <= limit]) / (|attributes| + |options| + 1).
 
-The original finds the nouns of titles with a tagger whose model is on no package index; here a word
-of letters is a noun unless its form or a short list says otherwise (`title_nouns`).
+The original finds the nouns of titles with a tagger whose model is on no package index; here any
+alphabetic word is a noun unless its ending or a short list excludes it (`title_nouns`).
 """
 
 import re
@@ -17,7 +17,7 @@ from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
 _SIMILAR = 85  # of 100; a match must exceed it
 CATEGORY_SEPARATOR = "\u203a"
 
-# In the order in which they are looked for: the first one that a value contains stands for it.
+# A value is replaced by the first of these colours that it contains.
 _COLOURS = (
     "amber aqua beige black blue bronze brown burgundy camel charcoal copper coral cream crimson"
     " cyan dark ebony gold gray green grey indigo ivory khaki lavender light lilac lime magenta"
@@ -45,8 +45,8 @@ def reward(goal: Goal, product: Product, chosen: dict[str, str]) -> float:
 
 
 def type_reward(goal: Goal, product: Product) -> float:
-    """1 for a product of the kind asked for, 0.5 for another, and 0.1 or 0 if the titles share few
-    nouns or none, whatever else is alike.
+    """1 for a product of the requested kind, 0.5 for another kind, and 0.1 or 0 if the titles share
+    few nouns or none, whatever else they have in common.
     """
     wanted = title_nouns(goal.title)
     shared = len(set(wanted) & set(title_nouns(product.title)))
@@ -65,7 +65,7 @@ def type_reward(goal: Goal, product: Product) -> float:
 
 
 def title_nouns(title: str) -> list[str]:
-    """Words of a title that are taken for nouns, in lower case, repetitions included."""
+    """Words of a title that count as nouns, in lower case, repetitions included."""
     words = (
         word.replace(".", "").replace("'", "").removesuffix("\u2019s")
         for word in re.split(r"[^\w.'\u2019]+", title.lower())
@@ -85,7 +85,7 @@ def _category_parts(path: str) -> set[str]:
 
 
 def _fitting_attributes(goal: Goal, product: Product) -> int:
-    """Attributes asked for that the product has, or that one of its texts says."""
+    """Number of requested attributes that the product has or one of its texts mentions."""
     texts = (product.title, " ".join(product.bullets), product.description)
     return sum(
         any(_is_similar(attribute, own) for own in product.attributes)
@@ -95,8 +95,8 @@ def _fitting_attributes(goal: Goal, product: Product) -> int:
 
 
 def _fitting_options(goal: Goal, chosen: Iterable[str]) -> int:
-    """Options asked for that were chosen. A pair is compared as its two words, so that a value
-    alone is found in it.
+    """Number of requested options that were chosen. A (name, value) pair is compared as the text
+    `name value`, so that the value alone matches it.
     """
     values = [_plain_colour(value) for value in chosen]
     return sum(
@@ -111,7 +111,7 @@ def _fitting_options(goal: Goal, chosen: Iterable[str]) -> int:
 
 
 def _plain_colour(value: str) -> str:
-    """The colour that a value mentions, else the value."""
+    """The first known colour in a value, else the value itself."""
     return next((colour for colour in _COLOURS if colour in value), value)
 
 

@@ -1,8 +1,8 @@
 """Full-text search over the products, by BM25 with the original's parameters.
 
 WebShop searches with Lucene (k1 0.9, b 0.4, Porter stems, English stop words); bm25s computes
-Lucene's formula (arXiv:2407.03618). Ties and the splitting of words may rank differently, so
-results are called WebShop-compatible.
+Lucene's formula (arXiv:2407.03618). Ties and tokenization may change the ranking, so results
+are called WebShop-compatible.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ MAX_HITS = 50
 
 
 class SearchEngine:
-    """Ranks the products of a shop. It may be shared: a search changes nothing."""
+    """Ranks the products of a shop. Can be shared: a search does not change it."""
 
     def __init__(self, products: Sequence[Product]) -> None:
         self._products = products
@@ -53,7 +53,7 @@ class SearchEngine:
 
 
 def _document(product: Product) -> str:
-    """What is searched of a product."""
+    """The indexed text of a product."""
     options = ", and ".join(
         f"{name}: {', '.join(values)}" for name, values in product.options.items()
     )

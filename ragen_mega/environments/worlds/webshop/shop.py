@@ -1,5 +1,5 @@
-"""A shop that is open: its products, its search engine and its goals. Built once a process and
-shared by every environment, since nothing in it changes.
+"""A shop: its products, its search engine and its goals. Built once per process and shared by all
+environments, because it never changes.
 """
 
 import re
@@ -26,13 +26,13 @@ _MARKS += ("; ", ": ", " click[", " search[")
 
 
 class Shop:
-    """Products by identifier, what can be searched, and goals by split."""
+    """Products by identifier, the search engine, and goals by split."""
 
     def __init__(
         self, entries: Sequence[tuple[Product, Sequence[Request]]], *, label: str, seed: int
     ) -> None:
         self.label = label
-        """What results on this shop are called."""
+        """How results on this shop are to be labelled."""
         self.products = {product.asin: product for product, _ in entries}
         self.engine = SearchEngine([product for product, _ in entries])
         self.goals: Splits = split_goals(make_goals(entries, seed=seed))

@@ -1,8 +1,8 @@
 """WebShop: given an instruction, search a shop's catalogue, open a product, choose its options and
 buy it; the purchase is scored by how well it fits.
 
-Source: WebShop (arXiv:2207.01206) in its text mode, as RAGEN plays it: one action a turn, searches
-from the start page alone, an action that the page does not offer changes nothing.
+Source: WebShop (arXiv:2207.01206) in its text mode, as RAGEN plays it: one action per turn,
+searches only from the start page; an action that the page does not offer changes nothing.
 """
 
 import random
@@ -54,7 +54,7 @@ class WebShop:
     ) -> None:
         """`data`: folder of WebShop's files; without it the catalogue is generated, with
         `num_products` of the first `departments` departments. `reward`: the score of a purchase, or
-        1 for a full score alone.
+        1 for a full score and 0 otherwise.
         """
         if data is not None:
             self.shop: Shop = folder_shop(data, goals, catalogue_seed)
@@ -98,7 +98,7 @@ class WebShop:
         return StepResult(self.page.text, paid, is_done, False, info)
 
     def random_answer(self, generator: random.Random) -> str:
-        """One of the actions that the page offers, each as likely."""
+        """One of the actions that the page offers, drawn uniformly."""
         return generator.choice(possible_actions(self))
 
     @property
@@ -108,11 +108,11 @@ class WebShop:
 
     @property
     def vocabulary(self) -> list[str]:
-        """What is one token each for the small model: all that the pages are put together from."""
+        """Texts that are one token each for the small model: the parts that make up the pages."""
         return self.shop.vocabulary
 
     def facts(self) -> dict[str, Any]:
-        """`goal`, `page`, `product` (None: no page of one), `chosen` options and `hits`."""
+        """`goal`, `page`, `product` (None: none is open), `chosen` options and `hits`."""
         return {
             "goal": self.goal,
             "page": self.page,
@@ -123,7 +123,7 @@ class WebShop:
 
     @property
     def goal(self) -> Goal:
-        """What this episode asks for."""
+        """The goal of this episode."""
         if self._goal is None:
             raise RuntimeError("no goal yet; call reset first")
         return self._goal
@@ -137,13 +137,13 @@ class WebShop:
 
     @property
     def score(self) -> float:
-        """What buying the open product as it is would score."""
+        """The score of buying the open product with the options chosen so far."""
         if self._product is None:
             raise RuntimeError("no product is open; click one on a page of results first")
         return reward(self.goal, self._product, self._chosen)
 
     def _do(self, kind: str, argument: str) -> bool:
-        """Change the page; whether the page offers this action."""
+        """Do an action; False, without a change, if the page does not offer it."""
         page = self.page
         if kind == "search" and page.kind == "start":
             self._hits = self.shop.engine.search(argument)
