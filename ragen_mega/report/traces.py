@@ -53,6 +53,7 @@ class TraceWriter:
         self.directory = directory
         self._decode = decode
         self._config = config
+        self._undrawn: set[str] = set()  # environments that need not be built again to know it
 
     def write_step(
         self,
@@ -104,7 +105,7 @@ class TraceWriter:
             members = [
                 self._member(one, strings)
                 | {"channels": _channels(one, batch, rows.get((group.group_id, place)))}
-                | {"pictures": pictures(one, board, options(one.environment))}
+                | {"pictures": self._pictures(one, board, options(one.environment))}
                 for place, one in enumerate(group.trajectories)
             ]
             entries.append(
@@ -140,6 +141,15 @@ class TraceWriter:
             "weight_version": trajectory.weight_version,
         }
 
+    def _pictures(
+        self, trajectory: Trajectory, board: Board, options: Mapping[str, Any]
+    ) -> list[str]:
+        if trajectory.environment in self._undrawn:
+            return []
+        if (drawn := pictures(trajectory, board, options)) is None:
+            self._undrawn.add(trajectory.environment)
+        return drawn or []
+
     def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
         """The text of each token; a character of several tokens belongs to the last of them."""
         pending: list[int] = []
@@ -162,16 +172,17 @@ def traces(directory: Path) -> list[tuple[Path, str, int, str | None]]:
     return sorted(named, key=lambda item: (item[2], item[1], item[0]))
 
 
-def pictures(trajectory: Trajectory, board: Board, options: Mapping[str, Any]) -> list[str]:
-    """What `render()` of the environment gives at the start and after each turn: text, or SVG. The
-    trajectory is replayed for it, so only instant environments have pictures.
+def pictures(trajectory: Trajectory, board: Board, options: Mapping[str, Any]) -> list[str] | None:
+    """What `render()` of the environment gives at the start and after each turn: text, or SVG;
+    None from an environment without pictures. The trajectory is replayed for it, so only instant
+    environments have them.
     """
 
-    def play() -> list[str]:
+    def play() -> list[str] | None:
         world = make(trajectory.environment, **options)
         try:
             if not is_instant(world) or not callable(getattr(world, "render", None)):
-                return []
+                return None
             calls.reset(world, trajectory.seed, outcome_seed=trajectory.outcome_seed, board=board)
             drawn = [str(world.render())]
             for turn in trajectory.turns:
