@@ -2,7 +2,8 @@
 
 `kernels/` has no `__init__.py` and is never importable itself: a top-level package of that name
 would shadow the `kernels` distribution that transformers and SGLang import. `kernels/benchmarks` is
-not installed: tools and tests find it in the repository. Tested versions are in constraints.txt.
+not installed: tools and tests find it in the repository. Tested versions are in constraints.txt,
+which `ragen_mega/config` links to, so that an installed `ragen-mega doctor` knows them.
 """
 
 from pathlib import Path
@@ -34,9 +35,11 @@ setup(
     package_dir={"ragen_kernels": "kernels/ragen_kernels"},
     package_data={
         "ragen_mega.environments.worlds": ["*/boards/*.jsonl"],
-        "ragen_mega.config": ["recipes/*.flags"],
+        "ragen_mega.config": ["recipes/*.flags", "studies/*.toml", "constraints*.txt"],
+        "ragen_mega.models": ["*.json"],
         "ragen_mega.report.viewer": ["viewer.*"],
     },
+    entry_points={"console_scripts": ["ragen-mega = ragen_mega.commands.program:main"]},
     install_requires=[
         "torch>=2.7,<3",
         "megatron-core>=0.16.1,<0.17",

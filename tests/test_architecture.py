@@ -21,6 +21,7 @@ LAYERS = (
     ("ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start"),
     ("ragen_mega.run",),
     ("ragen_mega.train",),
+    ("ragen_mega.commands",),
 )
 """Lowest first. A module imports from its own layer and from lower ones, never from a higher one.
 """
@@ -55,7 +56,7 @@ BROAD_EXCEPT = {
 """`path::function` -> why it may catch every exception."""
 
 MIN_DOCUMENTED = 0.95
-MAX_ROOT_ENTRIES = 14
+MAX_ROOT_ENTRIES = 15
 
 
 @cache

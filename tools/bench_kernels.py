@@ -24,9 +24,9 @@ import torch
 from benchmark import OUTPUTS, interleave, milliseconds_of, provenance, publish, seconds_of, table
 from benchmarks import peers
 from benchmarks.cases import Case, Provider, hidden_cases, logits_cases, returns_cases
-from command_line import command, flag
 from ragen_kernels.launch import accumulate_matmul
 
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.report.hardware import PACKAGES, versions
 
 WARMUPS = 5

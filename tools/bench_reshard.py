@@ -33,11 +33,11 @@ import psutil
 import torch
 import torch.distributed as dist
 from benchmark import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
-from command_line import command, flag, run_ranks
 from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ragen_mega.commands.command_line import command, flag, run_ranks
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import check_checksums, check_names, checksums
@@ -291,7 +291,7 @@ def main(arguments: argparse.Namespace) -> None:
     size = ("--num-layers", hf.num_hidden_layers, "--vocab-size", hf.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        run_ranks(num_ranks, __file__, *arguments.argv, *size, "--worker", result)
+        run_ranks(num_ranks, Path(__file__), *arguments.argv, *size, "--worker", result)
         measured = json.loads(result.read_text())
     full = model_config(arguments.model)
     report = provenance() | {

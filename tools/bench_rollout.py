@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
-from command_line import command, flag
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_tokenizer

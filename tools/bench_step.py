@@ -41,9 +41,9 @@ from typing import Any
 import psutil
 import torch
 from benchmark import OUTPUTS, provenance, publish, spread, table
-from command_line import TRAINING, command, flag, ranks_command
 from random_models import model_config, write_checkpoint
 
+from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.checkpoints import CHECKPOINTS
@@ -116,7 +116,7 @@ def train(
     stamps: list[float] = []
     with log.open("wb") as file:
         process = subprocess.Popen(
-            ranks_command(1, TRAINING, *training_flags(arguments, checkpoint, keep)),
+            ranks_command(1, PROGRAM, "train", *training_flags(arguments, checkpoint, keep)),
             stdout=file,
             stderr=subprocess.STDOUT,
         )

@@ -1,25 +1,26 @@
-"""The harness of all benchmarks here: where they ran, jobs that take turns, medians with their
-spread, and results as JSON, Markdown and a plot.
+"""The harness of all benchmarks here: jobs that take turns, medians with their spread, and results
+as JSON, Markdown and a plot.
 """
 
 import argparse
-import datetime
 import functools
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from command_line import JSON, ROOT, flag
 
-from ragen_mega.report.hardware import device, versions
+from ragen_mega.commands.command_line import JSON, flag
+from ragen_mega.report.markdown import table as table
 from ragen_mega.report.metrics import write_json
-from ragen_mega.report.provenance import code
+from ragen_mega.report.provenance import provenance as provenance
+from ragen_mega.run.timers import seconds_of
 
-sys.path.append(str(ROOT / "kernels"))  # for `benchmarks`, which is not installed
+sys.path.append(
+    str(Path(__file__).parents[1] / "kernels")
+)  # for `benchmarks`, which is not installed
 
 T = TypeVar("T")
 OUTPUTS = (
@@ -28,16 +29,6 @@ OUTPUTS = (
     flag("--plot", "draw medians and spread here (svg, png or pdf)", type=Path, metavar="OUT"),
 )
 """Output flags of a benchmark, for `publish`."""
-
-
-def provenance() -> dict[str, Any]:
-    """Date, machine and commit of a result."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **code(),
-        "hardware": device(),
-        "versions": versions(),
-    }
 
 
 def interleave(
@@ -53,15 +44,6 @@ def interleave(
             if repetition >= warmups:
                 readings[name].append(reading)
     return readings
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Wall-clock seconds of `work`, until the device has finished."""
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 @functools.cache
@@ -87,12 +69,6 @@ def milliseconds_of(work: Callable[[], object], device: str) -> float:
 def spread(readings: Sequence[float]) -> dict[str, float]:
     """Median, smallest and largest."""
     return {"median": statistics.median(readings), "min": min(readings), "max": max(readings)}
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def publish(

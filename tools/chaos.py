@@ -38,9 +38,9 @@ from typing import Any
 
 import psutil
 import torch
-from command_line import JSON, ROOT, TRAINING, command, flag, ranks_command
 from safetensors.torch import load_file
 
+from ragen_mega.commands.command_line import JSON, PROGRAM, command, flag, ranks_command
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.rollout.summary import summarize
@@ -130,9 +130,10 @@ class Victim:
         """Launch the ranks; they go on from where the run is."""
         place = ("--output", self.output, "--name", self.name, "--resume")
         launch = ranks_command(
-            self.layout.num_ranks, TRAINING, *TRAINING_FLAGS, *self.layout.flags, *place
+            self.layout.num_ranks, PROGRAM, "train", *TRAINING_FLAGS, *self.layout.flags, *place
         )
-        paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        root = Path(__file__).parents[1]
+        paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(paths),
@@ -214,7 +215,7 @@ class Victim:
         return [
             process
             for process in self.processes()
-            if process.pid != launcher and str(TRAINING) in (process.info["cmdline"] or ())
+            if process.pid != launcher and PROGRAM in (process.info["cmdline"] or ())
         ]
 
 

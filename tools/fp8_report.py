@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from benchmark import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
-from command_line import command, flag
 from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import microbatch, pack

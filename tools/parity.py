@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from command_line import JSON, command, flag, run_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ragen_mega.commands.command_line import JSON, command, flag, run_ranks
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
@@ -245,7 +245,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
 def launch(layout: Layout, directory: Path) -> dict[Key, Tensor]:
     """What `layout` computes, on ranks of its own."""
     flags = ("--worker", layout.name, "--directory", directory)
-    run_ranks(layout.num_processes, __file__, *flags)
+    run_ranks(layout.num_processes, Path(__file__), *flags)
     return read_result(layout, directory)
 
 

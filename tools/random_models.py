@@ -1,44 +1,27 @@
 """Models of real shapes with random weights, for measurements of time, not of quality."""
 
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.published import SHAPES as SHAPES
+from ragen_mega.models.published import model_config as model_config
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-SHAPES = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
-"""Model -> the entries of its config.json that decide its size."""
 NUM_EPISODES = 60
 """Scripted episodes that the tokenizer learns from."""
 NUM_MERGES = 2000
 """More than the texts yield, so that every word of a prompt is one token, as with Qwen's own."""
 STOP = 256.0
 """How far, times an activation of order 1, the logits of stop tokens lie below all others."""
-
-
-def model_config(model: str, **changes: int) -> PretrainedConfig:
-    """The configuration of a directory with a config.json, or of a name in SHAPES, in any letter
-    case or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct. Raises ValueError for anything else.
-    """
-    if (Path(model) / "config.json").is_file():
-        return AutoConfig.from_pretrained(model, **changes)
-    shapes = {name.lower(): shape for name, shape in SHAPES.items()}
-    name = model.rpartition("/")[2].lower().removesuffix("-instruct")
-    if name not in shapes:
-        raise ValueError(
-            f"the size of {model or 'the model'} is not known; give --load a directory with a"
-            f" config.json, or --model one of {', '.join(SHAPES)}"
-        )
-    return AutoConfig.for_model(**shapes[name] | changes)
 
 
 def write_checkpoint(

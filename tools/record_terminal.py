@@ -24,7 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from command_line import command, flag
+from ragen_mega.commands.command_line import command, flag
 
 try:
     import pyte

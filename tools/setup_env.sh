@@ -23,14 +23,6 @@ setup_env() {
     fi
 }
 
-# Ranks to start on this machine: one for each GPU; without a GPU two, data-parallel, where there are two cores.
-default_ranks() {
-    local gpus=0 cores
-    if command -v nvidia-smi >/dev/null; then gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')"; fi
-    cores="$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)" # which counts threads where they are set
-    echo "$((gpus > 0 ? gpus : cores >= 2 ? 2 : 1))"
-}
-
 # Print the first requirement that interpreter $1 does not meet, and fail; print nothing if there is none.
 _missing_from() {
     "$1" - "$REPOSITORY" "$2" 2>/dev/null <<'PYTHON' || { [ $? = 3 ] || echo "ragen-mega"; return 1; }

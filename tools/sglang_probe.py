@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import JSON, command, flag
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.data.types import SamplingParams
 from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings

@@ -1,49 +1,6 @@
-"""Show runs in a browser: what agents thought and did at any step, and every curve.
+"""`ragen-mega view`: runs in a browser."""
 
-    python tools/view.py runs/NAME [runs/OTHER ...]     # one HTML file that opens from the disk
-    python tools/view.py runs/NAME --step 20            # and names the address of a step in it
-    python tools/view.py runs/NAME --serve              # a page that follows a run while it trains
-
-The file needs no network and no program but a browser. Runs keep some groups of every step and
-eight prompts of every evaluation for it (--trace-groups of the training).
-"""
-
-import argparse
-import contextlib
-from pathlib import Path
-
-from command_line import command, flag
-
-from ragen_mega.report.viewer.page import MOST_MEGABYTES, make_server, write_page
-
-
-@command(
-    __doc__,
-    ("runs", {"nargs": "+", "type": Path, "help": "run directories"}),
-    flag("--output", "the file (default: view.html in the first run)", type=Path),
-    flag("--step", "open at the trajectories of this step", type=int),
-    flag("--max-megabytes", "leave trajectories out, evenly, above this", float(MOST_MEGABYTES)),
-    flag("--serve", "serve the page on 127.0.0.1 instead, and follow the runs", False),
-    flag("--port", "of --serve; 0 takes a free one", 0),
-)
-def main(arguments: argparse.Namespace) -> None:
-    step = "" if arguments.step is None else f"step_{arguments.step:08d}"
-    where = step and f"#view=trajectories&one=0,{step},0,0"
-    if arguments.serve:
-        with make_server(arguments.runs, arguments.port) as server:
-            print(f"http://127.0.0.1:{server.server_port}/{where}  (Ctrl-C ends it)", flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                server.serve_forever()
-        return
-    target = arguments.output or arguments.runs[0] / "view.html"
-    left_out = write_page(arguments.runs, target, most_megabytes=arguments.max_megabytes)
-    if left_out:
-        print(
-            f"{left_out} steps of trajectories are left out to stay below"
-            f" {arguments.max_megabytes:g} MB; raise --max-megabytes for more"
-        )
-    print(f"{target.resolve().as_uri()}{where}")
-
+from ragen_mega.commands.view import main
 
 if __name__ == "__main__":
     main()

@@ -39,6 +39,16 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
+def provenance() -> dict[str, Any]:
+    """Date, machine and commit of a result."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **code(),
+        "hardware": device(),
+        "versions": versions(),
+    }
+
+
 def describe_start(
     config: StarPOConfig, *, first_step: int, world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:

@@ -1,15 +1,9 @@
 """Checks that need no heavy import. The launch script makes them first, torchrun's ranks make them
 again, and `build` does so for callers from Python.
-
-    python -m ragen_mega.run.check NUM_RANKS [flags]
-
-Exit code 0: go on; 2: one line says why not; NOTHING_LEFT: the help has been printed, or the run
-has finished.
 """
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,8 +15,6 @@ from ragen_mega.models.directory import glance
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
 from ragen_mega.storage.run_directory import Finished, check_directory, check_finished, with_name
-
-NOTHING_LEFT = 100
 
 
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
@@ -112,20 +104,3 @@ def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> st
     except (ValueError, OSError) as error:
         fail(str(error))
     return None
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error
-    num_ranks, *flags = sys.argv[1:]
-    if not num_ranks.isdecimal() or int(num_ranks) == 0:
-        fail(f"NPROC_PER_NODE must be a number of ranks, at least 1, not {num_ranks!r}; unset it")
-    try:
-        if finished := check_flags(flags, int(num_ranks), int(num_ranks)):
-            print(finished)
-            sys.exit()
-    except SystemExit as left:
-        raise SystemExit(left.code or NOTHING_LEFT) from None
-
-
-if __name__ == "__main__":
-    main()

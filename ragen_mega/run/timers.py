@@ -1,8 +1,10 @@
 """Where the time of a step goes, and how many tokens it buys."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+
+import torch
 
 from ragen_mega.report.metrics import Metrics, Sum
 
@@ -70,6 +72,15 @@ class Timers:
             ),
             "train_tokens_per_second": _rate(totals, "total/trained_tokens", "total/train_seconds"),
         }
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Wall-clock seconds of `work`, until the device has finished."""
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def _rate(totals: Mapping[str, float], amount: str, seconds: str) -> float:

@@ -4,7 +4,6 @@ in one line.
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -19,6 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ragen_mega.commands import replay
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
@@ -135,13 +135,6 @@ def test_a_rollout_of_other_weights_or_settings_is_not_used(
     assert steps == [3, 2, 3]
 
 
-def load_replay():
-    specification = importlib.util.spec_from_file_location("replay", ROOT / "tools" / "replay.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def replay_arguments(run: Path, step: int) -> argparse.Namespace:
     return argparse.Namespace(
         run=run, step=step, tolerance=1e-4, num_ranks=None, tensor_model_parallel_size=None,
@@ -157,11 +150,10 @@ def digest(directory: Path) -> str:
 
 
 def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
-    tool = load_replay()
     run = output / "straight"
     before = digest(run)
     for step, origin in ((1, "the weights that"), (3, "step_00000002")):
-        result = tool.replay(replay_arguments(run, step))
+        result = replay.replay(replay_arguments(run, step))
         assert result["equal"] and result["largest_difference"] == 0.0 and origin in result["from"]
         assert {"actor/loss", "actor/grad_norm", "critic/grad_norm", "rollout/reward"} <= result[
             "keys"
@@ -171,7 +163,7 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
     rows[3]["actor/grad_norm"] += 0.01
     (moved / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = tool.replay(replay_arguments(moved, 3))
+    result = replay.replay(replay_arguments(moved, 3))
     assert not result["equal"] and [
         key for key, row in result["keys"].items() if row["difference"]
     ] == ["actor/grad_norm"]
@@ -180,13 +172,13 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
         ValueError,
         match="would be repeated from step 2, whose rollout is not in .* can repeat steps 0 to 1",
     ):
-        tool.replay(replay_arguments(moved, 3))
+        replay.replay(replay_arguments(moved, 3))
     with pytest.raises(
         ValueError, match="step 9 is not in .*metrics.jsonl, which has steps 0 to 3"
     ):
-        tool.replay(replay_arguments(moved, 9))
+        replay.replay(replay_arguments(moved, 9))
     with pytest.raises(ValueError, match="holds no run .*; give a run directory"):
-        tool.replay(replay_arguments(tmp_path, 0))
+        replay.replay(replay_arguments(tmp_path, 0))
 
 
 @pytest.mark.forks
@@ -216,7 +208,7 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
         config["provenance"] = [start | changes]
         (run / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=reason):
-            load_replay().read_config(replay_arguments(run, 1))
+            replay.read_config(replay_arguments(run, 1))
 
 
 def test_bad_updates_change_nothing_and_are_kept(

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed.run
 
+from ragen_mega.commands import launch
 from ragen_mega.config import parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags
-from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/pretrain_starpo.sh"
@@ -198,29 +198,33 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("flags", "code", "said"),
         [
-            (["--help"], 100, "--tensor-model-parallel-size"),
+            (["--help"], 0, "--tensor-model-parallel-size"),
             (["--load", "{model}", "--boards", "/none"], 2, "/none"),
-            (["--load", "{model}", "--tensor-model-parallel-size", "2"], 0, ""),
+            (["--load", "{model}", "--tensor-model-parallel-size", "2"], 100, "--nproc-per-node 2"),
         ],
     )
     def test_neither_torch_nor_transformers_is_imported(self, tmp_path, flags, code, said):
         model = model_directory(tmp_path)
         flags = [flag.format(model=model) for flag in flags]
         source = f"""
-            import sys
+            import os, sys
 
-            from ragen_mega.run.check import main
+            from ragen_mega.commands.train import main
 
-            sys.argv = ["check", "2", *{flags!r}]
+            def start(program, words):
+                print(*words)
+                sys.exit(100)
+
+            os.execv = start
             code = 0
             try:
-                main()
+                main({flags!r})
             except SystemExit as error:
                 code = error.code
             assert not {{"torch", "transformers", "megatron"}} & set(sys.modules)
             sys.exit(code)
             """
-        process = execute(sys.executable, program(tmp_path, source))
+        process = execute(sys.executable, program(tmp_path, source), NPROC_PER_NODE="2")
         assert process.returncode == code, process.stderr
         assert said in process.stdout + process.stderr
         assert len(process.stderr.splitlines()) == (code == 2)
@@ -407,7 +411,7 @@ class TestSetup:
             textwrap.dedent(f"""\
                 #!/usr/bin/env bash
                 case "$*" in
-                *"pip --version"* | *"ragen_mega.run.check"*) ;;
+                *"pip --version"*) ;;
                 *"pip install"*)
                     if [ -e {copy}/fail-pip ]; then echo "ERROR: no route" >&2; exit 1; fi
                     if [ -e {copy}/full-disk ]; then cat /dev/zero >/dev/full; exit; fi

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
+from ragen_mega.commands import convert_checkpoint
 from ragen_mega.config import parse
 from ragen_mega.models.huggingface import load_tokenizer, random_weights
 from ragen_mega.report.console import Console
 from ragen_mega.warm_start.small_model import write_small_model
-from tools import convert_checkpoint
 
 FLAGS = """
     --environments bandit --prompt-style compact --max-response-length 8 --max-context-length 200

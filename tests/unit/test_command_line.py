@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.commands.command_line import command, flag, parse, read_settings, run_ranks
 from ragen_mega.report import hardware
 from tools import benchmark
-from tools.command_line import command, flag, parse, read_settings, run_ranks
 
 FLAGS = (
     flag("--count", "a number", 3),

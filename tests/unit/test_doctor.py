@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import doctor
+from ragen_mega.commands import doctor
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "doctor.py"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.commands import plan as tool
 from ragen_mega.config import parse, read_flags
 from ragen_mega.models.layout_search import (
     DEFAULT,
@@ -25,10 +26,9 @@ from ragen_mega.models.memory_plan import (
     plan,
     state_of,
 )
+from ragen_mega.models.published import SHAPES, model_config
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import default_play, step_seconds
-from tools import plan as tool
-from tools.random_models import SHAPES, model_config
 
 RECIPES = sorted(path.stem for path in tool.RECIPES.glob("qwen*.flags"))
 

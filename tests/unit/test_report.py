@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ragen_mega.commands import report
 from ragen_mega.config import parse
-from tools import report
 
 
 def finished(

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools import doctor
+from ragen_mega.commands import doctor
 
 ROOT = Path(__file__).parents[2]
 

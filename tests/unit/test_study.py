@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragen_mega.commands import study as tool
 from ragen_mega.config import parse
 from ragen_mega.report.study import Study, estimate
 from tests.support.processes import wait_until
-from tools import study as tool
 
 ROOT = Path(__file__).parents[2]
 TINY = """

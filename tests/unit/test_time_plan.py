@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.commands import plan as tool
+from ragen_mega.commands import plan_calibration as calibration
+from ragen_mega.commands import plan_validation as validation
 from ragen_mega.config import parse
 from ragen_mega.models.hardware import HARDWARE, Constants, Machine, find_hardware
+from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
     Cut,
@@ -25,10 +29,6 @@ from ragen_mega.models.time_plan import (
     step_seconds,
     training,
 )
-from tools import plan as tool
-from tools import plan_calibration as calibration
-from tools import plan_validation as validation
-from tools.random_models import model_config
 
 H100 = Machine(HARDWARE["H100"])
 ROOT = Path(__file__).parents[2]

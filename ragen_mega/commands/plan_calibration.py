@@ -19,13 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmark import provenance, seconds_of, table
-from command_line import TRAINING, run_ranks
 from numpy.typing import NDArray
-from plan_validation import solve
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
+from ragen_mega.commands.command_line import PROGRAM, run_ranks
+from ragen_mega.commands.plan_validation import solve
 from ragen_mega.config import parse
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.kv_cache import KVCache
@@ -33,8 +32,11 @@ from ragen_mega.models.hardware import Constants, Hardware, Machine
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import FP32, Cut, Play, Sizes, decode_step, product, step_seconds
+from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
+from ragen_mega.report.provenance import provenance
 from ragen_mega.run.run import FINAL_EXPORT
+from ragen_mega.run.timers import seconds_of
 
 Reading = tuple[tuple[float, ...], float]
 """(What was computed, its seconds.)"""
@@ -162,7 +164,7 @@ def measure_collectives(device: str) -> tuple[float, float]:
         return Constants().latency, 450e9
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "collectives.json"
-        run_ranks(ranks, Path(__file__), str(out))
+        run_ranks(ranks, __name__, out)
         small, large = map(float, out.read_text().split())
     return small, 2 * (ranks - 1) / ranks * 4 * MESSAGES[1] / large
 
@@ -249,7 +251,8 @@ def compare(machine: Machine, name: str, directory: Path) -> list[dict[str, Any]
     """
     ranks, words = CONFIGURATIONS[name]
     flags = [*BASE, *words.split()]
-    run_ranks(ranks, TRAINING, *flags, "--output", directory, "--name", "run", "--overwrite")
+    place = ("--output", directory, "--name", "run", "--overwrite")
+    run_ranks(ranks, PROGRAM, "train", *flags, *place)
     rows = read_metrics(directory / "run" / METRICS_FILE)[WARMUP:]
     shape = ModelShape.of(AutoConfig.from_pretrained(directory / "run" / FINAL_EXPORT))
     config = parse(flags)

@@ -7,17 +7,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmark import table
-from command_line import ROOT
 from numpy.typing import NDArray
-from random_models import SHAPES
 from scipy.optimize import least_squares
 
 from ragen_mega.models.hardware import Constants, Machine, find_hardware
+from ragen_mega.models.published import SHAPES
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
     BF16,
@@ -30,8 +29,9 @@ from ragen_mega.models.time_plan import (
     rollout,
     training,
 )
+from ragen_mega.report.markdown import table
 
-ROWS = ROOT / "docs" / "benchmarks" / "published_steps.json"
+ROWS = Path(str(files("ragen_mega.models") / "published_steps.json"))
 FITTED = {
     "training": ("product", "product_fp8", "memory", "launch", "link", "update", "expert"),
     "decode": ("decode_memory", "decode_layer", "decode_sequence", "decode_expert"),

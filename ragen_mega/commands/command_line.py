@@ -1,4 +1,4 @@
-"""What the commands of this folder share: flags, one-line errors, run directories, started ranks.
+"""What all commands share: flags, one-line errors, run directories, started ranks.
 
 Only the standard library is imported at the top, because doctor.py has to work where nothing else
 is installed.
@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).parents[1]
-TRAINING = ROOT / "examples" / "pretrain_starpo.sh"
+PROGRAM = "ragen_mega.commands.program"
+"""The module that is `ragen-mega`."""
 Flag = tuple[str, dict[str, Any]]
 
 
@@ -88,12 +88,15 @@ def command(
 
 
 def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[str]:
-    """The command that runs `script` on that many ranks of this machine, on a free port."""
-    launcher = ROOT / "tools" / "launch.py"
+    """The command that runs `script`, a file or the name of a module, on that many ranks of this
+    machine, on a free port.
+    """
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+    kind = () if isinstance(script, Path) else ("--module",)
     # `--`, because torchrun would take flags of the script for abbreviations of its own.
-    words = (launcher, "--nproc-per-node", num_ranks, *rendezvous, "--", script, *flags)
-    return [sys.executable, *map(str, words)]
+    words = ("--nproc-per-node", num_ranks, *rendezvous, *kind, "--", script, *flags)
+    # -P: no file of the working directory may stand in for a module.
+    return [sys.executable, "-P", "-m", "ragen_mega.commands.launch", *map(str, words)]
 
 
 def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
@@ -108,12 +111,12 @@ def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
         raise SystemExit(done.returncode)
 
 
-def relaunch(num_ranks: int, script: Path | str, argv: Sequence[str]) -> None:
-    """Become `script` on that many ranks of this machine; nothing if one is enough, or if this is a
-    rank already.
+def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:
+    """Become command `name` on that many ranks of this machine; nothing if one is enough, or if
+    this is a rank already.
     """
     if num_ranks > 1 and "RANK" not in os.environ:
-        os.execv(sys.executable, ranks_command(num_ranks, script, *argv))
+        os.execv(sys.executable, ranks_command(num_ranks, PROGRAM, name, *argv))
 
 
 def read_settings(

@@ -1,0 +1,125 @@
+"""Success of the uniformly random and of the optimal player on a set of prompts.
+
+    python tools/baselines.py --environment sokoban --json baselines.json
+    python tools/baselines.py --environment frozen_lake --option success_rate=0.8 --max-turns 8 \\
+        --json out.json
+
+Prompts are the boards of --boards, else the packaged boards that match the environment, else its
+held-out tasks, else seeds 123, 124, ...
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ragen_mega.commands.command_line import JSON, command, flag
+from ragen_mega.environments import calls
+from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
+from ragen_mega.environments.episode import EpisodeConfig
+from ragen_mega.environments.protocol import Budget
+from ragen_mega.environments.reference_players import Baselines, baselines
+from ragen_mega.environments.registry import held_out_options, make, names
+from ragen_mega.report.metrics import write_json
+
+_FIRST_SEED = 123  # RAGEN's validation seed
+_DEFAULT_NUM_SEEDS = 256
+BUDGET = ("max_turns", "max_actions_per_turn", "max_actions")
+FLAGS = (
+    flag("--environment", f"one of {', '.join(names())}", required=True),
+    flag("--boards", "boards to start from", type=Path, metavar="FILE.jsonl"),
+    flag("--num-prompts", "the first N boards or seeds (default: all, 256)", type=int, metavar="N"),
+    *(
+        flag(f"--{name.replace('_', '-')}", "of an episode; default: the environment's", type=int)
+        for name in BUDGET
+    ),
+    flag(
+        "--option",
+        "environment option, may be repeated",
+        [],
+        type=str,
+        action="append",
+        metavar="NAME=VALUE",
+    ),
+    (JSON[0], JSON[1] | {"required": True}),
+)
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE; a value that is JSON becomes a number, true, false or null, any other a
+    string. Raises ValueError if there is no name or no value.
+    """
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ValueError(f"--option takes NAME=VALUE, not {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def choose_prompts(
+    environment_name: str, options: dict[str, Any], path: Path | None, num_prompts: int | None
+) -> tuple[list[int] | list[Board], str]:
+    """The prompts and where they come from. Raises ValueError if there are too few."""
+    if num_prompts is not None and num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, not {num_prompts}")
+    environment = make(environment_name, **options)
+    calls.close(environment)
+    if path is None and not has_packaged_boards(environment):
+        num_tasks = getattr(environment, "num_tasks", None)
+        first = 0 if num_tasks else _FIRST_SEED
+        count = num_prompts or _DEFAULT_NUM_SEEDS
+        count = min(count, num_tasks or count)
+        seeds = range(first, first + count)
+        return list(seeds), f"seeds {seeds[0]} to {seeds[-1]}"
+    boards = load_boards(path, environment_name, **options)
+    source = f"packaged boards {boards[0].set}" if path is None else str(path)
+    if num_prompts is not None and num_prompts > len(boards):
+        raise ValueError(
+            f"--num-prompts {num_prompts} exceeds the {len(boards)} boards of {source}; lower it"
+        )
+    return boards[:num_prompts], source
+
+
+def text(result: Baselines, budget: Budget, source: str) -> str:
+    """The result as text."""
+    interval = (
+        "not known"
+        if result.random is None
+        else f"{result.random_ci_low:.1%} to {result.random_ci_high:.1%}"
+    )
+    rows = (
+        ("random", result.random, f"one trajectory per prompt, 95%: {interval}"),
+        ("optimum", result.optimum, "seeing the state once per turn"),
+        ("optimum, closed loop", result.optimum_closed_loop, "seeing the state after every action"),
+    )
+    lines = (
+        f"  {name:22}{'-' if value is None else f'{value:.1%}':>6}   {about}"
+        for name, value, about in rows
+    )
+    head = (
+        f"{result.environment}: {result.num_prompts} prompts ({source}), {budget.max_turns} turns"
+        f" of at most {budget.max_actions_per_turn} actions, {budget.max_actions} in total"
+    )
+    return "\n".join((head, *lines))
+
+
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> None:
+    if arguments.json.is_dir() or not arguments.json.parent.is_dir():  # before the computation
+        raise ValueError(f"--json {arguments.json} must be a file in an existing folder")
+    options = held_out_options(arguments.environment) | dict(map(parse_option, arguments.option))
+    protocol = EpisodeConfig(**{name: getattr(arguments, name) for name in BUDGET})
+    prompts, source = choose_prompts(
+        arguments.environment, options, arguments.boards, arguments.num_prompts
+    )
+    result = baselines(arguments.environment, prompts, protocol, options)
+    environment = make(arguments.environment, **options)
+    budget = protocol.budget(environment)
+    calls.close(environment)
+    limits = {name: getattr(budget, name) for name in BUDGET}
+    about = {"protocol": limits, "options": options, "prompts": source}
+    write_json(arguments.json, asdict(result) | about)
+    print(text(result, budget, source))

@@ -1,0 +1,283 @@
+"""Convert a model between Hugging Face's format and Megatron's, tensor by tensor, in one process
+and without a GPU.
+
+    python tools/convert_checkpoint.py --from runs/NAME --to my-model --format huggingface
+    python tools/convert_checkpoint.py --from runs/NAME/checkpoints/step_00000050 --to my-model \\
+        --format huggingface
+    python tools/convert_checkpoint.py --from Qwen2.5-7B-Instruct --to qwen-megatron \\
+        --format megatron --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
+
+--from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or
+a directory that this tool wrote in megatron format; the tool detects and reports which. Of a run
+it takes the actor, in the type of its parameters. Values are copied bit by
+bit unless --dtype asks for another type; config.json then names that type. Tokenizer, chat template
+and generation config are carried along.
+
+`huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size
+with an index. `megatron` is what a run's checkpoint holds of the actor, in pieces as the ranks of
+the given layout would write them, with checksums; --load of training and evaluation takes it, under
+any layout. The target appears whole or not at all.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from ragen_mega.commands.command_line import command, flag
+from ragen_mega.config import ParallelConfig
+from ragen_mega.megatron.model import check_model
+from ragen_mega.megatron.model_writer import MegatronWriter
+from ragen_mega.models.huggingface import load_config, local_directory
+from ragen_mega.models.layout import model_slots
+from ragen_mega.models.shape import ModelShape, check_config, find_family
+from ragen_mega.report.console import Console
+from ragen_mega.storage.checkpoints import (
+    CHECKPOINTS,
+    STATE,
+    Checkpoint,
+    find_latest,
+    read_checkpoint,
+)
+from ragen_mega.storage.integrity import MANIFEST, sync
+from ragen_mega.storage.model_readers import (
+    HuggingFaceReader,
+    MegatronReader,
+    ModelReader,
+    check_tensors,
+    open_model,
+)
+from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, num_bytes
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+"""Suffixes of the files beside the weights that are copied: configs, tokenizer, chat template."""
+NOT_CARRIED = ("config.json", MANIFEST, "metadata.json", "trainer_state.json")
+"""Written anew, or useless beside other weights, as are indices of weights."""
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The model to convert."""
+
+    description: str
+    reader: ModelReader
+    hf: PretrainedConfig
+    files: Path
+    """The directory with config.json and the tokenizer."""
+
+
+def open_source(path: Path, say: Say) -> Source:
+    """Find out what `path` is. Raises ValueError if it cannot be converted or is
+    damaged.
+    """
+    if not path.is_dir():
+        raise ValueError(
+            f"--from {path} is no directory; give a Hugging Face directory, a run or a checkpoint"
+        )
+    if (path / MANIFEST).exists() and (path / STATE).exists():
+        try:
+            return _open_checkpoint(read_checkpoint(path), say)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
+    if HuggingFaceReader.is_for(path) or MegatronReader.is_for(path):
+        kind = "megatron" if MegatronReader.is_for(path) else "Hugging Face"
+        return Source(f"{kind} directory {path}", open_model(path), load_config(str(path)), path)
+    if (path / CHECKPOINTS).is_dir():
+        checkpoint = find_latest(path / CHECKPOINTS, say)
+        if checkpoint is None:
+            raise ValueError(
+                f"run {path} has no valid checkpoint; give --from another run or a Hugging Face"
+                " directory"
+            )
+        return _open_checkpoint(checkpoint, say)
+    raise ValueError(
+        f"--from {path} holds neither a model (*.safetensors and config.json) nor {CHECKPOINTS}/ of"
+        " a run; give a Hugging Face directory, a run or a checkpoint"
+    )
+
+
+def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
+    files = _model_of_run(checkpoint, say)
+    hf = load_config(str(files))
+    check_config(hf)
+    reader = MegatronReader(checkpoint.directory, ModelShape.of(hf))
+    check_tensors(reader, ModelShape.of(hf), "its actor", verify=True)
+    description = (
+        f"checkpoint {checkpoint.directory} (actor after {checkpoint.step} steps), tokenizer of"
+        f" {files}"
+    )
+    return Source(description, reader, hf, files)
+
+
+def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
+    """The directory with the model configuration and the tokenizer that the run of a checkpoint
+    started from.
+    """
+    run, load = checkpoint.directory.parents[1], checkpoint.config["model"]["load"]
+    places = [
+        path for path in (run / "base", run / "huggingface") if (path / "config.json").exists()
+    ]
+    obstacle = f"its run's model directory {run / 'base'} is missing; convert it where the run is"
+    if load is not None:
+        try:
+            return local_directory(load)
+        except ValueError as error:
+            obstacle = (
+                f"its run started from {load}, which is needed for config.json and tokenizer:"
+                f" {error}"
+            )
+    if not places:
+        raise ValueError(obstacle)
+    if load is not None:
+        say(
+            f"{load} is not here any more: config and tokenizer are those of {places[0]}, without"
+            " generation config"
+        )
+    return places[0]
+
+
+@contextmanager
+def appearing_whole(target: Path) -> Iterator[Path]:
+    """A directory beside `target` that gets its name when the block succeeds, and is deleted if
+    it fails.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(
+            f"--to {target} exists already and stays untouched; delete it or give another name"
+        )
+    target = target.absolute()
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.mkdir()
+    except FileExistsError:
+        raise ValueError(
+            f"{unfinished} exists: another conversion is at work or was killed; delete it if"
+            " none is"
+        ) from None
+    try:
+        yield unfinished
+        for path in [*unfinished.iterdir(), unfinished]:
+            sync(path)
+        unfinished.rename(target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
+    """Copy the files beside the weights, byte by byte.
+
+    In config.json the type becomes that of the weights, a missing architecture is added, and a
+    quantisation that reading has undone is removed.
+    """
+    for path in sorted(source.iterdir()):
+        is_anew = path.name in NOT_CARRIED or path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in CARRIED and not is_anew:
+            shutil.copyfile(path, directory / path.name)
+    config = json.loads((source / "config.json").read_text())
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    dtype = config.get(key) if len(dtypes) > 1 else str(next(iter(dtypes))).removeprefix("torch.")
+    architecture = find_family(config["model_type"]).architecture
+    complete = config | {key: dtype, "architectures": [architecture]}
+    complete.pop("quantization_config", None)
+    if config == complete:
+        shutil.copyfile(source / "config.json", directory / "config.json")
+    else:
+        (directory / "config.json").write_text(json.dumps(complete, indent=2) + "\n")
+
+
+def convert(arguments: argparse.Namespace, console: Console) -> None:
+    """Convert as the flags say. Raises ValueError or OSError, and then leaves no target."""
+    is_megatron = arguments.format == "megatron"
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    for name in ("max_shard_size",) if is_megatron else sizes:
+        if name in given:
+            raise ValueError(
+                f"--{name.replace('_', '-')} means nothing with --format {arguments.format}; drop"
+                " it"
+            )
+    parallel = ParallelConfig(**{name: given[name] for name in sizes if name in given})
+    with appearing_whole(arguments.target) as directory:
+        source = open_source(arguments.source, console.say)
+        console.say(f"from {source.description}")
+        check_model(source.hf, parallel)
+        slots = list(model_slots(ModelShape.of(source.hf)))
+        described = {name: source.reader.describe(name) for slot in slots for name in slot.names}
+        kinds = {
+            name: (DTYPES.get(arguments.dtype, dtype), shape)
+            for name, (dtype, shape) in described.items()
+        }
+        dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
+        carry_along(source.files, directory, set(dtypes.values()))
+        writer = (
+            MegatronWriter(directory, ModelShape.of(source.hf), dtypes, parallel)
+            if is_megatron
+            else HuggingFaceWriter(directory, kinds, arguments.max_shard_size or MAX_SHARD_SIZE)
+        )
+        with console.progress("convert", len(slots)) as progress:
+            for slot in slots:
+                tensors = [source.reader(name) for name in slot.names]
+                if isinstance(writer, MegatronWriter):
+                    writer.write(slot, tensors)
+                else:
+                    for name, tensor in zip(slot.names, tensors, strict=True):
+                        writer.write(name, tensor)
+                source.reader.release()
+                progress.advance(note=slot.names[0])
+        writer.close()
+    total = sum(map(num_bytes, kinds.values()))
+    console.say(
+        f"to {arguments.target}: {len(kinds)} tensors, {total / 1e9:.3g} GB,"
+        f" {', '.join(sorted(map(str, set(dtypes.values()))))}"
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of e.g. 500MB, 5GB or 2GiB."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]I?|)B?", text.upper())
+    if not match or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 500MB or 5GB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+@command(
+    __doc__,
+    flag("--from", "what to convert, see above", dest="source", type=Path, required=True),
+    flag("--to", "a new directory", dest="target", type=Path, required=True),
+    flag("--format", "of the new model", choices=("huggingface", "megatron"), required=True),
+    flag(
+        "--tensor-model-parallel-size",
+        "megatron: cut every matrix in so many (default: 1)",
+        type=int,
+    ),
+    flag(
+        "--pipeline-model-parallel-size",
+        "megatron: cut the layers in so many (default: 1)",
+        type=int,
+    ),
+    flag("--dtype", "of the weights (default: as they are stored, unrounded)", choices=[*DTYPES]),
+    flag(
+        "--max-shard-size",
+        "huggingface: largest file, e.g. 500MB (default: 5GB)",
+        type=parse_size,
+    ),
+)
+def main(arguments: argparse.Namespace) -> None:
+    # a signal is an exit, so that nothing half written stays
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    convert(arguments, Console(is_writer=True, num_steps=0))

@@ -1,0 +1,68 @@
+"""Evaluate a run or a Hugging Face checkpoint on fixed boards, beside the random and the optimal
+player.
+
+    python tools/evaluate.py --load runs/NAME --environment frozen_lake --json out.json
+    python tools/evaluate.py --load runs/NAME --environment sokoban,sokoban_large,frozen_lake
+    torchrun --nproc-per-node 2 tools/evaluate.py --load Qwen/Qwen2.5-0.5B-Instruct \\
+        --environment sokoban --json out.json
+
+A run is evaluated under its own environment settings; for a checkpoint the flags below set them.
+With --samples-per-prompt above 1 it also reports pass@k.
+"""
+
+import argparse
+
+from ragen_mega.commands.command_line import JSON, command, flag
+from ragen_mega.data import distributed
+from ragen_mega.report.console import Console
+from ragen_mega.report.metrics import write_json
+from ragen_mega.run.evaluation import evaluate_sets
+
+RULES = (
+    flag("--max-turns", "default: the run's, else 5", type=int),
+    flag("--max-actions-per-turn", "default: the run's, else 5", type=int),
+    flag("--max-actions", "default: the run's, else 10", type=int),
+    flag("--prompt-style", "default: the run's, else full", choices=("full", "system", "compact")),
+    flag("--environment-options", "JSON object of options per environment; default: the run's"),
+)
+"""Flags that replace the environment settings of a run."""
+FLAGS = (
+    flag(
+        "--load", "a run, a Hugging Face or megatron-format directory, or a hub name", required=True
+    ),
+    flag("--environment", "one, or several: sokoban,sokoban_large,frozen_lake", required=True),
+    flag("--boards", "boards file (JSON lines); default: the 256 packaged boards"),
+    flag("--num-prompts", "boards or seeds to start from", 256),
+    flag("--samples-per-prompt", "episodes from each; gives pass@k up to it", 8),
+    flag("--temperature", "of sampling", 0.5),
+    flag("--seed", "of sampling", 0),
+    *RULES,
+    JSON,
+)
+
+
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> None:
+    settings = [name.removeprefix("--").replace("-", "_") for name, _ in RULES]
+    rules = {name: getattr(arguments, name) for name in settings}
+    names = [name.strip() for name in arguments.environment.split(",")]
+    results = evaluate_sets(
+        arguments.load,
+        names,
+        boards=arguments.boards,
+        num_prompts=arguments.num_prompts,
+        samples_per_prompt=arguments.samples_per_prompt,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        rules={name: value for name, value in rules.items() if value is not None},
+    )
+    console = Console(is_writer=distributed.is_main(), num_steps=0)
+    title = f"{arguments.load}, temperature {arguments.temperature}"
+    sets = {name: result.to_dict() for name, result in results.items()}
+    console.evaluations(title, sets)
+    for name, result in results.items():
+        for key, value in result.pass_at_k.items():
+            console.say(f"{key}: {value:.1%}" if len(sets) == 1 else f"{name} {key}: {value:.1%}")
+    if arguments.json and distributed.is_main():
+        write_json(arguments.json, sets[names[0]] if len(sets) == 1 else {"sets": sets})
+    distributed.stop()

@@ -1,0 +1,77 @@
+"""torchrun for the launch scripts: threads shared among the ranks, each rank bound to the CPUs near
+its GPU, signals passed on to them, and silent about failures that a rank has explained.
+
+    python tools/launch.py [torchrun flags] [--module] script [flags of the script]
+
+`torchrun script ...` does the same with torchrun's own report after the error of a rank, and gives
+ranks 30 seconds to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Stopped(BaseException):
+    """Not an Exception: torchrun would log it as a failure."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the ranks; returns the exit code of the first that failed, 128 + signal if one was
+    killed or the launcher was told to stop.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while torch is imported
+    import torch
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    args = run.parse_args(list(argv))
+    if torch.cuda.is_available() and args.numa_binding is None:
+        args.numa_binding = "node"  # host memory and copies beside the GPU of each rank
+    if args.module:
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # as -P, which torchrun does not pass on
+    num_ranks = run.determine_local_world_size(args.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    logging.disable(logging.ERROR)  # of this process; the ranks log for themselves
+    args.signals_to_handle = "SIGQUIT"  # its answer to the others is SIGKILL after 30 seconds
+    for number in _FORWARDED:
+        signal.signal(number, _stop)
+    try:
+        run.run(args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        hint = "; the machine may be out of memory (see dmesg)" if name == "SIGKILL" else ""
+        print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
+        return 128 - failure.exitcode
+    except _Stopped as stopped:
+        return 128 + stopped.args[0]
+    return 0
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    """Pass a signal on to the ranks, and exit after them, however long they take to write a
+    checkpoint. Signals that arrive meanwhile are passed on as well.
+    """
+    ranks = psutil.Process().children()
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(signum)
+    psutil.wait_procs(ranks)
+    raise _Stopped(signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

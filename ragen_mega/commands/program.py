@@ -1,0 +1,62 @@
+"""`ragen-mega COMMAND [flags]`: everything that this package does from a shell.
+
+Nothing but the standard library is imported before the command is known.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "Train": {
+        "train": ("train", "train an agent; one rank for each GPU of this machine"),
+        "view": ("view", "read runs in a browser: curves, trajectories token by token, time"),
+        "replay": ("replay", "repeat a step of a run from its files and compare"),
+    },
+    "Judge and compare": {
+        "evaluate": ("evaluate", "success of a run or a model on held-out initial states"),
+        "baselines": ("baselines", "success of the random and of the optimal player"),
+        "webshop-players": ("webshop_players", "score of WebShop's reference players"),
+        "make-boards": ("make_boards", "fresh initial states that no recipe was chosen on"),
+        "report": ("report", "finished runs as a table, means over seeds, and a plot"),
+        "study": ("study", "arms and seeds side by side, with intervals of their differences"),
+    },
+    "Before and beside": {
+        "doctor": ("doctor", "what is installed, what is active, what falls back"),
+        "plan": ("plan", "seconds, money and memory of a step before anything is rented"),
+        "convert": ("convert_checkpoint", "runs to Hugging Face's format, models to Megatron's"),
+        "serve-environment": ("serve_environment", "an environment for OpenEnv clients"),
+    },
+}
+"""Heading -> command -> (its module here, what it does)."""
+
+
+def manual() -> str:
+    """The text of --help."""
+    lines = ["usage: ragen-mega COMMAND [flags]"]
+    for heading, commands in COMMANDS.items():
+        lines += ["", f"{heading}:"]
+        lines += [f"  {name:18} {about}" for name, (_, about) in commands.items()]
+    return "\n".join((*lines, "", "ragen-mega COMMAND --help says what its flags mean."))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command that `argv` names with the words that follow it."""
+    name, *flags = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    known = {name: module for of in COMMANDS.values() for name, (module, _) in of.items()}
+    if name in ("-h", "--help", "help"):
+        print(manual())
+    elif name in ("-V", "--version"):
+        print(importlib.import_module("ragen_mega").__version__)
+    elif name in known:
+        command = importlib.import_module(f"ragen_mega.commands.{known[name]}")
+        sys.argv = [f"ragen-mega {name}", *flags]  # what --help calls it
+        command.main(flags)
+    else:
+        close = importlib.import_module("ragen_mega.data.registry").did_you_mean(name, known)
+        print(f"error: no command {name!r}{close}; ragen-mega --help lists all", file=sys.stderr)
+        raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

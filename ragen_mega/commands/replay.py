@@ -1,0 +1,284 @@
+"""Repeat a step of a run from its files and compare with what the run logged.
+
+    python tools/replay.py --run runs/NAME --step 12 --json out.json
+    python tools/replay.py --run runs/NAME --step 12 --num-ranks 2 --tensor-model-parallel-size 2
+
+Starts as many ranks as the run had, on the layout that config.json records, unless flags say
+another. Begins with the newest intact checkpoint at or before the step, goes through the rollouts
+on the disk up to the step, and repeats its advantages, losses and gradients. On the layout of the
+run the numbers are equal to the bit, on another to rounding, which the steps between amplify
+(--tolerance). Writes nothing into the run.
+Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragen_mega.commands.command_line import JSON, command, flag, read_settings, relaunch
+from ragen_mega.config import StarPOConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.distributed import on_main
+from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.environments.reference_players import Baselines
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.report.console import Console
+from ragen_mega.report.metrics import METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.run.build import build_models
+from ragen_mega.run.placement import Colocated
+from ragen_mega.run.run import Origin, Run
+from ragen_mega.run.timers import Timers
+from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
+from ragen_mega.train import starpo
+from ragen_mega.warm_start.small_model import BASE, Start, find_warm_start
+
+STAGES = ("rollout/", "filter/", "mismatch/", "critic/", "actor/", "update/")
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+)
+EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, not of the step
+
+
+class Replay(Run):
+    """A run whose rollouts come from the disk, which ends after one step and writes nothing."""
+
+    last_step = 0
+    replayed: dict[str, float]
+    """The metrics of the last step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.guard.directory = None
+
+    def steps(self) -> range:
+        return range(self.step, self.last_step + 1)
+
+    def recall(self, step: int, origin: Origin) -> list[TrajectoryGroup]:
+        store = self.rollouts
+
+        def read() -> list[TrajectoryGroup]:
+            try:
+                return store.read(step).groups
+            except FileNotFoundError:
+                raise ValueError(
+                    f"step {self.last_step} would be repeated from step {step}, whose rollout is"
+                    f" not in {store.directory}; this run can repeat {span(self.repeatable())}."
+                    " Train with --keep-rollouts 0 to keep more"
+                ) from None
+
+        return on_main(read)
+
+    def repeatable(self) -> list[int]:
+        """Steps that have every rollout since the last start before them."""
+        starts, held = {0, *self.checkpoints.steps()}, set(self.rollouts.steps())
+        since = {step: max(start for start in starts if start <= step) for step in held}
+        return [step for step in sorted(held) if held.issuperset(range(since[step], step + 1))]
+
+    def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
+        self.advance(metrics)
+        self.replayed = metrics.result()
+
+    def trace(self, step: int, *parts: object) -> None:
+        """No traces are kept."""
+
+    def finish(self) -> None:
+        """Nothing is evaluated or exported."""
+
+
+def replay(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Replay the step and compare. Raises ValueError or OSError if files are missing or damaged."""
+    config, _ = read_config(arguments)
+    logged = read_row(config.run_directory / METRICS_FILE, arguments.step)
+    run, origin = open_replay(config, arguments.step)
+    starpo(run)
+    keys = compare(logged, run.replayed)
+    worst = max((row["difference"] for row in keys.values()), default=0.0)
+    return {
+        "run": str(config.run_directory),
+        "step": arguments.step,
+        "from": origin,
+        "world_size": distributed.world_size(),
+        "tolerance": arguments.tolerance,
+        "largest_difference": worst,
+        "equal": worst <= arguments.tolerance,
+        "keys": keys,
+    }
+
+
+def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
+    """The configuration that the step was trained under, in the run's current directory, with the
+    layout of the run unless the flags change it; and how many ranks it takes.
+    """
+    settings, start = read_settings(arguments.run, arguments.step)
+    if start:
+        settings["parallel"] = start["parallel"]
+    named = {name: getattr(arguments, name) for name in LAYOUT}
+    settings["parallel"] |= {name: value for name, value in named.items() if value is not None}
+    if settings["parallel"]["tensor_model_parallel_size"] == 1:
+        settings["parallel"]["sequence_parallel"] = False
+    settings["parallel"]["offload"] = "none"  # affects memory, not the numbers
+    config, directory = StarPOConfig.from_dict(settings), arguments.run.resolve()
+    logging = replace(
+        config.logging, output=str(directory.parent), name=directory.name, overwrite=False
+    )
+    num_ranks = arguments.num_ranks or (check_ranks(start) if start else 1)
+    return replace(config, logging=logging), num_ranks
+
+
+def check_ranks(start: Mapping[str, Any]) -> int:
+    """The ranks of a start of a run. Raises ValueError if they cannot be started here."""
+    num_ranks, num_gpus = start["world_size"], torch.cuda.device_count()
+    remedy = "--num-ranks replays it on another layout, equal to rounding"
+    if "RANK" not in os.environ and num_ranks != start["ranks_per_node"]:
+        raise ValueError(
+            f"the run had {num_ranks} ranks, {start['ranks_per_node']} on each node, and this tool"
+            f" starts those of one node; start it by torchrun on as many nodes, or {remedy}"
+        )
+    if start["device"] == "cuda" and num_gpus < start["ranks_per_node"]:
+        raise ValueError(
+            f"the run had {start['ranks_per_node']} GPUs on {start['host']}, and here are"
+            f" {num_gpus}; {remedy}"
+        )
+    return num_ranks
+
+
+def read_row(path: Path, step: int) -> dict[str, Any]:
+    """What the run logged for the step."""
+    rows = {row["step"]: row for row in read_metrics(path)} if path.exists() else {}
+    if step not in rows:
+        raise ValueError(
+            f"step {step} is not in {path}, which has {span(sorted(rows))}; replay one of these"
+        )
+    return rows[step]
+
+
+def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
+    """Everything that the loop needs to repeat `step`, and where it starts from."""
+    groups = initialize(config.parallel, config.train.seed)
+    directory = config.run_directory
+    checkpoint = on_main(lambda: find_start(directory / CHECKPOINTS, step))
+    base = local_directory(config.model.load) if config.model.load else directory / BASE
+    hf = load_config(str(base))
+    start = Start(base, None)
+    if config.model.load is None and (found := find_warm_start(config)) is not None:
+        start = found
+    elif config.model.load is None and (checkpoint is None or config.needs_reference):
+        raise ValueError(
+            f"no checkpoint at or before step {step} and no whole warm start in {directory};"
+            " replay a later step"
+        )
+    if config.model.critic_load:
+        start = start._replace(critic=local_directory(config.model.critic_load))
+    placement = Colocated()
+    policy, critic = build_models(config, hf, groups, start, placement)
+    unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
+    run = Replay(
+        config=config,
+        policy=policy,
+        critic=critic,
+        engine=EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
+        renderer=ChatRenderer(load_tokenizer(str(base)), think=config.environment.think),
+        tasks=TaskSampler(config),
+        boards={},
+        references=dict.fromkeys(config.environment.shares, unknown),
+        logger=RunLogger(directory, is_writer=False),
+        console=Console(is_writer=False, num_steps=config.train.num_steps),
+        placement=placement,
+        timers=Timers(),
+    )
+    run.last_step = step
+    if checkpoint:
+        run.restore(checkpoint)
+        return run, str(checkpoint.directory)
+    return run, "the weights that training started from"
+
+
+def find_start(directory: Path, step: int) -> Checkpoint | None:
+    """The newest intact checkpoint at or before `step`; damaged ones are reported and skipped."""
+    for path in sorted(directory.glob("step_*"), reverse=True):
+        if int(path.name.removeprefix("step_")) <= step:
+            try:
+                return read_checkpoint(path)
+            except ValueError as error:
+                print(f"checkpoint {path} is skipped: {error}", file=sys.stderr)
+    return None
+
+
+def compare(
+    logged: Mapping[str, float | None], replayed: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Key -> logged, replayed and their difference relative to max(1, |logged|); infinite where
+    only one is a number.
+    """
+    keys = {}
+    for key in sorted(logged.keys() | replayed.keys()):
+        if not key.startswith(STAGES) or key.endswith("per_second") or key in EXCLUDED:
+            continue
+        before, now = logged.get(key), replayed.get(key)
+        if now is not None and not math.isfinite(now):
+            now = None  # as in the log
+        difference = 0.0 if before is now else math.inf
+        if before is not None and now is not None:
+            difference = abs(before - now) / max(1.0, abs(before))
+        keys[key] = {"logged": before, "replayed": now, "difference": difference}
+    return keys
+
+
+def span(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """Print the numbers that differ and a summary line."""
+    for key, row in result["keys"].items():
+        if row["difference"] > 0:
+            print(
+                f"{key:40} logged {row['logged']}  replayed {row['replayed']}  difference"
+                f" {row['difference']:.1e}"
+            )
+    print(
+        f"step {result['step']} of {result['run']}, replayed from {result['from']} on"
+        f" {result['world_size']} ranks:"
+        f" {len(result['keys'])} numbers, largest difference {result['largest_difference']:.1e},"
+        f" {'within' if result['equal'] else 'beyond'} {result['tolerance']:g}"
+    )
+
+
+@command(
+    __doc__,
+    flag("--run", "run directory", type=Path, required=True),
+    flag("--step", "the step to repeat, as metrics.jsonl numbers it", type=int, required=True),
+    flag("--tolerance", "of a number, relative to max(1, |logged|)", 1e-4),
+    flag("--num-ranks", "of the replay (default: as many as the run had)", type=int),
+    flag("--tensor-model-parallel-size", "of the replay (default: the run's)", type=int),
+    flag("--pipeline-model-parallel-size", "of the replay (default: the run's)", type=int),
+    flag(
+        "--use-distributed-optimizer",
+        "in the replay (default: as the run)",
+        action=argparse.BooleanOptionalAction,
+    ),
+    JSON,
+)
+def main(arguments: argparse.Namespace) -> int:
+    _, num_ranks = read_config(arguments)
+    relaunch(num_ranks, "replay", arguments.argv)
+    result = replay(arguments)
+    if distributed.is_main():
+        report(result)
+        if arguments.json:
+            write_json(arguments.json, result)
+    distributed.stop()
+    return 0 if result["equal"] else 1

@@ -1,0 +1,41 @@
+"""Serve an environment to OpenEnv clients, one for each WebSocket session.
+
+    python tools/serve_environment.py --environment sokoban --port 8000
+
+Clients connect to ws://127.0.0.1:PORT (this trainer: --environments openenv:ws://127.0.0.1:PORT).
+Whoever reaches the port can play; it is open to this machine alone unless --host says otherwise.
+"""
+
+import argparse
+import json
+import logging
+
+from ragen_mega.commands.command_line import command, flag
+from ragen_mega.environments.adapters.packages import required
+
+FLAGS = (
+    flag("--environment", "name or import path", required=True),
+    flag("--environment-options", "JSON object of its options", "{}"),
+    flag("--port", "where to listen; 0: any free one", 8000),
+    flag("--host", "address to listen on", "127.0.0.1"),
+    flag("--max-sessions", "clients at a time", 1024),
+)
+
+
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> None:
+    required("openenv.core", "openenv")
+    import uvicorn
+    from fastapi import WebSocketDisconnect
+
+    from ragen_mega.environments.adapters.openenv_server import application
+
+    options = json.loads(arguments.environment_options)
+    if not isinstance(options, dict):
+        raise ValueError(f"--environment-options must be a JSON object, not {options!r}")
+    app = application(arguments.environment, options, arguments.max_sessions)
+    # openenv-core closes a session that its client has closed already, which uvicorn would trace.
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect))
+    )
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="info", access_log=False)

@@ -1,0 +1,444 @@
+"""Run a study of several arms and seeds, side by side, and write its table, page and plot.
+
+    python tools/study.py filter                       # examples/studies/filter.toml, three seeds
+    python tools/study.py my/study.toml --seeds 5 --jobs 2
+    python tools/study.py filter --slurm lines.txt     # a command a line, for a job array
+    python tools/study.py filter --report              # what there is so far
+    python tools/study.py --list
+
+Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
+stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
+evaluation prompts are the same for all. If the code or the study has changed since the first
+run, their results are not mixed; --mixed accepts that, and the report says so.
+
+--match steps gives every arm as many optimizer steps as the first one, --match tokens as many
+sampled trajectories; none takes the number of steps from the arms.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib import pyplot
+
+from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
+from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config.cli import RECIPES
+from ragen_mega.report.markdown import table
+from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
+from ragen_mega.report.provenance import provenance
+from ragen_mega.report.study import PRESETS, Arm, Estimate, Study, estimate
+
+STUDIES = RECIPES.parent / "studies"
+IDENTITY = "study.json"
+_STOPPED = -signal.SIGTERM
+
+
+def find(name: str, preset: str) -> Study:
+    """The study of this name, or in this file. Raises ValueError if there is none."""
+    path = Path(name) if name.endswith(".toml") else STUDIES / f"{name}.toml"
+    if not path.exists():
+        known = ", ".join(sorted(file.stem for file in STUDIES.glob("*.toml")))
+        raise ValueError(f"there is no study {name}; give a .toml file or one of {known}")
+    return Study.read(path, preset)
+
+
+def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
+    """The flags of one arm's training, without seed and name."""
+    flags = ["--recipe", study.recipe, *study.flags, *arm.flags]
+    if match == "none":
+        return flags
+    amount = {"steps": optimizer_steps, "tokens": trajectories}[match]
+    first = parse(["--recipe", study.recipe, *study.flags, *study.arms[0].flags])
+    wanted = amount(first) * first.train.num_steps
+    return [*flags, "--num-steps", str(max(1, round(wanted / amount(parse(flags)))))]
+
+
+def trajectories(config: StarPOConfig) -> float:
+    """Trajectories sampled in a step."""
+    return config.rollout.num_groups * config.rollout.group_size
+
+
+def optimizer_steps(config: StarPOConfig) -> float:
+    """Optimizer steps in a step of StarPO. Raises ValueError if the filter's share is not fixed."""
+    name, share = config.filter.filter_strategy, 1.0
+    if name != "none":
+        if name != "top_fraction":
+            raise ValueError(
+                f"--match steps needs to know how much the filter keeps, and {name} decides by"
+                " what is played; use --match tokens or none"
+            )
+        share = config.filter.value
+    minibatches = max(1, round(share * trajectories(config) / config.train.minibatch_size))
+    return minibatches * config.train.updates_per_rollout
+
+
+def code_digest() -> str:
+    """Digest of all code and data that a run depends on, committed or not."""
+    digest = hashlib.sha256()
+    for package in ("ragen_mega", "ragen_kernels"):
+        root = Path(find_spec(package).origin).parent
+        for path in sorted(root.rglob("*")):
+            place = path.relative_to(root)
+            if path.suffix in (".py", ".flags", ".jsonl") and place.parts[0] != "commands":
+                digest.update(f"{package}/{place}".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool) -> bool:
+    """Record in the folder the code and study of its runs; returns whether there are several.
+
+    Raises ValueError if it holds runs of others and `mixed` does not accept that.
+    """
+    told = {"code": code_digest(), "study": asdict(study), "match": match}
+    now = json.loads(json.dumps(told | {"place": provenance(), "is_mixed": False}))
+    path = folder / IDENTITY
+    if path.exists():
+        before = json.loads(path.read_text())
+        differing = [key for key in told if before[key] != now[key]]
+        now["is_mixed"] = before["is_mixed"] or bool(differing)
+        if differing and not mixed:
+            raise ValueError(
+                f"{folder} holds results of another {' and '.join(differing)}; delete it or take"
+                " another --output for new ones, or add --mixed to go on with both"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, now)
+    return now["is_mixed"]
+
+
+def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:
+    """The command that begins or goes on with one run."""
+    name = ("--output", folder, "--name", f"{arm.name}-seed{seed}", "--seed", seed, "--resume")
+    return ranks_command(ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
+
+
+class Runner:
+    """Works through commands, some at a time; each is (name, command, log)."""
+
+    def __init__(self, jobs: Sequence[tuple[str, list[str], Path]], threads: int) -> None:
+        self._waiting: queue.SimpleQueue = queue.SimpleQueue()
+        for job in jobs:
+            self._waiting.put(job)
+        self._total, self._threads = len(jobs), threads
+        self._running: dict[str, subprocess.Popen] = {}
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._started = time.monotonic()
+        self.done = 0
+        self.failed: list[str] = []
+
+    def run(self, at_a_time: int) -> None:
+        """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
+        raises KeyboardInterrupt.
+        """
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        workers = [threading.Thread(target=self._work) for _ in range(at_a_time)]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(0.2)
+        except KeyboardInterrupt:
+            with self._lock:
+                self._is_stopped = True
+                for process in self._running.values():
+                    process.terminate()
+            for worker in workers:
+                worker.join()
+            raise
+
+    def _work(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": str(self._threads)}
+        while not self._waiting.empty():
+            try:
+                name, words, log = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            with self._lock:
+                if self._is_stopped:
+                    return
+                with log.open("a") as file:
+                    output = {"stdout": file, "stderr": subprocess.STDOUT}
+                    alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
+                    process = subprocess.Popen(words, env=environment, **output, **alone)
+                self._running[name] = process
+            self._close(name, process.wait(), log)
+
+    def _close(self, name: str, status: int, log: Path) -> None:
+        with self._lock:
+            del self._running[name]
+            if self._is_stopped:
+                return
+            self.done += 1
+            if status:
+                self.failed.append(name)
+                last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+                print(f"{name} failed ({status}): {last}; all of it in {log}", flush=True)
+            left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
+            print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")
+
+
+def collect(study: Study, folder: Path, seeds: Sequence[int]) -> dict[str, dict[int, dict]]:
+    """Arm -> seed -> summary with `cost`, of the runs that have finished."""
+    found: dict[str, dict[int, dict]] = {arm.name: {} for arm in study.arms}
+    for arm in study.arms:
+        for seed in seeds:
+            run = folder / f"{arm.name}-seed{seed}"
+            if (run / SUMMARY_FILE).exists():
+                summary = json.loads((run / SUMMARY_FILE).read_text())
+                records = read_metrics(run / METRICS_FILE)
+                tokens = sum(record.get("rollout/sampled_tokens") or 0 for record in records)
+                cost = {"tokens": tokens, "seconds": summary["seconds"]}
+                found[arm.name][seed] = summary | {"cost": cost, "records": records}
+    return found
+
+
+def rates(runs: dict[int, dict], name: str, seeds: Sequence[int]) -> np.ndarray:
+    """[seeds, prompts] success on an evaluated set."""
+    return np.array([runs[seed]["sets"][name]["prompt_success"] for seed in seeds])
+
+
+def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
+    """For every evaluated set: each arm, its paired difference to the first arm, and the claims."""
+    some = [summary for runs in found.values() for summary in runs.values()]
+    names = list(dict.fromkeys(name for summary in some for name in summary["sets"]))
+    sets = {}
+    for name in names:
+        arms = {
+            arm: estimate(rates(runs, name, list(runs)))
+            for arm, runs in found.items()
+            if runs and all(name in run["sets"] for run in runs.values())
+        }
+        one = next(summary["sets"][name] for summary in some if name in summary["sets"])
+        sets[name] = {
+            "random": one["random"],
+            "optimum": one["optimum"],
+            "arms": arms,
+            "differences": {
+                arm: difference(found, name, arm, study.arms[0].name)
+                for arm in list(arms)
+                if arm != study.arms[0].name and study.arms[0].name in arms
+            },
+        }
+    claims = [
+        (claim, difference(found, claim.set, claim.better, claim.worse))
+        for claim in study.claims
+        if claim.set in sets and {claim.better, claim.worse} <= sets[claim.set]["arms"].keys()
+    ]
+    return {"sets": sets, "claims": claims}
+
+
+def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> Estimate | None:
+    """Success of arm `a` minus that of `b` on the seeds and prompts that both have."""
+    shared = sorted(set(found[a]) & set(found[b]))
+    if not shared:
+        return None
+    return estimate(rates(found[a], name, shared) - rates(found[b], name, shared), least=-1.0)
+
+
+def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mixed: bool) -> str:
+    """The report as text."""
+    parts = [
+        f"# {study.title}",
+        f"After {study.source}. Preset `{study.preset}`, recipe `{study.recipe}`"
+        f" {shlex.join(study.flags)}.",
+        f"{place['hardware']}; commit {place['commit']}; {place['date'][:10]}.",
+    ]
+    if mixed:
+        parts.append("**Runs of different code or of another version of this study are mixed.**")
+    if study.confounds:
+        parts.append("Confounds of this preset: " + "; ".join(study.confounds) + ".")
+    for name, of in result["sets"].items():
+        rows = []
+        for arm, mean in of["arms"].items():
+            runs = found[arm].values()
+            less = of["differences"].get(arm)
+            rows.append(
+                (
+                    arm,
+                    percent(mean),
+                    ", ".join(f"{run['sets'][name]['success']:.1%}" for run in runs),
+                    "" if less is None else f"{percent(less, signed=True)}, {less.verdict}",
+                    f"{np.mean([run['cost']['tokens'] for run in runs]) / 1e6:.2f}",
+                    f"{np.mean([run['cost']['seconds'] for run in runs]) / 60:.1f}",
+                )
+            )
+        players = [
+            (f"{player} player", "-" if of[player] is None else f"{of[player]:.1%}", *[""] * 4)
+            for player in ("random", "optimum")
+        ]
+        first = f"less {study.arms[0].name}"
+        head = ("arm", "success (95% interval)", "seeds", first, "Mtokens", "minutes")
+        parts += [f"## {name}", table(head, [*rows, *players])]
+    if result["claims"]:
+        rows = [
+            (claim.says, claim.set, f"{claim.better} - {claim.worse}", *judged(less))
+            for claim, less in result["claims"]
+        ]
+        parts += [
+            "## What the source says",
+            table(("claim", "set", "difference", "here", "verdict"), rows),
+        ]
+    if study.notes:
+        parts.append(study.notes.strip())
+    parts.append(f"![curves]({study.name}.svg)")
+    parts.append(
+        "Intervals allow for other seeds and other prompts; differences are paired by seed and"
+        " prompt. Minutes depend on what else the machine did."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def percent(of: Estimate, *, signed: bool = False) -> str:
+    """`61.2% (58.0% - 64.4%)`."""
+    form = "{:+.1%}" if signed else "{:.1%}"
+    mean = form.format(of.mean)
+    if math.isinf(of.low):
+        return f"{mean} (one seed: no interval)"
+    return f"{mean} ({form.format(of.low)} to {form.format(of.high)})"
+
+
+def judged(less: Estimate | None) -> tuple[str, str]:
+    """A measured difference, and what it says of a claim that it is positive."""
+    if less is None:
+        return "-", "not run"
+    verdict = {"higher": "reproduced", "lower": "contradicted"}.get(less.verdict, less.verdict)
+    return percent(less, signed=True), verdict
+
+
+def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
+    """Each metric of the study over the steps: the mean of an arm's seeds, and their range."""
+    figure, grid = pyplot.subplots(
+        1, len(study.metrics), figsize=(4.2 * len(study.metrics), 3.4), layout="constrained"
+    )
+    for axes, key in zip(np.atleast_1d(grid), study.metrics):
+        for arm, runs in found.items():
+            lines = [
+                {record["step"]: record[key] for record in run["records"] if record.get(key)}
+                for run in runs.values()
+            ]
+            steps = sorted(set.intersection(*map(set, lines))) if lines else []
+            values = np.array([[line[step] for step in steps] for line in lines])
+            if len(steps):
+                (line,) = axes.plot(steps, values.mean(axis=0), label=arm)
+                axes.fill_between(steps, values.min(0), values.max(0), alpha=0.15, lw=0)
+        axes.set(title=key, xlabel="step")
+    np.atleast_1d(grid)[0].legend(fontsize="small")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def write_report(
+    study: Study, folder: Path, output: Path, seeds: Sequence[int], mixed: bool
+) -> None:
+    """NAME.md, NAME.json and NAME.svg of the runs that have finished. Raises ValueError if none
+    has.
+    """
+    found = collect(study, folder, seeds)
+    if not any(found.values()):
+        raise ValueError(f"no run of {folder} has finished; there is nothing to report")
+    result = compare(study, found)
+    output.mkdir(parents=True, exist_ok=True)
+    place = json.loads((folder / IDENTITY).read_text())["place"]
+    text = markdown(study, result, found, place, mixed)
+    (output / f"{study.name}.md").write_text(text)
+    report = {"study": asdict(study), "place": place, "is_mixed": mixed}
+    report["sets"] = {
+        name: {
+            "random": of["random"],
+            "optimum": of["optimum"],
+            "arms": {arm: asdict(mean) for arm, mean in of["arms"].items()},
+            "differences": {arm: less and asdict(less) for arm, less in of["differences"].items()},
+        }
+        for name, of in result["sets"].items()
+    }
+    report["runs"] = {
+        f"{arm}-seed{seed}": {name: of["success"] for name, of in run["sets"].items()}
+        for arm, runs in found.items()
+        for seed, run in runs.items()
+    }
+    write_json(output / f"{study.name}.json", report)
+    plot(study, found, output / f"{study.name}.svg")
+    print(text)
+
+
+@command(
+    __doc__,
+    ("study", {"nargs": "?", "help": "name in examples/studies, or a .toml file"}),
+    flag("--list", "name the studies", False),
+    flag("--preset", "small: here; paper: as published, confounds included", "small"),
+    flag("--seeds", "seeds of every arm", 3),
+    flag("--first-seed", "the first of them", 0),
+    flag("--match", "steps, tokens or none: what all arms have the same of", "none"),
+    flag("--jobs", "runs at a time", 1),
+    flag("--ranks", "ranks of a run", 1),
+    flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
+    flag("--output", "folder of the runs (default: studies/NAME-PRESET)", type=Path),
+    flag("--reports", "folder of the report", Path("docs/results/studies")),
+    flag("--mixed", "go on although code or study has changed", False),
+    flag("--report", "only report what has finished", False),
+    flag("--slurm", "write the commands here, one a line, instead of running them", type=Path),
+)
+def main(arguments: argparse.Namespace) -> int | None:
+    if arguments.list or not arguments.study:
+        for path in sorted(STUDIES.glob("*.toml")):
+            study = Study.read(path, "small")
+            print(f"{study.name:16} {study.title} ({study.source}); {len(study.arms)} arms")
+        return 0
+    if arguments.preset not in PRESETS or arguments.match not in ("steps", "tokens", "none"):
+        raise ValueError("--preset is small or paper, --match is steps, tokens or none")
+    if min(arguments.seeds, arguments.jobs, arguments.ranks) < 1:
+        raise ValueError("--seeds, --jobs and --ranks must be at least 1")
+    study = find(arguments.study, arguments.preset)
+    study = replace(study, flags=(*study.flags, *shlex.split(arguments.flags)))
+    folder = arguments.output or Path("studies") / f"{study.name}-{study.preset}"
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    for arm in study.arms:
+        parse(flags_of(study, arm, arguments.match))  # a wrong flag is said before anything runs
+    mixed = claim_folder(folder, study, arguments.match, mixed=arguments.mixed)
+    if arguments.report:
+        return write_report(study, folder, arguments.reports, seeds, mixed)
+    jobs = [
+        (
+            f"{arm.name}-seed{seed}",
+            training(study, arm, seed, folder, arguments.match, arguments.ranks),
+            folder / f"{arm.name}-seed{seed}.log",
+        )
+        for seed in seeds  # whole comparisons first
+        for arm in study.arms
+        if not (folder / f"{arm.name}-seed{seed}" / SUMMARY_FILE).exists()
+    ]
+    if arguments.slurm:
+        arguments.slurm.write_text("".join(shlex.join(words) + "\n" for _, words, _ in jobs))
+        print(f"{len(jobs)} commands in {arguments.slurm}; then --report")
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    runner = Runner(jobs, max(1, cores // (arguments.jobs * arguments.ranks)))
+    print(f"{len(jobs)} runs to go, {arguments.jobs} at a time, in {folder}", flush=True)
+    try:
+        runner.run(arguments.jobs)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the checkpoints", file=sys.stderr)
+        return 130
+    write_report(study, folder, arguments.reports, seeds, mixed)
+    return 1 if runner.failed else 0

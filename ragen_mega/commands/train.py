@@ -1,0 +1,58 @@
+"""Train an agent by StarPO, on NPROC_PER_NODE ranks of this machine (default: one for each GPU;
+without GPUs two where there are two cores).
+
+    ragen-mega train --recipe sokoban --seed 1
+    torchrun --nproc-per-node 4 --no-python ragen-mega train --tensor-model-parallel-size 2
+
+A rank of torchrun trains; without one this starts the ranks.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from ragen_mega.commands.command_line import PROGRAM, ranks_command
+from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.report.console import fail
+from ragen_mega.run.check import check_flags
+
+
+def main(argv: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while modules are imported
+    if "RANK" in os.environ:
+        run_rank(argv)
+        return
+    asked = os.environ.get("NPROC_PER_NODE") or str(default_ranks())
+    if not asked.isdecimal() or int(asked) == 0:
+        fail(f"NPROC_PER_NODE must be a number of ranks, at least 1, not {asked!r}; unset it")
+    if finished := check_flags(argv, int(asked), int(asked)):
+        print(finished)
+        return
+    os.execv(sys.executable, ranks_command(int(asked), PROGRAM, "train", *argv))
+
+
+def run_rank(argv: Sequence[str]) -> None:
+    """Train in this process, which may be a rank of torchrun. Flags are checked before torch is
+    imported.
+    """
+    ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    check_flags(argv, *ranks)
+    sys.argv = ["ragen-mega", "train", *argv]  # how the run records its command
+
+    from ragen_mega.train import main as train
+
+    train(argv, recipe=DEFAULT_RECIPE)
+
+
+def default_ranks() -> int:
+    """Ranks for this machine: one for each GPU; without a GPU two, data-parallel, where there are
+    two cores.
+    """
+    gpus = 0
+    if program := shutil.which("nvidia-smi"):
+        listed = subprocess.run([program, "--list-gpus"], capture_output=True, text=True)
+        gpus = sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+    return gpus or min(2, len(os.sched_getaffinity(0)))
