@@ -17,6 +17,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from ragen_mega.commands.program import COMMANDS
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
 from ragen_mega.config.schema import flag_of
@@ -26,6 +27,11 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "kernels").rglob("*.md")),
+]
+TOOLS = [
+    path
+    for folder in ("tools", "ragen_mega/commands")
+    for path in sorted((ROOT / folder).glob("*.py"))
 ]
 ABOUT_OTHERS = {"comparison.md"}
 """Pages that name the files of other projects."""
@@ -38,10 +44,13 @@ FOREIGN_FLAGS = {
     "--mem-fraction-static": "of SGLang",
     "--cuda-graph-max-bs-decode": "of SGLang",
     "--dist": "of pytest-xdist",
+    "--no-python": "of torchrun",
+    "--strict": "of mkdocs",
 }
 TRAINING = "examples/pretrain_starpo.sh"
 FLAG = re.compile(r"--[a-z][a-z0-9-]+")
-COMMAND = re.compile(r"\s*([\w./-]*/)?(bash|python|torchrun)\s")
+COMMAND = re.compile(r"\s*([\w./-]*/)?(bash|python|torchrun|ragen-mega)\s")
+PROGRAM = {name: module for of in COMMANDS.values() for name, (module, _) in of.items()}
 TRAINING_FLAGS = {
     flag
     for section in fields(StarPOConfig)
@@ -126,13 +135,13 @@ def repository_files() -> list[str]:
 
 
 def commands() -> Iterator[Command]:
-    """All that README, docs and the docstrings of tools show, in blocks and inside the text."""
+    """All that README, docs and the manuals of commands show, in blocks and inside the text."""
     for page in PAGES:
         blocks = [t.content for t in tokens(page) if t.type in ("fence", "code_block")]
         spans = [code.content for code in inline(page, "code_inline")]
         for text in (*blocks, *spans):
             yield from commands_in(text, name_of(page))
-    for path in (*(ROOT / "tools").glob("*.py"), *(ROOT / "kernels/benchmarks").glob("*.py")):
+    for path in (*TOOLS, *(ROOT / "kernels/benchmarks").glob("*.py")):
         yield from commands_in(ast.get_docstring(ast.parse(path.read_text())) or "", name_of(path))
 
 
@@ -141,6 +150,10 @@ def commands_in(text: str, place: str) -> Iterator[Command]:
         if not COMMAND.match(line):
             continue
         words = shlex.split(line, comments=True)
+        if "ragen-mega" in words[:-1]:
+            at = words.index("ragen-mega")
+            yield Command(place, " ".join(words[at : at + 2]), tuple(words[at + 2 :]))
+            continue
         scripts = [i for i, word in enumerate(words) if re.match(r"(?:\w+/)+\w+\.(?:py|sh)$", word)]
         if scripts and "..." not in words:
             yield Command(place, words[scripts[0]], tuple(words[scripts[0] + 1 :]))
@@ -148,19 +161,24 @@ def commands_in(text: str, place: str) -> Iterator[Command]:
 
 @cache
 def flags_of(script: str) -> set[str]:
-    """The flags that a script of this repository knows, read from its source: what it declares or
-    takes from another tool.
+    """The flags that a script of this repository knows, or a command of the program, read from
+    its source: what it declares or takes from another one.
     """
-    if script == TRAINING:
+    if script in (TRAINING, "ragen-mega train"):
         return TRAINING_FLAGS
-    source = (ROOT / script).read_text()
+    if script.startswith("ragen-mega --"):
+        return {"--help", "--version"}
+    name = script.partition(" ")[2]
+    home = f"{PROGRAM[name]}.py" if name else Path(script).name
+    moved = ROOT / "ragen_mega" / "commands" / home
+    source = (moved if moved.exists() else ROOT / script).read_text()
     if script.endswith(".sh"):
         return {"--help", *re.findall(r"(--[a-z-]+)\)", source)}
     tree = ast.parse(source)
     found = {"--help", *constants(tree)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (ROOT / f"tools/{node.module}.py").exists():
-            theirs = ast.parse((ROOT / f"tools/{node.module}.py").read_text())
+        if isinstance(node, ast.ImportFrom) and (path := imported(node.module)).exists():
+            theirs = ast.parse(path.read_text())
             for alias in node.names:
                 for statement in theirs.body:
                     if isinstance(statement, ast.Assign | ast.AnnAssign) and alias.name in {
@@ -170,6 +188,12 @@ def flags_of(script: str) -> set[str]:
         if isinstance(node, ast.keyword) and node.arg == "takes_others":
             found |= TRAINING_FLAGS
     return found
+
+
+def imported(module: str | None) -> Path:
+    """Where the source of a command or tool would be."""
+    path = f"{(module or '').replace('.', '/')}.py"
+    return ROOT / (path if path.startswith("ragen_mega/commands/") else f"tools/{path}")
 
 
 def constants(node: ast.AST) -> set[str]:
@@ -187,7 +211,8 @@ def test_commands_name_files_and_flags_that_exist() -> None:
     seen = list(commands())
     assert len(seen) > 50
     for command in seen:
-        assert (ROOT / command.script).is_file() or command.script.startswith("my_"), command
+        is_ours = command.script.startswith("ragen-mega") or (ROOT / command.script).is_file()
+        assert is_ours or command.script.startswith("my_"), command
         used = {word.split("=")[0] for word in command.words if word.startswith("--")} - {"--"}
         if "--" not in command.words and command.script != "tools/record_terminal.py":
             assert used <= flags_of(command.script), (command, used - flags_of(command.script))
@@ -195,7 +220,7 @@ def test_commands_name_files_and_flags_that_exist() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [command for command in commands() if command.script == TRAINING],
+    [command for command in commands() if command.script in (TRAINING, "ragen-mega train")],
     ids=lambda command: f"{command.place}: {shlex.join(command.words)}",
 )
 def test_training_commands_are_accepted(command: Command) -> None:
@@ -213,7 +238,7 @@ def test_training_commands_are_accepted(command: Command) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_that_are_named_exist(page: Path) -> None:
-    scripts = [TRAINING, *(name_of(path) for path in (ROOT / "tools").glob("*.[ps][yh]"))]
+    scripts = [TRAINING, *map(name_of, (*TOOLS, *(ROOT / "tools").glob("*.sh")))]
     known = set().union(FOREIGN_FLAGS, *map(flags_of, scripts))
     for code in inline(page, "code_inline"):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])", code.content):
@@ -233,7 +258,7 @@ def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert missing <= {"--recipe", "--help"}, f"--help does not explain {missing}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TOOLS, ids=name_of)
 def test_tools_explain_every_flag(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "flag":

@@ -62,8 +62,8 @@ FLAGS = (
     *OUTPUTS,
     flag(
         "--model",
-        "a name in tools/model_shapes.json, or a directory with a config.json, of which only the"
-        " shape counts",
+        "a name in ragen_mega/models/model_shapes.json, or a directory with a config.json, of which"
+        " only the shape counts",
         TARGET_MODEL,
     ),
     flag("--steps", "per run; the first two do not count", 4),

@@ -1,7 +1,7 @@
 """Success of the uniformly random and of the optimal player on a set of prompts.
 
-    python tools/baselines.py --environment sokoban --json baselines.json
-    python tools/baselines.py --environment frozen_lake --option success_rate=0.8 --max-turns 8 \\
+    ragen-mega baselines --environment sokoban --json baselines.json
+    ragen-mega baselines --environment frozen_lake --option success_rate=0.8 --max-turns 8 \\
         --json out.json
 
 Prompts are the boards of --boards, else the packaged boards that match the environment, else its
@@ -26,6 +26,14 @@ from ragen_mega.report.metrics import write_json
 _FIRST_SEED = 123  # RAGEN's validation seed
 _DEFAULT_NUM_SEEDS = 256
 BUDGET = ("max_turns", "max_actions_per_turn", "max_actions")
+OPTION = flag(
+    "--option",
+    "environment option, may be repeated",
+    [],
+    type=str,
+    action="append",
+    metavar="NAME=VALUE",
+)
 FLAGS = (
     flag("--environment", f"one of {', '.join(names())}", required=True),
     flag("--boards", "boards to start from", type=Path, metavar="FILE.jsonl"),
@@ -34,14 +42,7 @@ FLAGS = (
         flag(f"--{name.replace('_', '-')}", "of an episode; default: the environment's", type=int)
         for name in BUDGET
     ),
-    flag(
-        "--option",
-        "environment option, may be repeated",
-        [],
-        type=str,
-        action="append",
-        metavar="NAME=VALUE",
-    ),
+    OPTION,
     (JSON[0], JSON[1] | {"required": True}),
 )
 

@@ -126,14 +126,10 @@ def read_settings(
     newer than the run have their defaults. Also the recorded start that the step belongs to,
     None for an older run. Raises ValueError if the directory holds no run.
     """
-    from ragen_mega.config import StarPOConfig
     from ragen_mega.report.metrics import CONFIG_FILE
-    from ragen_mega.report.provenance import settings_at
+    from ragen_mega.report.provenance import settings_at, with_defaults
 
     if not (run / CONFIG_FILE).exists():
         raise ValueError(f"{run} holds no run (no {CONFIG_FILE}); give a run directory")
     settings, start = settings_at(json.loads((run / CONFIG_FILE).read_text()), step)
-    default = StarPOConfig().to_dict()
-    return {
-        name: default.get(name, {}) | values for name, values in (default | settings).items()
-    }, start
+    return with_defaults(settings), start

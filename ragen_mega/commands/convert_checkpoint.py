@@ -1,10 +1,10 @@
 """Convert a model between Hugging Face's format and Megatron's, tensor by tensor, in one process
 and without a GPU.
 
-    python tools/convert_checkpoint.py --from runs/NAME --to my-model --format huggingface
-    python tools/convert_checkpoint.py --from runs/NAME/checkpoints/step_00000050 --to my-model \\
+    ragen-mega convert --from runs/NAME --to my-model --format huggingface
+    ragen-mega convert --from runs/NAME/checkpoints/step_00000050 --to my-model \\
         --format huggingface
-    python tools/convert_checkpoint.py --from Qwen2.5-7B-Instruct --to qwen-megatron \\
+    ragen-mega convert --from Qwen2.5-7B-Instruct --to qwen-megatron \\
         --format megatron --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
 
 --from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or

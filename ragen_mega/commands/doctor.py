@@ -1,7 +1,7 @@
 """What is installed against what was tested, which fused parts are active, and what to install for
 a target.
 
-    python tools/doctor.py [--for cpu|h100] [--sglang-python PATH] [--json]
+    ragen-mega doctor [--for cpu|h100] [--sglang-python PATH] [--json]
 
 Exit code 0 if the target is ready, 1 if not. Nothing is installed or changed.
 """

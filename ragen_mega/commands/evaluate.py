@@ -1,9 +1,9 @@
 """Evaluate a run or a Hugging Face checkpoint on fixed boards, beside the random and the optimal
 player.
 
-    python tools/evaluate.py --load runs/NAME --environment frozen_lake --json out.json
-    python tools/evaluate.py --load runs/NAME --environment sokoban,sokoban_large,frozen_lake
-    torchrun --nproc-per-node 2 tools/evaluate.py --load Qwen/Qwen2.5-0.5B-Instruct \\
+    ragen-mega evaluate --load runs/NAME --environment frozen_lake --json out.json
+    ragen-mega evaluate --load runs/NAME --environment sokoban,sokoban_large,frozen_lake
+    torchrun --nproc-per-node 2 --no-python ragen-mega evaluate --load Qwen/Qwen2.5-0.5B-Instruct \\
         --environment sokoban --json out.json
 
 A run is evaluated under its own environment settings; for a checkpoint the flags below set them.

@@ -1,7 +1,7 @@
 """Draw boards for evaluation that were not used to choose any recipe.
 
-    python tools/make_boards.py --environment sokoban --first-seed 5000 --output fresh.jsonl
-    python tools/evaluate.py --load runs/NAME --environment sokoban --boards fresh.jsonl
+    ragen-mega make-boards --environment sokoban --first-seed 5000 --output fresh.jsonl
+    ragen-mega evaluate --load runs/NAME --environment sokoban --boards fresh.jsonl
 
 Seeds below 100000 belong to neither the warm start nor training. Boards that are among the packaged
 ones are left out.

@@ -1,13 +1,13 @@
 """What does it cost, and does it fit? The seconds, the money and the memory of a step, phase by
 phase, before anything is rented or built.
 
-    python tools/plan.py --model Qwen2.5-14B --num-gpus 16 --hardware H100
-    python tools/plan.py --recipe qwen2.5_7b --hardware H200
-    python tools/plan.py --model Qwen3-14B --num-gpus 16 --search --plot step.svg
-    python tools/plan.py --model Qwen2.5-7B --num-gpus 8 --bf16 --tensor-model-parallel-size 4 \\
+    ragen-mega plan --model Qwen2.5-14B --num-gpus 16 --hardware H100
+    ragen-mega plan --recipe qwen2.5_7b --hardware H200
+    ragen-mega plan --model Qwen3-14B --num-gpus 16 --search --plot step.svg
+    ragen-mega plan --model Qwen2.5-7B --num-gpus 8 --bf16 --tensor-model-parallel-size 4 \\
         --rollout-engine sglang
-    python tools/plan.py --validate                # predicted beside published
-    python tools/plan.py --calibrate machine.json  # measure this machine, in two minutes
+    ragen-mega plan --validate                # predicted beside published
+    ragen-mega plan --calibrate machine.json  # measure this machine, in two minutes
 
 All other flags are those of training. Without any, a named model has those of its recipe, under
 the layout that --search finds best. Nothing here was measured on a GPU of ours: docs/predictor.md
@@ -38,7 +38,7 @@ from ragen_mega.models.time_plan import Play, default_play
 from ragen_mega.report.metrics import write_json
 
 FLAGS = (
-    flag("--model", "a name from tools/model_shapes.json (default: what --load names)"),
+    flag("--model", "a name from ragen_mega/models/model_shapes.json (default: what --load names)"),
     flag("--recipe", "a recipe, whose flags come before the others", "none"),
     flag("--num-gpus", "GPUs of the job (default: of the recipe, else 8)", type=int),
     flag("--hardware", f"kind of GPU: {', '.join(HARDWARE)}; or what --calibrate wrote", "H100"),
@@ -76,7 +76,7 @@ FLAGS = (
     ),
     flag(
         "--check-steps",
-        "with --calibrate: also train the configurations of tools/plan_calibration.py and print"
+        "with --calibrate: also train the configurations of plan_calibration.py and print"
         " their seconds beside the predicted ones (20 minutes on an idle machine)",
         False,
     ),

@@ -215,7 +215,7 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     gib = torch.cuda.mem_get_info()[1] / 2**30 if device == "cuda" else _host_gib()
     hardware = Hardware(
         "this machine", peak, 0.0, memory, gib, link / SHARE, link / SHARE, memory, 1.0,
-        "measured by tools/plan.py --calibrate; the price is none", node=64,
+        "measured by ragen-mega plan --calibrate; the price is none", node=64,
     )  # fmt: skip
     constants = Constants(
         memory=SHARE, link=SHARE, latency=latency, attention=min(0.8, attention / peak),

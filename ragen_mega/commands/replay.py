@@ -1,7 +1,7 @@
 """Repeat a step of a run from its files and compare with what the run logged.
 
-    python tools/replay.py --run runs/NAME --step 12 --json out.json
-    python tools/replay.py --run runs/NAME --step 12 --num-ranks 2 --tensor-model-parallel-size 2
+    ragen-mega replay --run runs/NAME --step 12 --json out.json
+    ragen-mega replay --run runs/NAME --step 12 --num-ranks 2 --tensor-model-parallel-size 2
 
 Starts as many ranks as the run had, on the layout that config.json records, unless flags say
 another. Begins with the newest intact checkpoint at or before the step, goes through the rollouts

@@ -1,7 +1,7 @@
 """Summarise finished runs: one table row each, the mean over seeds, and a plot of learning curves
 and stability signals.
 
-    python tools/report.py runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
+    ragen-mega report runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
 
 Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run allows for
 samples of one prompt being alike; mean and standard deviation are over runs whose model and
@@ -9,7 +9,6 @@ settings differ by their seed only, each set of prompts by itself.
 """
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,9 +20,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from ragen_mega.commands.command_line import command, flag, read_settings
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.report.markdown import table
-from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
+from ragen_mega.report.metrics import SUMMARY_FILE, write_json
+from ragen_mega.report.viewer.data import read_run
 
 SIGNALS = {
     "rollout/in_group_std": "in-group std of returns",
@@ -33,24 +33,17 @@ SIGNALS = {
 """Stability signals that are plotted, with their labels."""
 
 
-def read_run(directory: Path) -> list[dict[str, Any]]:
-    """One row per evaluated set of a finished run; runs of the same `settings` differ only by their
-    seed. Raises ValueError if it is not finished.
+def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per evaluated set of a finished run (as `read_run` gives it); runs that are `alike`
+    differ only by their seed. Raises ValueError if it is not finished.
     """
-    if not (directory / SUMMARY_FILE).exists():
-        raise ValueError(
-            f"{directory} holds no {SUMMARY_FILE}: it is no run, or has not finished; leave it out"
-        )
-    summary = json.loads((directory / SUMMARY_FILE).read_text())
-    settings, _ = read_settings(directory)
-    seed = settings["train"].pop("seed")
-    for section in ("logging", "checkpoint"):  # do not affect training
-        del settings[section]
+    if (summary := run["summary"]) is None:
+        raise ValueError(f"{run['name']} has not finished: it has no {SUMMARY_FILE}; leave it out")
     return [
         {
-            "run": directory.name,
+            "run": run["name"],
             "set": name,
-            "seed": seed,
+            "seed": run["config"]["train"]["seed"],
             "success": result["success"],
             "ci_low": result["ci_low"],
             "ci_high": result["ci_high"],
@@ -61,7 +54,7 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
             "steps": summary["steps"],
             "minutes": summary["seconds"] / 60,
             "hardware": summary.get("hardware", "unknown hardware"),
-            "settings": json.dumps(settings, sort_keys=True),
+            "alike": run["alike"],
         }
         for name, result in summary["sets"].items()
     ]
@@ -73,7 +66,7 @@ def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     alike = defaultdict(list)
     for row in rows:
-        alike[row["settings"], row["set"]].append(row)
+        alike[row["alike"], row["set"]].append(row)
     return [
         {
             "set": name,
@@ -120,20 +113,29 @@ def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join([*parts, f"![learning curves]({title}.svg)\n"])
 
 
-def plot(directories: Sequence[Path], rows: Sequence[dict[str, Any]], path: Path) -> None:
+def warnings(runs: Sequence[dict[str, Any]]) -> str:
+    """What the runs warned of, a line each; empty if nothing."""
+    lines = [
+        f"- {run['name']}, step {event['step']}: {event['text']}"
+        for run in runs
+        for event in run["events"]
+    ]
+    return "\n".join(["", "## Warnings", "", *lines, ""]) if lines else ""
+
+
+def plot(runs: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Success in training (per step) and on the held-out boards (marked), beside random and optimal
     play; and SIGNALS.
     """
     figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
     axes, panels = grid[0, 0], dict(zip(SIGNALS, grid.flat[1:]))
-    for directory in directories:
-        records = read_metrics(directory / METRICS_FILE)
-        (line,) = axes.plot(*series(records, "rollout/success"), alpha=0.35)
-        marks = {"marker": "o", "color": line.get_color(), "label": directory.name}
-        before, after = (series(records, f"eval/{key}") for key in ("initial_success", "success"))
+    for run in runs:
+        (line,) = axes.plot(*series(run, "rollout/success"), alpha=0.35)
+        marks = {"marker": "o", "color": line.get_color(), "label": run["name"]}
+        before, after = (series(run, f"eval/{key}") for key in ("initial_success", "success"))
         axes.plot(*(one + other for one, other in zip(before, after)), **marks)
         for key, panel in panels.items():
-            panel.plot(*series(records, key), color=line.get_color())
+            panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
     for key, style in (("random", ":"), ("optimum", "--")):
         if rows[0][key] is not None:
@@ -147,10 +149,11 @@ def plot(directories: Sequence[Path], rows: Sequence[dict[str, Any]], path: Path
     plt.close(figure)
 
 
-def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:
     """Steps at which `key` was logged, and its values."""
-    logged = [record for record in records if record.get(key) is not None]
-    return [record["step"] for record in logged], [record[key] for record in logged]
+    steps, values = run["metrics"]["steps"], run["metrics"]["values"].get(key, ())
+    logged = [(step, value) for step, value in zip(steps, values) if value is not None]
+    return [step for step, _ in logged], [value for _, value in logged]
 
 
 @command(
@@ -160,13 +163,15 @@ def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list
     flag("--title", "name of the files and heading of the report", required=True),
 )
 def main(arguments: argparse.Namespace) -> None:
-    rows = [row for directory in arguments.runs for row in read_run(directory)]
+    runs = [read_run(directory) for directory in arguments.runs]
+    rows = [row for run in runs for row in rows_of(run)]
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text, target = markdown(arguments.title, rows), arguments.output / arguments.title
+    text = markdown(arguments.title, rows) + warnings(runs)
+    target = arguments.output / arguments.title
     Path(f"{target}.md").write_text(text)
-    shown = [{key: row[key] for key in row if key != "settings"} for row in rows]
+    shown = [{key: row[key] for key in row if key != "alike"} for row in rows]
     hardware = ", ".join({row["hardware"]: None for row in rows})
     report = {"hardware": hardware, "runs": shown, "means": means(rows)}
     write_json(f"{target}.json", report)
-    plot(arguments.runs, rows, Path(f"{target}.svg"))
+    plot(runs, rows, Path(f"{target}.svg"))
     print(text)

@@ -1,6 +1,6 @@
 """Serve an environment to OpenEnv clients, one for each WebSocket session.
 
-    python tools/serve_environment.py --environment sokoban --port 8000
+    ragen-mega serve-environment --environment sokoban --port 8000
 
 Clients connect to ws://127.0.0.1:PORT (this trainer: --environments openenv:ws://127.0.0.1:PORT).
 Whoever reaches the port can play; it is open to this machine alone unless --host says otherwise.

@@ -1,10 +1,10 @@
 """Run a study of several arms and seeds, side by side, and write its table, page and plot.
 
-    python tools/study.py filter                       # examples/studies/filter.toml, three seeds
-    python tools/study.py my/study.toml --seeds 5 --jobs 2
-    python tools/study.py filter --slurm lines.txt     # a command a line, for a job array
-    python tools/study.py filter --report              # what there is so far
-    python tools/study.py --list
+    ragen-mega study filter                       # three seeds of every arm
+    ragen-mega study my/study.toml --seeds 5 --jobs 2
+    ragen-mega study filter --slurm lines.txt     # a command a line, for a job array
+    ragen-mega study filter --report              # what there is so far
+    ragen-mega study --list
 
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
@@ -384,7 +384,7 @@ def write_report(
 
 @command(
     __doc__,
-    ("study", {"nargs": "?", "help": "name in examples/studies, or a .toml file"}),
+    ("study", {"nargs": "?", "help": "name that --list shows, or a .toml file"}),
     flag("--list", "name the studies", False),
     flag("--preset", "small: here; paper: as published, confounds included", "small"),
     flag("--seeds", "seeds of every arm", 3),

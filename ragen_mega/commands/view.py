@@ -1,8 +1,8 @@
 """Show runs in a browser: what agents thought and did at any step, and every curve.
 
-    python tools/view.py runs/NAME [runs/OTHER ...]     # one HTML file that opens from the disk
-    python tools/view.py runs/NAME --step 20            # and names the address of a step in it
-    python tools/view.py runs/NAME --serve              # a page that follows a run while it trains
+    ragen-mega view runs/NAME [runs/OTHER ...]     # one HTML file that opens from the disk
+    ragen-mega view runs/NAME --step 20            # and names the address of a step in it
+    ragen-mega view runs/NAME --serve              # a page that follows a run while it trains
 
 The file needs no network and no program but a browser. Runs keep some groups of every step and
 eight prompts of every evaluation for it (--trace-groups of the training).

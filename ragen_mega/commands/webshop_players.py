@@ -1,7 +1,7 @@
 """Score and success of the oracle, of WebShop's rule and of the random shopper on the same goals.
 
-    python tools/webshop_players.py --json out.json
-    python tools/webshop_players.py --option data=webshop-data --option split=test \\
+    ragen-mega webshop-players --json out.json
+    ragen-mega webshop-players --option data=webshop-data --option split=test \\
         --num-goals 500 --max-turns 15 --json out.json
 """
 
@@ -9,7 +9,7 @@ import argparse
 import random
 from collections.abc import Callable
 
-from ragen_mega.commands.baselines import parse_option
+from ragen_mega.commands.baselines import OPTION, parse_option
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.environments.registry import held_out_options, make
@@ -21,14 +21,7 @@ _SEED = 0  # of the random shopper
 FLAGS = (
     flag("--num-goals", "the first N goals of the split", 256, metavar="N"),
     flag("--max-turns", "of an episode", WebShop.max_turns, metavar="N"),
-    flag(
-        "--option",
-        "environment option, may be repeated",
-        [],
-        type=str,
-        action="append",
-        metavar="NAME=VALUE",
-    ),
+    OPTION,
     JSON,
 )
 

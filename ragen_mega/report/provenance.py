@@ -3,6 +3,8 @@ in its config.json; and the settings and layout that a step was trained under.
 """
 
 import datetime
+import hashlib
+import json
 import os
 import platform
 import shlex
@@ -84,6 +86,25 @@ def append_start(
         if before.get(section, {}).get(name, value) != value
     }
     return {**settings, STARTS: [*starts, {**start, "changed": changed}]}
+
+
+def alike(recorded: Mapping[str, Any]) -> str:
+    """A digest that is equal for runs whose model and settings differ by their seed only, however
+    old they are: flags that are newer than a run have their defaults.
+    """
+    settings = with_defaults({name: of for name, of in recorded.items() if name != STARTS})
+    del settings["train"]["seed"]
+    for section in ("logging", "checkpoint"):  # do not affect training
+        del settings[section]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A copy of a run's settings in which flags that are newer than the run have their defaults."""
+    default = StarPOConfig().to_dict()
+    return {
+        name: default.get(name, {}) | dict(values) for name, values in (default | settings).items()
+    }
 
 
 def settings_at(

@@ -1,7 +1,7 @@
 """Studies: arms that differ by flags but share seeds and prompts, and estimates of their
 differences.
 
-A study is a TOML file (examples/studies/); `Study.read` documents its format.
+A study is a TOML file (ragen_mega/config/studies/); `Study.read` documents its format.
 """
 
 import math

@@ -466,7 +466,7 @@ class Run:
         on_main(lambda: self.logger.write_summary(self.summary))
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
-        self.console.say(f"to read it: python tools/view.py {self.logger.directory}")
+        self.console.say(f"to read it: ragen-mega view {self.logger.directory}")
 
     def save(self, success: float | None = None) -> None:
         """Write a checkpoint in the background; `success` is that of an evaluation at this step.

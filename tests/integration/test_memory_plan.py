@@ -22,7 +22,7 @@ from ragen_mega.models.shape import ModelShape
 from tests.support.forked_ranks import on_ranks
 from tools.parity import make_batch, random_model, random_trajectories
 
-SHAPES = Path(__file__).parents[2] / "tools" / "model_shapes.json"
+SHAPES = Path(__file__).parents[2] / "ragen_mega/models/model_shapes.json"
 # parameters without a second copy of tied embeddings, as the model cards and checkpoint files count
 # them
 PUBLISHED = {

@@ -42,7 +42,7 @@ def finished(
 
 
 def read(*runs: Path) -> list[dict[str, Any]]:
-    return [row for run in runs for row in report.read_run(run)]
+    return [row for run in runs for row in report.rows_of(report.read_run(run))]
 
 
 def test_runs_that_differ_by_their_seed_are_averaged_each_set_by_itself(tmp_path: Path) -> None:
@@ -94,16 +94,20 @@ def test_hardware_is_that_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert text.splitlines()[2] == "another machine" and "Mean" not in text
     assert text in capsys.readouterr().out and (tmp_path / "out" / "mine.svg").exists()
     runs.append(finished(tmp_path / "old", {"bandit": 0.5}, hardware=None))
+    (runs[1] / "events.jsonl").write_text('{"step": 1, "text": "entropy fell"}\n')
     report.main([*map(str, runs), *flags])
     text = (tmp_path / "out" / "mine.md").read_text()
     assert "another machine: new" in text and "unknown hardware: old" in text
+    assert text.endswith("\n## Warnings\n\n- old, step 1: entropy fell\n")
     result = json.loads((tmp_path / "out" / "mine.json").read_text())
     assert result["hardware"] == "another machine, unknown hardware"
     assert [row["run"] for row in result["runs"]] == ["new", "old"]
 
 
 def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished(tmp_path / "run", {"bandit": 0.5})
+    (run / "summary.json").unlink()
     with pytest.raises(SystemExit) as left:
-        report.main([str(tmp_path), "--title", "mine", "--output", str(tmp_path)])
+        report.main([str(run), "--title", "mine", "--output", str(tmp_path)])
     error = capsys.readouterr().err
     assert left.value.code == 2 and "has not finished" in error and error.count("\n") == 1

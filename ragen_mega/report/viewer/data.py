@@ -1,6 +1,5 @@
 """What the viewer's page shows of a run, as JSON values; traces stay compressed files."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from ragen_mega.report.metrics import (
     SUMMARY_FILE,
     read_metrics,
 )
+from ragen_mega.report.provenance import alike
 from ragen_mega.report.traces import TRACES, traces
 
 
@@ -31,7 +31,7 @@ def read_run(directory: Path) -> dict[str, Any]:
         "name": directory.name,
         "config": config,
         "summary": _read(directory / SUMMARY_FILE) if _has(directory, SUMMARY_FILE) else None,
-        "alike": _settings_digest(config),
+        "alike": alike(config),
         "metrics": _columns(records),
         "events": read_metrics(directory / EVENTS_FILE) if _has(directory, EVENTS_FILE) else [],
         "traces": [
@@ -55,18 +55,6 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "steps": [record["step"] for record in records],
         "values": {key: [record.get(key) for record in records] for key in keys},
     }
-
-
-def _settings_digest(config: dict[str, Any]) -> str:
-    """Digest of the settings that affect training, except the seed."""
-    settings = {name: part for name, part in config.items() if name not in _WHERE_AND_WHEN}
-    train = {key: value for key, value in config.get("train", {}).items() if key != "seed"}
-    text = json.dumps(settings | {"train": train}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-_WHERE_AND_WHEN = ("logging", "checkpoint", "provenance")
-"""Sections of config.json that do not affect training."""
 
 
 def _has(directory: Path, name: str) -> bool:
