@@ -150,9 +150,10 @@ def commands_in(text: str, place: str) -> Iterator[Command]:
         if not COMMAND.match(line):
             continue
         words = shlex.split(line, comments=True)
-        if "ragen-mega" in words[:-1]:
-            at = words.index("ragen-mega")
-            yield Command(place, " ".join(words[at : at + 2]), tuple(words[at + 2 :]))
+        if "ragen-mega" in words:
+            _, name, *flags = [*words[words.index("ragen-mega") :], ""]
+            if name.islower():  # else it stands for any command
+                yield Command(place, f"ragen-mega {name}", tuple(flags[:-1]))
             continue
         scripts = [i for i, word in enumerate(words) if re.match(r"(?:\w+/)+\w+\.(?:py|sh)$", word)]
         if scripts and "..." not in words:
