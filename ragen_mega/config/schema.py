@@ -813,6 +813,8 @@ class LoggingConfig(Section):
     """Groups of every step that are kept for tools/view.py, token by token, beside eight prompts of
     every evaluation (0: nothing is).
     """
+    timeline: bool = False
+    """Record when each rank does what in timeline.json, which ui.perfetto.dev opens."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         for name in self.metric_names:

@@ -195,6 +195,7 @@ class TokenBatch:
     """
     rollout_logprobs: Tensor  # [T] float32
     old_logprobs: Tensor | None = None  # [T] float32, under the weights at the start of the update
+    entropies: Tensor | None = None  # [T] float32, nats, of what labels[t] was drawn from
     ref_logprobs: Tensor | None = None  # [T] float32, under the frozen reference policy
     values: Tensor | None = None  # [T] float32, of the state before labels[t]
     advantages: Tensor | None = None  # [T] float32
@@ -337,6 +338,7 @@ _TOKEN_FIELDS = {
     "rewards": torch.float32,
     "rollout_logprobs": torch.float32,
     "old_logprobs": torch.float32,
+    "entropies": torch.float32,
     "ref_logprobs": torch.float32,
     "values": torch.float32,
     "advantages": torch.float32,

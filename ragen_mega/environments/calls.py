@@ -170,7 +170,8 @@ def _settled(value: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop runs in its own thread, so that connections persist across calls from any thread."""
+    """The loop runs in its own thread, so that connections persist across calls from any thread.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
     return loop

@@ -140,7 +140,8 @@ class Episode:
 
     @property
     def takes_names(self) -> bool:
-        """Whether an answer is a list of action names, not free text or the input of a parser."""
+        """Whether an answer is a list of action names, not free text or the input of a parser.
+        """
         environment = self.environment
         return hasattr(environment, "actions") and not (self.tools or hasattr(environment, "parse"))
 

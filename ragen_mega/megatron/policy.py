@@ -105,9 +105,15 @@ class MegatronPolicy:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """[T] log-probability of each sampled label at the rollout temperature, 0 elsewhere."""
+        return self.logprobs_and_entropies(batch)[0]
+
+    def logprobs_and_entropies(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """`logprobs`, and [T] entropy in nats of the distribution that each label was drawn from;
+        the same pass gives both.
+        """
 
         def compute(micro: TokenBatch, output: Tensor) -> Tensor:
-            logprobs, _ = linear_logprobs(
+            both = linear_logprobs(
                 self.module.head_input(output),
                 self.module.head_weight(),
                 micro.labels,
@@ -116,9 +122,10 @@ class MegatronPolicy:
                 rows=micro.rows,
                 **self.module.vocab_arguments(),
             )
-            return logprobs
+            return torch.stack(both, dim=-1)
 
-        return self.trainer.per_token(batch, compute)
+        logprobs, entropies = self.trainer.per_token(batch, compute, 2).t().contiguous()
+        return logprobs, entropies
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """[T] log-probabilities under the frozen weights that training started from; they are kept

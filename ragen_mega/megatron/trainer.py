@@ -120,13 +120,13 @@ class Trainer:
         load_weights(self.module, read)
         self.optimizer.reload_model_params()
 
-    def per_token(self, batch: TokenBatch, compute: PerToken) -> Tensor:
-        """[T] of `compute` over all trajectories of `batch`, without gradients, equal on every
-        rank.
+    def per_token(self, batch: TokenBatch, compute: PerToken, *columns: int) -> Tensor:
+        """[T] of `compute`, or [T, columns], over all trajectories of `batch`, without gradients,
+        equal on every rank.
         """
         batch = batch.by_segment()
         self.memory.require("parameters")
-        result = torch.zeros(batch.num_positions)
+        result = torch.zeros(batch.num_positions, *columns)
         parts = self._share(batch)
         if parts:
             self.model.eval()

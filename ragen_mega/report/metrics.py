@@ -2,6 +2,7 @@
 TensorBoard, W&B).
 """
 
+import html
 import importlib.util
 import json
 import math
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from ragen_mega.report.markdown import table
 from ragen_mega.report.provenance import STARTS, append_start
 from ragen_mega.storage.integrity import write_whole
 from ragen_mega.storage.run_directory import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, claim
@@ -58,6 +60,8 @@ class Max:
 Reducible = SupportsFloat | Mean | Sum | Max
 Settings = Mapping[str, Mapping[str, Any]]
 """Section -> name -> value."""
+Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
+"""(Name, titles of the columns, rows.)"""
 
 
 class Metrics:
@@ -161,6 +165,7 @@ class RunLogger:
         self._is_writer = is_writer
         self._last_step: int | None = None
         self._settings: Settings = {}
+        self._tables: list[Table] = []
         self._uses_tensorboard = tensorboard
         self._tensorboard: Any = None
         self._wandb: Any = None
@@ -199,6 +204,11 @@ class RunLogger:
             if self._wandb is not None:
                 self._wandb.config.update({**settings, STARTS: start}, allow_val_change=True)
 
+    def show(self, name: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Have a table in TensorBoard (as text) and W&B, with the next step that is logged."""
+        if self._is_writer:
+            self._tables.append((name, head, rows))
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step, flushed. Non-finite values become null with a warning. Steps must
         increase (ValueError).
@@ -220,8 +230,15 @@ class RunLogger:
         if self._tensorboard is not None:
             for key, value in finite.items():
                 self._tensorboard.add_scalar(key, value, step)
+            for name, head, rows in self._tables:
+                cells = ([_shown(cell) for cell in row] for row in rows)
+                self._tensorboard.add_text(name, table(head, cells), step)
         if self._wandb is not None:
-            self._wandb.log(finite, step=step)
+            from wandb import Table as Shown
+
+            tables = {name: Shown([*head], [*map(list, rows)]) for name, head, rows in self._tables}
+            self._wandb.log(finite | tables, step=step)
+        self._tables = []
 
     def note(self, step: int, text: str) -> None:
         """Append something that happened in a step, e.g. a warning, to events.jsonl."""
@@ -270,6 +287,11 @@ def _flat(settings: Settings) -> dict[str, Any]:
         for section, values in settings.items()
         for name, value in values.items()
     }
+
+
+def _shown(cell: Any) -> str:
+    """As text in a table of Markdown, whatever it holds."""
+    return html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>")
 
 
 def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ TRACES = "traces"
 _NAME = re.compile(r"(step|eval)_(\d{8})(?:_(.+))?\.json\.gz")
 _CHANNELS = {
     "old_logprobs": "trainer log-probability",
+    "entropies": "entropy",
     "advantages": "advantage",
     "values": "value",
     "returns": "return",

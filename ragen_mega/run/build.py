@@ -116,7 +116,7 @@ def build(config: StarPOConfig) -> Run:
     )
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
-        on_main(lambda: run.traces.drop_from(run.step))
+        run.repeat_from(run.step)
     else:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
     return run

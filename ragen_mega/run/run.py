@@ -35,6 +35,7 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import engine_vs_policy, observe
+from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
 from ragen_mega.rollout.collector import Task
@@ -234,6 +235,17 @@ class Run:
             with self.timed("rollout_files"):
                 on_main(lambda: self.traces.write_step(step, shown, kept, batch))
 
+    def repeat_from(self, step: int) -> None:
+        """Delete what an earlier process kept for readers of this step and later ones, which come
+        again. Raises OSError on all ranks.
+        """
+
+        def drop() -> None:
+            self.traces.drop_from(step)
+            drop_spans(self.logger.directory / TIMELINE, step)
+
+        on_main(drop)
+
     def note(self, step: int, text: str) -> None:
         """Report something that happened in a step, and keep it in events.jsonl."""
         self.console.say(f"step {step}: {text}")
@@ -280,9 +292,9 @@ class Run:
         serves = updates == 1 and "actor" in self.learners(step)
         if config.loss.old_logprobs == "auto" and serves and not config.advantages_need_logprobs:
             return batch
-        logprobs = self.policy.logprobs(batch)
+        logprobs, entropies = self.policy.logprobs_and_entropies(batch)
         metrics.add("mismatch", engine_vs_policy(batch, logprobs))
-        return batch.with_fields(old_logprobs=logprobs)
+        return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
 
     def learners(self, step: int) -> dict[str, MegatronPolicy | MegatronCritic]:
         """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
@@ -346,7 +358,15 @@ class Run:
         self._count_empty(empty)
         if not is_last and self._is_checkpoint_due(success):
             self.save(success)
+        self._write_timeline(step)
         self.stop_if_asked()
+
+    def _write_timeline(self, step: int) -> None:
+        spans = self.timers.take_spans()
+        if self.config.logging.timeline:
+            ranks = distributed.gather_objects(spans)
+            path = self.logger.directory / TIMELINE
+            on_main(lambda: append_spans(path, step, ranks))
 
     def _count_empty(self, why: str | None) -> None:
         self.empty_steps = self.empty_steps + 1 if why else 0
@@ -384,7 +404,7 @@ class Run:
             seed=0,
         )
         results = {}
-        with self.placement.handover(), self.engine.awake():
+        with self.timers.seen("evaluation"), self.placement.handover(), self.engine.awake():
             self.engine.load_weights(self.policy.export_weights(self.engine.shard))
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()
@@ -435,6 +455,10 @@ class Run:
         boards = [board.rows for board in (self.boards[name] or [])[: len(shown)]]
         boards = boards or [None] * len(shown)
         on_main(lambda: self.traces.write_evaluation(step, name, shown, boards))
+        played = [one for group in shown for one in group.trajectories]
+        decode = self.renderer.tokenizer.decode
+        rows = [(one.seed, one.success, one.total_reward, decode(one.tokens)) for one in played]
+        self.logger.show(f"trajectories/{name}", ("prompt", "success", "reward", "text"), rows)
 
     # The end, and what it can go on from
 

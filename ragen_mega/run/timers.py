@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from ragen_mega.report.metrics import Metrics, Sum
+from ragen_mega.report.timeline import Span
 
 
 class Timers:
@@ -20,6 +21,7 @@ class Timers:
         """Positions that the updates of this step went through."""
         self._seconds: dict[str, float] = {}
         self._nested = 0.0
+        self._spans: list[Span] = []
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -29,11 +31,26 @@ class Timers:
         start = time.monotonic()
         outside, self._nested = self._nested, 0.0
         try:
-            yield
+            with self.seen(name):
+                yield
         finally:
             elapsed = time.monotonic() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - self._nested
             self._nested = outside + elapsed
+
+    @contextmanager
+    def seen(self, name: str) -> Iterator[None]:
+        """Have something on the timeline that no metric counts."""
+        begin, start = time.time(), time.monotonic()
+        try:
+            yield
+        finally:
+            self._spans.append((name, begin, time.monotonic() - start))
+
+    def take_spans(self) -> list[Span]:
+        """What was done since this was last asked."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def close_step(self, metrics: Metrics) -> None:
         """Add the step's seconds and rates to its metrics and begin the next step."""

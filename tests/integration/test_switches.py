@@ -416,6 +416,21 @@ def test_the_first_pass_gives_the_gradient_of_recomputed_logprobs(start: Path, b
         torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=1e-5 * scale)
 
 
+def test_one_pass_gives_log_probabilities_and_entropies(start: Path, batch) -> None:
+    """Of the distribution at the temperature that was sampled from, against float64."""
+    trajectories, packed = batch
+    config = TrainConfig(max_tokens_per_microbatch=32)
+    policy = make(MegatronPolicy, start, config, LossConfig(), temperature=TEMPERATURE)
+    logprobs, entropies = policy.logprobs_and_entropies(packed)
+    assert torch.equal(policy.logprobs(packed), logprobs)
+    with torch.no_grad():
+        exact = exact_logprobs(exact_model(start), trajectories)
+    for found, expected in zip((logprobs, entropies), exact, strict=True):
+        assert (found[~packed.loss_mask] == 0).all()
+        torch.testing.assert_close(found[packed.loss_mask].double(), expected, rtol=0, atol=2e-5)
+    assert (entropies[packed.loss_mask] + logprobs[packed.loss_mask]).abs().max() > 1
+
+
 @pytest.mark.parametrize(
     "flags", ["--old-logprobs engine --importance-cap 2", "--old-logprobs first"]
 )

@@ -1,8 +1,10 @@
 """Aggregation against hand-computed numbers, and the run directory as another process finds it."""
 
+import html
 import json
 import math
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -17,6 +19,7 @@ from google.protobuf.json_format import MessageToDict
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ragen_mega.report.metrics import (
@@ -223,6 +226,20 @@ class TestRunLogger:
             (0, 0.5),
             (2, 0.25),
         ]
+
+    def test_tensorboard_holds_tables_as_text(self, tmp_path):
+        run = logger(tmp_path / "a", tensorboard=True)
+        row = (7, True, 0.5, "<|im_start|>user\nUp | Down?")
+        run.show("trajectories/lake", ("prompt", "success", "reward", "text"), [row])
+        run.log(3, {"rollout/success": 0.5})
+        run.log(4, {"rollout/success": 0.5})
+        run.close()
+        events = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
+        (shown,) = events.Tensors("trajectories/lake/text_summary")
+        page = markdown_to_safe_html(shown.tensor_proto.string_val[0])  # as TensorBoard shows it
+        assert shown.step == 3 and page.count("<th>") == page.count("<td>") == 4
+        cell = page.split("<td>")[-1].partition("</td>")[0]
+        assert html.unescape(re.sub("<br */?>", "\n", cell)) == row[3]
 
     def test_tensorboard_holds_the_settings(self, tmp_path):
         run = logger(tmp_path / "a", tensorboard=True)

@@ -1,5 +1,6 @@
 """What the viewer's page shows of a run, as JSON values; traces stay compressed files."""
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +14,15 @@ from ragen_mega.report.metrics import (
     read_metrics,
 )
 from ragen_mega.report.provenance import alike
+from ragen_mega.report.timeline import TIMELINE
 from ragen_mega.report.traces import TRACES, traces
 
 
 def read_run(directory: Path) -> dict[str, Any]:
     """Everything but the traces: `name`, `config`, `summary` (None while it trains), `alike` (equal
     for runs that differ by their seed only), `metrics` {`steps`, `values`: key -> one per step,
-    None where it was not measured}, `events` and the index of `traces`.
+    None where it was not measured}, `events`, the index of `traces` and whether there is a
+    `timeline`.
 
     Raises ValueError if the directory holds no run or a damaged one.
     """
@@ -34,6 +37,7 @@ def read_run(directory: Path) -> dict[str, Any]:
         "alike": alike(config),
         "metrics": _columns(records),
         "events": read_metrics(directory / EVENTS_FILE) if _has(directory, EVENTS_FILE) else [],
+        "timeline": _has(directory, TIMELINE),
         "traces": [
             {"id": path.name.removesuffix(".json.gz"), "kind": kind, "step": step, "set": name}
             for path, kind, step, name in traces(directory / TRACES)
@@ -42,7 +46,11 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def trace_bytes(directory: Path, trace: str) -> bytes:
-    """The compressed JSON of one trace. Raises ValueError if the run has none of this name."""
+    """The compressed JSON of one trace, or of the `timeline`. Raises ValueError if the run has none
+    of this name.
+    """
+    if trace == "timeline" and _has(directory, TIMELINE):
+        return gzip.compress((directory / TIMELINE).read_bytes(), mtime=0)
     for path, *_ in traces(directory / TRACES):
         if path.name == f"{trace}.json.gz":
             return path.read_bytes()

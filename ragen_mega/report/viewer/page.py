@@ -29,7 +29,12 @@ def write_page(
     Raises ValueError for a directory that holds no run, OSError if the file cannot be written.
     """
     data = [read_run(run) for run in runs]
-    room = most_megabytes * 1e6 - len(_page(data, []))
+    timelines = [
+        (index, "timeline", trace_bytes(runs[index], "timeline"))
+        for index, run in enumerate(data)
+        if run["timeline"]
+    ]
+    room = most_megabytes * 1e6 - len(_page(data, timelines))
     sizes = [
         (index, trace["id"], 4 / 3 * len(trace_bytes(run, trace["id"])))
         for index, run in enumerate(runs)
@@ -43,7 +48,7 @@ def write_page(
         run["traces"] = [trace for trace in run["traces"] if (index, trace["id"]) in chosen]
     bodies = [(index, trace, trace_bytes(runs[index], trace)) for index, trace in sorted(chosen)]
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_page(data, bodies), encoding="utf-8")
+    target.write_text(_page(data, [*timelines, *bodies]), encoding="utf-8")
     return len(sizes) - len(chosen)
 
 

@@ -244,11 +244,25 @@ async function compare(root) {
 
 function time(root) {
   const plot = make("div", { class: "plot tall" });
-  const run = runs[state.timeRun] ?? runs[0];
-  root.append(make("div", { class: "bar" }, choose("run", runs.map((one, index) => [String(index), one.name]), state.timeRun, (value) => { state.timeRun = Number(value); refresh(); }), make("span", { class: "dim" }, "seconds of a step by phase; a phase does not count what runs inside it")), plot);
+  const index = runs[state.timeRun] ? state.timeRun : 0;
+  const run = runs[index];
+  root.append(make("div", { class: "bar" }, choose("run", runs.map((one, index) => [String(index), one.name]), state.timeRun, (value) => { state.timeRun = Number(value); refresh(); }), make("span", { class: "dim" }, "seconds of a step by phase; a phase does not count what runs inside it"), ...timelineOf(run, index)), plot);
   const keys = Object.keys(run.metrics.values).filter((key) => key.startsWith("time/") && !key.startsWith("time/sync_") && key !== "time/step");
   const parts = keys.map((key, index) => ({ x: run.metrics.steps, y: run.metrics.values[key].map((value) => value ?? 0), name: key.slice(5), stackgroup: "step", type: "scatter", line: { width: 0.5, color: COLORS[index % COLORS.length] } }));
   draw(plot, parts, { showlegend: true, yaxis: { title: { text: "seconds" } }, xaxis: { title: { text: "step" } } });
+}
+
+// What every rank did, to be opened by another program.
+function timelineOf(run, index) {
+  if (!run.timeline) return [make("span", { class: "dim" }, "no timeline of the ranks (--timeline)")];
+  const save = make("button", { id: "timeline", onclick: async () => {
+    cache.delete(`${index}/timeline`); // it grows
+    const file = new Blob([JSON.stringify(await readTrace(index, "timeline"))], { type: "application/json" });
+    const link = make("a", { href: URL.createObjectURL(file), download: `${run.name}-timeline.json` });
+    link.click();
+    URL.revokeObjectURL(link.href);
+  } }, "save the timeline of all ranks");
+  return [save, make("span", { class: "dim" }, "and open it in ", make("a", { href: "https://ui.perfetto.dev", target: "_blank", rel: "noopener" }, "ui.perfetto.dev"))];
 }
 
 // The browser of trajectories: which step on the left, one trajectory as a chat on the right.
