@@ -16,6 +16,7 @@ from ragen_mega import parse, train
 from ragen_mega.environments.registry import make
 from ragen_mega.report.glossary import explain
 from ragen_mega.report.metrics import CONFIG_FILE, METRICS_FILE, RunLogger, read_metrics
+from ragen_mega.report.timeline import TIMELINE
 from ragen_mega.report.viewer.page import make_server, write_page
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.training import FLAGS
@@ -23,7 +24,7 @@ from tests.support.training import FLAGS
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 MORE = """
     --filter-strategy top_fraction --filter-value 0.5 --lam 1 --reward-placement turn
-    --keep-rollouts 0
+    --keep-rollouts 0 --timeline
     --environment-options {"frozen_lake":{"observation":"cells","success_rate":1.0}}
 """.split()
 NEVER_SEEN = "</script><b>never</b>"
@@ -72,6 +73,7 @@ def test_returns_are_those_of_the_rewards_to_come(run: Path) -> None:
     for group in read_trace(run, "step_00000001")["groups"]:
         for one in group["members"]:
             assert ("return" in one["channels"]) == group["kept"]
+            assert ("entropy" in one["channels"]) == group["kept"]
             if not group["kept"]:
                 continue
             rewards = [turn["reward"] for turn in one["turns"]]
@@ -297,6 +299,21 @@ def test_curves_are_searched_and_drawn(page) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.keyboard.press("5")
     page.locator(".plot .main-svg").first.wait_for()
+
+
+@needs_browser
+def test_the_timeline_of_the_ranks_is_saved(run: Path, page) -> None:
+    """What a trace viewer is given: what the run did, as the run recorded it."""
+    page.keyboard.press("5")
+    with page.expect_download() as saved:
+        page.locator("#timeline").click()
+    assert saved.value.suggested_filename == "run-timeline.json"
+    events = json.loads(Path(saved.value.path()).read_text())
+    assert events == json.loads((run / TIMELINE).read_text())
+    done = {(event["name"], event["args"]["step"]) for event in events if event["ph"] == "X"}
+    steps = range(3)
+    assert {(name, step) for name in ("rollout", "update") for step in steps} <= done
+    assert {("evaluation", 0), ("evaluation", 1)} <= done  # before the first step; after two
 
 
 @needs_browser

@@ -77,7 +77,7 @@ def test_the_program_works_in_an_empty_directory(wheel: Path, tmp_path: Path) ->
     assert run("doctor").endswith("ready for cpu\n")
     assert "bandit_thoughts" in run("study", "--list")
     assert "fits: peak" in run("plan", "--model", "Qwen2.5-7B", "--num-gpus", "8")
-    assert "no command 'tarin'; did you mean train?" in run("tarin", code=2)
+    assert "no command 'tarin' (did you mean train?)" in run("tarin", code=2)
     short = "--warm-start-steps 2 --warm-start-first-turn-steps 2 --eval-prompts 8".split()
     said = run("train", "--recipe", "bandit", "--num-steps", "1", *short)
     assert "ragen-mega view runs/bandit" in said

@@ -279,9 +279,13 @@ class TestRunLogger:
         def play(step, **flags):
             run = logger(tmp_path / "a", wandb_project="starpo", **flags)
             run.write_config({"train": {"lr": 0.5}}, {"first_step": step})
+            run.show("trajectories/lake", ("prompt", "text"), [(7, "Up"), (8, "Down")])
             run.log(step, {"actor/loss": 0.25})
             name, settings = wandb.run.id, wandb.run.config["train"]
             run.close()
+            (file,) = (tmp_path / "a").glob(f"wandb/*/files/media/table/trajectories/lake_{step}_*")
+            table = json.loads(file.read_text())
+            assert table["columns"] == ["prompt", "text"] and table["data"][1] == [8, "Down"]
             assert settings == {"lr": 0.5}
             return name
 

@@ -1,0 +1,57 @@
+"""The timeline of a run's ranks: a list of events that a trace viewer reads, through kills and
+resumptions.
+"""
+
+import json
+from pathlib import Path
+
+from ragen_mega.report.metrics import Metrics
+from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
+from ragen_mega.run.timers import Timers
+
+
+def events(path: Path) -> list[dict]:
+    return json.loads(path.read_text())
+
+
+def test_every_rank_has_a_row_and_steps_follow_each_other(tmp_path: Path) -> None:
+    path = tmp_path / TIMELINE
+    first = [("rollout", 100.0, 2.0), ("sync", 100.5, 0.25)]
+    append_spans(path, 0, [first, [("rollout", 100.0, 1.0)]])
+    append_spans(path, 1, [[("update", 103.0, 0.5)], []])
+    append_spans(path, 2, [[], []])
+    names = [event for event in events(path) if event["ph"] == "M"]
+    assert [(one["tid"], one["args"]["name"]) for one in names] == [(0, "rank 0"), (1, "rank 1")]
+    done = [event for event in events(path) if event["ph"] == "X"]
+    assert [(one["tid"], one["name"], one["args"]["step"]) for one in done] == [
+        (0, "rollout", 0), (0, "sync", 0), (1, "rollout", 0), (0, "update", 1),
+    ]  # fmt: skip
+    assert (done[1]["ts"], done[1]["dur"]) == (100_500_000, 250_000)  # microseconds
+
+
+def test_a_resumed_run_writes_its_steps_again_after_what_a_kill_left(tmp_path: Path) -> None:
+    path = tmp_path / TIMELINE
+    drop_spans(path, 1)
+    assert not path.exists()
+    for step in range(3):
+        append_spans(path, step, [[("update", 10.0 + step, 1.0)]])
+    whole = path.read_text()
+    path.write_text(whole[: whole.rindex("dur")])
+    drop_spans(path, 1)
+    append_spans(path, 1, [[("update", 20.0, 1.0)]])
+    steps = [event["args"].get("step") for event in events(path)]
+    assert steps == [None, 0, 1] and events(path)[-1]["ts"] == 20_000_000
+
+
+def test_what_is_timed_is_on_the_timeline_and_what_is_only_seen_costs_no_metric() -> None:
+    timers, metrics, later = Timers(), Metrics(), Metrics()
+    with timers.timed("rollout"), timers.timed("sync"):
+        pass
+    timers.close_step(metrics)
+    with timers.seen("evaluation"):
+        pass
+    spans = timers.take_spans()
+    assert [name for name, _, _ in spans] == ["sync", "rollout", "evaluation"]
+    assert timers.take_spans() == []
+    timers.close_step(later)
+    assert "time/rollout" in metrics.result() and "time/evaluation" not in later.result()
