@@ -52,8 +52,8 @@ def drop_spans(path: Path, step: int) -> None:
     write_whole(path, _whole(kept))
 
 
-def _event(kind: str, rank: int, name: str, **about: Any) -> dict[str, Any]:
-    return {"name": name, "ph": kind, "pid": 0, "tid": rank, "args": about}
+def _event(kind: str, rank: int, what: str, **about: Any) -> dict[str, Any]:
+    return {"name": what, "ph": kind, "pid": 0, "tid": rank, "args": about}
 
 
 def _whole(lines: Sequence[str]) -> bytes:

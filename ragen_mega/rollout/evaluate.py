@@ -7,13 +7,15 @@ Protocol of arXiv:2504.20073 appendix B: 256 prompts, 5 turns, 10 actions, tempe
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.reference_players import Baselines, baselines, wilson_interval
-from ragen_mega.rollout.all_ranks import collect_on_all_ranks
+from ragen_mega.report.console import Console
+from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
 from ragen_mega.rollout.collector import Advance, PlaySettings
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -52,6 +54,54 @@ class EvaluationResult:
             f"success {self.success:.1%} [{self.ci_low:.1%}, {self.ci_high:.1%}]"
             f"  random {known[0]}  optimum {known[1]}"
         )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a policy is evaluated on: an environment's rules, how it is played, from which states,
+    and the reference players if they are known.
+    """
+
+    config: EnvironmentConfig
+    settings: PlaySettings
+    boards: Sequence[Board] | None
+    reference: Baselines | None = None
+
+
+def evaluate_each(
+    engine: RolloutEngine,
+    renderer: ChatRenderer,
+    console: Console,
+    sets: Mapping[str, HeldOut],
+    *,
+    num_prompts: int,
+    samples_per_prompt: int,
+    send_again: Callable[[], None] | None = None,
+    watch: Callable[[str, Sequence[TrajectoryGroup]], None] | None = None,
+) -> dict[str, EvaluationResult]:
+    """`evaluate` for every environment in `sets`, with its progress on the console; the engine has
+    the weights.
+    """
+    num_here = -(-num_prompts * samples_per_prompt // count_engines(engine))
+    results = {}
+    for name, of in sets.items():
+        max_turns = of.config.expected_turns
+        with console.progress(f"evaluate {name}", num_here, max_turns=max_turns) as progress:
+            results[name] = evaluate(
+                engine,
+                renderer,
+                of.config,
+                name,
+                of.settings,
+                boards=of.boards,
+                num_prompts=num_prompts,
+                samples_per_prompt=samples_per_prompt,
+                reference=of.reference,
+                advance=progress.turn,
+                send_again=send_again,
+                watch=watch and partial(watch, name),
+            )
+    return results
 
 
 def evaluate(

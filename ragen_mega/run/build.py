@@ -34,7 +34,7 @@ from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, evaluation_boards
-from ragen_mega.run.check import check
+from ragen_mega.run.check import check, sizes_without_effect
 from ragen_mega.run.placement import ACTOR, CRITIC, PLACEMENTS, Placement
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
@@ -86,6 +86,8 @@ def build(config: StarPOConfig) -> Run:
         evaluations=config.planned_evaluations(num_engines(config)),
     )
 
+    if note := sizes_without_effect(config):
+        console.say(note)
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
-from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config import ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.config.schema import flag_of
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.models.directory import glance
 from ragen_mega.models.shape import ModelShape, cut_error
@@ -73,6 +75,19 @@ def _check_models(config: StarPOConfig) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if shape is not None and (error := cut_error(shape, tp, pp)):
         raise ValueError(error)
+
+
+def sizes_without_effect(config: StarPOConfig) -> str | None:
+    """A note on flags that give the small model's size beside the model of --load, if there are
+    any.
+    """
+    small, names = ModelConfig(), [one.name for one in fields(ModelConfig)]
+    sizes = [name for name in names if name not in ("load", "critic_load")]
+    given = [name for name in sizes if getattr(config.model, name) != getattr(small, name)]
+    if config.model.load is None or not given:
+        return None
+    flags = ", ".join(map(flag_of, given))
+    return f"note: {flags} do nothing: the size is that of --load {config.model.load}"
 
 
 def _check_sglang(python: str | None) -> None:

@@ -14,8 +14,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import CONFIG_FILE
-from ragen_mega.rollout.evaluate import EvaluationResult
-from ragen_mega.rollout.evaluate import evaluate as play
+from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_boards, play_settings
 from ragen_mega.run.run import FINAL_EXPORT
@@ -74,13 +73,14 @@ def evaluate_sets(
             " positive"
         )
     distributed.start()
-    played = {name: _settings(load, name, rules or {}) for name in environments}
-    states = {
-        name: evaluation_boards(config, name, boards) for name, (_, config, _) in played.items()
-    }
-    directory, config, rollout = next(iter(played.values()))
+    sets = {}
+    for name in environments:
+        directory, config, rollout = _settings(load, name, rules or {})
+        settings = play_settings(rollout, config, temperature=temperature, seed=seed)
+        sets[name] = HeldOut(config, settings, evaluation_boards(config, name, boards))
     reader = open_model(directory)
-    num_states = max(min(len(one), num_prompts) if one else num_prompts for one in states.values())
+    found = [len(one.boards or range(num_prompts)) for one in sets.values()]
+    num_states = min(max(found), num_prompts)
     per_rank = -(-num_states * samples_per_prompt // distributed.world_size())
     engine = EmbeddedEngine(
         load_config(str(directory)),
@@ -89,25 +89,11 @@ def evaluate_sets(
     )
     console = Console(is_writer=distributed.is_main(), num_steps=0)
     renderer = ChatRenderer(load_tokenizer(str(directory)), think=config.think)
-    results = {}
     with engine.awake():
         engine.load_weights((name, reader(name)) for name in reader.names())
         engine.start()
-        for name, (_, config, rollout) in played.items():
-            title, max_turns = f"evaluate {name}", config.expected_turns
-            with console.progress(title, per_rank, max_turns=max_turns) as progress:
-                results[name] = play(
-                    engine,
-                    renderer,
-                    config,
-                    name,
-                    play_settings(rollout, config, temperature=temperature, seed=seed),
-                    boards=states[name],
-                    num_prompts=num_prompts,
-                    samples_per_prompt=samples_per_prompt,
-                    advance=progress.turn,
-                )
-    return results
+        counts = {"num_prompts": num_prompts, "samples_per_prompt": samples_per_prompt}
+        return evaluate_each(engine, renderer, console, sets, **counts)
 
 
 def _settings(

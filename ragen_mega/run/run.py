@@ -40,7 +40,7 @@ from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
 from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
-from ragen_mega.rollout.evaluate import EvaluationResult, evaluate, mean_references
+from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each, mean_references
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
@@ -396,35 +396,32 @@ class Run:
         initial states under the current weights.
         """
         config = self.config.evaluation
-        num_episodes = config.eval_prompts * samples // count_engines(self.engine)
         settings = play_settings(
             self.config.rollout,
             self.config.environment,
             temperature=config.eval_temperature,
             seed=0,
         )
-        results = {}
+        sets = {
+            name: HeldOut(
+                self.config.environment, settings, self.boards[name], self.references[name]
+            )
+            for name in self.config.environment.evaluated
+        }
         with self.timers.seen("evaluation"), self.placement.handover(), self.engine.awake():
             self.engine.load_weights(self.policy.export_weights(self.engine.shard))
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()
-            for name in self.config.environment.evaluated:
-                title, max_turns = f"evaluate {name}", self.config.environment.expected_turns
-                with self.console.progress(title, num_episodes, max_turns=max_turns) as progress:
-                    results[name] = evaluate(
-                        self.engine,
-                        self.renderer,
-                        self.config.environment,
-                        name,
-                        settings,
-                        boards=self.boards[name],
-                        num_prompts=config.eval_prompts,
-                        samples_per_prompt=samples,
-                        reference=self.references[name],
-                        advance=progress.turn,
-                        send_again=self.send_weights_again,
-                        watch=partial(self._trace_evaluation, step, name),
-                    )
+            results = evaluate_each(
+                self.engine,
+                self.renderer,
+                self.console,
+                sets,
+                num_prompts=config.eval_prompts,
+                samples_per_prompt=samples,
+                send_again=self.send_weights_again,
+                watch=partial(self._trace_evaluation, step),
+            )
         for name, result in results.items():
             self.console.say(f"after {step} steps, {name}: {result}", "bold")
         if metrics is not None:

@@ -19,7 +19,7 @@ import torch.distributed.run
 
 from ragen_mega.commands import launch
 from ragen_mega.config import parse, read_flags, with_recipe
-from ragen_mega.run.check import check_flags
+from ragen_mega.run.check import check_flags, sizes_without_effect
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/pretrain_starpo.sh"
@@ -255,6 +255,13 @@ class TestCheck:
         assert err.startswith("error: ") and len(err.splitlines()) == 1, err
         assert all(part in err for part in said.split(" & ")), err
         assert sorted(tmp_path.rglob("*")) == before
+
+    def test_sizes_that_load_overrules_are_named(self):
+        sizes = ["--hidden-size", "64", "--num-layers", "3"]
+        assert sizes_without_effect(parse(sizes)) is None
+        note = sizes_without_effect(parse([*sizes, "--load", "Qwen/Qwen3-8B"]))
+        assert "--hidden-size, --num-layers do nothing" in note and "Qwen/Qwen3-8B" in note
+        assert sizes_without_effect(parse(["--load", "Qwen/Qwen3-8B"])) is None
 
     def test_a_number_of_ranks_that_is_none(self):
         process = execute("bash", SCRIPT, NPROC_PER_NODE="all")
