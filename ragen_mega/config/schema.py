@@ -810,8 +810,8 @@ class LoggingConfig(Section):
     One costs the log-probabilities of up to 256 first turns.
     """
     trace_groups: Natural = 4
-    """Groups of every step that are kept for tools/view.py, token by token, beside eight prompts of
-    every evaluation (0: nothing is).
+    """Groups of every step that are kept for ragen-mega view, token by token, beside eight prompts
+    of every evaluation (0: nothing is).
     """
     timeline: bool = False
     """Record when each rank does what in timeline.json, which ui.perfetto.dev opens."""
