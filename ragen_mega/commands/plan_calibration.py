@@ -31,7 +31,16 @@ from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.hardware import Constants, Hardware, Machine
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import FP32, Cut, Play, Sizes, decode_step, product, step_seconds
+from ragen_mega.models.time_plan import (
+    FP32,
+    Cut,
+    Play,
+    Sizes,
+    decode_step,
+    product,
+    step_seconds,
+    width_factor,
+)
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance
@@ -107,11 +116,13 @@ def measure_products(device: str, dtype: torch.dtype) -> list[Reading]:
 
 
 def measure_attention(device: str, dtype: torch.dtype) -> float:
-    """Operations a second of causal attention, forward, those of the lower half counted."""
+    """Operations a second of causal attention, forward, those of the lower half counted, as if
+    heads were 128 wide.
+    """
     length, heads, width = (1024, 4, 32) if device == "cpu" else (4096, 32, 128)
     q, k, v = torch.randn(3, 1, heads, length, width, device=device, dtype=dtype)
     seconds = shortest(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    return 2 * length * length * heads * width / seconds
+    return 2 * length * length * heads * width / seconds / width_factor(width)
 
 
 def measure_copies(device: str) -> float:
@@ -219,7 +230,8 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     )  # fmt: skip
     constants = Constants(
         memory=SHARE, link=SHARE, latency=latency, attention=min(0.8, attention / peak),
-        launch=measure_launch(device, dtype), update=0.0, overhead=0.0, sync=memory / 4,
+        launch=measure_launch(device, dtype), update=0.0, untuned=1.0,
+        overhead=0.0, sync=memory / 4,
     )  # fmt: skip
     machine = Machine(hardware, constants)
     cut = Cut(itemsize=itemsize)

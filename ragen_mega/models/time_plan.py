@@ -128,6 +128,13 @@ def product(machine: Machine, rows: float, inner: float, columns: float, cut: Cu
     )
 
 
+def width_factor(head_dim: int) -> float:
+    """Operations a second of attention, relative to heads of 128: the exponentials of a narrow
+    head take as long (figures 5 and 6 of arXiv:2407.08608).
+    """
+    return 1.5 * head_dim / (head_dim + 64)
+
+
 def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float) -> Terms:
     """Seconds of a layer's forward pass over `tokens` positions in trajectories of `length`."""
     hardware, reached = machine.hardware, machine.constants
@@ -146,9 +153,10 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     # two norms and two additions; split and rotated queries and keys; the gate; experts permute
     passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
     passes += 3 * routed * ffn + (8 * routed * h if sizes.num_experts else 0)
+    attended = reached.attention * width_factor(sizes.head_dim) * hardware.bf16
     terms = {
         "matrix products": around + feed,
-        "attention": 2 * tokens * length * heads / (reached.attention * hardware.bf16),
+        "attention": 2 * tokens * length * heads / attended,
         "element-wise": cut.itemsize * passes / (reached.memory * hardware.memory),
     }
     shared = 4 * (tp - 1) / tp * tokens * h * cut.itemsize
@@ -275,6 +283,13 @@ def training(
     terms["optimizer"] = trained * behind["optimizer"] + machine.constants.update
     terms.setdefault("data parallelism", trained * behind["data parallelism"])
     return terms
+
+
+def untuned(machine: Machine, terms: Terms) -> Terms:
+    """`terms` of training, and what a layout loses that nobody has tuned: steps of reinforcement
+    learning differ in lengths and routing, and are not tuned as benchmarks of training are.
+    """
+    return terms | {"untuned layout": (machine.constants.untuned - 1) * sum(terms.values())}
 
 
 def decode_step(
@@ -474,16 +489,20 @@ def step_seconds(
         config.loss.old_logprobs == "auto" and (updates > 1 or config.advantages_need_logprobs)
     )
     if needs_old:
-        phases["old log-probabilities"] = passes(machine, sizes, cut, **forward)
+        phases["old log-probabilities"] = untuned(machine, passes(machine, sizes, cut, **forward))
     if setting.has_reference:
-        phases["reference"] = passes(machine, sizes, cut, **forward)
+        phases["reference"] = untuned(machine, passes(machine, sizes, cut, **forward))
     update = training(machine, sizes, cut, **micros(minibatch))
     if setting.has_critic:
-        phases["values"] = passes(machine, sizes, cut, **forward, has_head=False)
+        phases["values"] = untuned(machine, passes(machine, sizes, cut, **forward, has_head=False))
         learned = passes(machine, sizes, cut, **micros(minibatch), has_head=False)
         critic = {name: update[name] for name in ("data parallelism", "optimizer")} | learned
-        phases["update critic"] = {name: updates * time for name, time in critic.items()}
-    phases["update actor"] = {name: updates * time for name, time in update.items()}
+        phases["update critic"] = {
+            name: updates * time for name, time in untuned(machine, critic).items()
+        }
+    phases["update actor"] = {
+        name: updates * time for name, time in untuned(machine, update).items()
+    }
 
     layout = config.parallel
     if layout.offload != "none":
