@@ -23,13 +23,8 @@ from typing import Any
 
 import torch
 from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from peers import DeafRenderer, play_turns
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
@@ -59,46 +54,11 @@ SHAPE = (
 )  # fmt: skip
 
 
-class DeafRenderer(ChatRenderer):
-    """Hands the environment an empty answer and never stops: equal work for any weights."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(tokenizer, think=True)
-        self.stop_token_ids = ()
-
-    def decode_action(self, tokens: Sequence[int]) -> str:
-        return ""
-
-
 def play_with_generate(
     model: PreTrainedModel, renderer: ChatRenderer, tasks: Sequence[Task], max_tokens: int
 ) -> int:
     """One rollout with `generate` per turn; the number of sampled tokens."""
-    generation = GenerationConfig(
-        max_new_tokens=max_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-        use_cache=True, pad_token_id=0,
-    )  # fmt: skip
-    playing, num_sampled = [], 0
-    for task in tasks:
-        episode = task.make_episode()
-        messages = episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
-        playing.append((episode, renderer.start(messages)))
-    while playing:
-        longest = max(len(context) for _, context in playing)
-        pads = [longest - len(context) for _, context in playing]
-        output: Tensor = model.generate(
-            input_ids=torch.tensor([[0] * pad + one[1] for pad, one in zip(pads, playing)]),
-            attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads]),
-            generation_config=generation,
-        )
-        going_on = []
-        for (episode, context), answer in zip(playing, output[:, longest:].tolist(), strict=True):
-            num_sampled += len(answer)
-            messages = episode.respond(renderer.decode_action(answer)).messages
-            if messages:
-                going_on.append((episode, context + answer + renderer.observe(messages, False)))
-        playing = going_on
-    return num_sampled
+    return sum(map(sum, play_turns(model, renderer, tasks, max_tokens)["env_mask"]))
 
 
 def measure(

@@ -118,13 +118,20 @@ class KernelConfig:
         return analyse(compiled, self.constants["BLOCK"] / (32 * self.num_warps))
 
 
-PLAIN = {"DUAL_CLIP": False, "KL": 0, "IMPORTANCE": False, "REF": None, "ROLLOUT": None}
-EVERYTHING = {"DUAL_CLIP": True, "KL": 3, "IMPORTANCE": True}
+PLAIN = {
+    "CISPO": False, "DUAL_CLIP": False, "KL": 0, "IMPORTANCE": 0, "REF": None, "ROLLOUT": None,
+}  # fmt: skip
+EVERYTHING = {"CISPO": False, "DUAL_CLIP": True, "KL": 3, "IMPORTANCE": 1}
+MASKED_CISPO = {"CISPO": True, "DUAL_CLIP": False, "KL": 3, "IMPORTANCE": 2}
 FP32 = {"X": "*fp32", "DX": "*fp32"}
 
 
 def row_configs() -> list[KernelConfig]:
     """The kernels that stream rows of logits; rows and vocabularies of odd sizes too."""
+    return [*_statistics_and_gradients(), *_policy_rows()]
+
+
+def _statistics_and_gradients() -> list[KernelConfig]:
     block, warps = triton_rows.BLOCK, triton_rows.NUM_WARPS
     statistics = KernelConfig(
         "statistics bf16",
@@ -140,15 +147,6 @@ def row_configs() -> list[KernelConfig]:
         warps,
         Budget(64, 32768, 1, 10.0, 1.1),
     )
-    shape = {"BLOCK": triton_policy.BLOCK, "GROUP": 8}
-    policy = KernelConfig(
-        "policy_row bf16",
-        triton_policy.policy_row_kernel,
-        {**shape, **PLAIN, "ENTROPY_GRADIENT": False},
-        triton_policy.NUM_WARPS,
-        Budget(128, 65536, 2, 18.0, 2.3),
-    )
-    full = {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True}
     return [
         statistics,
         replace(
@@ -180,11 +178,31 @@ def row_configs() -> list[KernelConfig]:
         replace(
             gradient, name="gradient bf16, odd rows", aligned=frozenset(), budget=Budget(128, 64)
         ),
+    ]
+
+
+def _policy_rows() -> list[KernelConfig]:
+    shape = {"BLOCK": triton_policy.BLOCK, "GROUP": 8}
+    policy = KernelConfig(
+        "policy_row bf16",
+        triton_policy.policy_row_kernel,
+        {**shape, **PLAIN, "ENTROPY_GRADIENT": False},
+        triton_policy.NUM_WARPS,
+        Budget(128, 65536, 2, 18.0, 2.3),
+    )
+    full = {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True}
+    return [
         policy,
         replace(
             policy,
             name="policy_row bf16, everything",
             constants=full,
+            budget=Budget(128, 65536, 2, 20.0, 2.3),
+        ),
+        replace(
+            policy,
+            name="policy_row bf16, masked cispo",
+            constants=full | MASKED_CISPO,
             budget=Budget(128, 65536, 2, 20.0, 2.3),
         ),
         replace(
@@ -232,6 +250,11 @@ def token_configs() -> list[KernelConfig]:
             tokens,
             name="policy_tokens, everything",
             constants={"BLOCK": triton_token.BLOCK, **EVERYTHING},
+        ),
+        replace(
+            tokens,
+            name="policy_tokens, masked cispo",
+            constants={"BLOCK": triton_token.BLOCK, **MASKED_CISPO},
         ),
         gae,
         replace(

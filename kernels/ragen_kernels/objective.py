@@ -1,8 +1,10 @@
 """The StarPO token objective and its statistics, shared by every implementation.
 
 Clipped surrogate: PPO, arXiv:1707.06347 eq. (7), with the decoupled bounds of DAPO,
-arXiv:2503.14476 eq. (8); dual clip: arXiv:1912.09729 eq. (5); KL estimators k1, k2, k3:
-http://joschu.net/blog/kl-approx.html.
+arXiv:2503.14476 eq. (8); dual clip: arXiv:1912.09729 eq. (5); CISPO: arXiv:2506.13585 eq. (4), (5);
+GSPO: arXiv:2507.18071 eq. (5) to (7), as GSPO-token, eq. (13), (14); decoupled PPO:
+arXiv:2110.00641 eq. (3); masked importance sampling: IcePop, arXiv:2510.18855 sec. 3; KL estimators
+k1, k2, k3: http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -15,6 +17,12 @@ from torch import Tensor
 
 KLKind = Literal["k1", "k2", "k3"]
 KL_KINDS: tuple[str, ...] = get_args(KLKind)
+Surrogate = Literal["clip", "cispo", "gspo"]
+SURROGATES: tuple[str, ...] = get_args(Surrogate)
+ImportanceMode = Literal["truncate", "mask"]
+IMPORTANCE_MODES: tuple[str, ...] = get_args(ImportanceMode)
+Level = Literal["token", "sequence"]
+LEVELS: tuple[str, ...] = get_args(Level)
 NUM_OUTPUTS = 10
 """What an evaluation of the objective writes per token: the weighted loss, then the fields of
 `PolicyStats` in their order.
@@ -30,10 +38,15 @@ zero.
 class PolicyObjective:
     """What one sampled token contributes to the loss, before its weight.
 
-    token_loss = importance * max(-A r, -A clip(r, 1 - low, 1 + high)) + kl_coef * KL(ref) -
-    entropy_coef * H
+    token_loss = importance * surrogate + kl_coef * KL(ref) - entropy_coef * H
 
-    with r = exp(logprob - old_logprob). At a tie the unclipped branch is taken.
+    clip:   surrogate = max(-A r, -A clip(r, 1 - low, 1 + high)),  r = exp(logprob - old_logprob)
+    cispo:  surrogate = -A stop_gradient(clip(r, 1 - low, 1 + high)) logprob
+    gspo:   as clip, with one r for all tokens of a sequence: exp of their mean log-ratio, whose
+            gradient goes to each token's own logprob
+
+    At a tie the unclipped branch is taken. Over sequences whose tokens share an advantage and have
+    weights 1 / (number of tokens), loss and gradient of gspo are those of the sequence's ratio.
 
     Attributes:
         clip_ratio_low: r is clipped from below at 1 - clip_ratio_low.
@@ -42,9 +55,13 @@ class PolicyObjective:
         kl_kind: estimator of the KL divergence to the reference policy; None means no KL term.
         kl_coef: factor of that KL term. With 0 the divergence is only reported.
         entropy_coef: factor of the entropy bonus.
-        importance_cap: the surrogate is multiplied with min(exp(old_logprob - rollout_logprob),
-            importance_cap), the truncated correction for an engine whose arithmetic differs; None
-            means no correction.
+        importance_cap: bound of the importance w = exp(old_logprob - rollout_logprob), the factor
+            of the surrogate that corrects for samples of another policy: an engine whose arithmetic
+            differs, or older weights. None means no correction.
+        surrogate: `clip` (PPO), `cispo` or `gspo`.
+        importance_mode: beyond the cap w is the cap (`truncate`), or 0 (`mask`).
+        importance_floor: below it w is 0 (`mask` only).
+        importance_level: w of each token, or the product of those of its sequence.
     """
 
     clip_ratio_low: float = 0.2
@@ -54,13 +71,50 @@ class PolicyObjective:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     importance_cap: float | None = None
+    surrogate: Surrogate = "clip"
+    importance_mode: ImportanceMode = "truncate"
+    importance_floor: float | None = None
+    importance_level: Level = "token"
 
     def __post_init__(self) -> None:
+        cap, floor = self.importance_cap, self.importance_floor
+        choices = {
+            "surrogate": SURROGATES,
+            "importance_mode": IMPORTANCE_MODES,
+            "importance_level": LEVELS,
+        }
         _raise_unless(
+            *(
+                (
+                    getattr(self, name) in known,
+                    f"{name} must be one of {known}, got {getattr(self, name)!r}",
+                )
+                for name, known in choices.items()
+            ),
             (
-                0.0 <= self.clip_ratio_low < 1.0,
+                0.0 <= self.clip_ratio_low < 1.0
+                or (self.clip_ratio_low == 1.0 and self.surrogate == "cispo"),
                 f"clip_ratio_low must be in [0, 1), got {self.clip_ratio_low}: the lower bound of"
                 " the ratio is 1 - clip_ratio_low and a ratio is positive; use 0.2",
+            ),
+            (
+                self.dual_clip is None or self.surrogate == "clip",
+                f"dual_clip={self.dual_clip} bounds the clipped surrogate, got"
+                f" surrogate={self.surrogate!r}; pass dual_clip=None",
+            ),
+            (
+                cap is not None or (self.importance_mode, floor) == ("truncate", None),
+                f"importance_mode={self.importance_mode!r} and importance_floor={floor} bound an"
+                " importance that is not computed; pass importance_cap",
+            ),
+            (
+                cap is not None or self.importance_level == "token",
+                "importance_level='sequence' does nothing without importance_cap; pass it",
+            ),
+            (
+                floor is None or (self.importance_mode == "mask" and 0.0 < floor < cap),
+                f"importance_floor must be above 0 and below importance_cap={cap}, and needs"
+                f" importance_mode='mask', got {floor} with {self.importance_mode!r}; use 0.5",
             ),
             (
                 0.0 <= self.clip_ratio_high < math.inf,
@@ -93,9 +147,24 @@ class PolicyObjective:
             ),
         )
 
-    def check_inputs(self, ref_logprobs: Tensor | None, rollout_logprobs: Tensor | None) -> None:
-        """Raise ValueError when a term of the objective lacks the log-probabilities it needs."""
+    @property
+    def is_over_sequences(self) -> bool:
+        """Whether a term of a token's loss depends on the other tokens of its sequence."""
+        return self.surrogate == "gspo" or self.importance_level == "sequence"
+
+    def check_inputs(
+        self,
+        ref_logprobs: Tensor | None,
+        rollout_logprobs: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Raise ValueError when a term of the objective lacks what it needs."""
         _raise_unless(
+            (
+                not self.is_over_sequences or cu_seqlens is not None,
+                f"surrogate={self.surrogate!r} with importance_level={self.importance_level!r}"
+                " needs cu_seqlens, got None; pass the offsets of the sequences",
+            ),
             (
                 self.kl_kind is None or ref_logprobs is not None,
                 f"kl_kind={self.kl_kind!r} needs ref_logprobs, got None; pass them or set"
@@ -144,12 +213,13 @@ class PolicyStats:
     Attributes:
         logprobs: log-probability of the label under the current weights.
         entropy: entropy of the whole next-token distribution, nats.
-        ratio: exp(logprobs - old_logprobs), the log-ratio clamped to +-20.
-        is_clipped_low: 1 where A < 0 and the ratio is below 1 - clip_ratio_low.
-        is_clipped_high: 1 where A > 0 and the ratio is above 1 + clip_ratio_high.
+        ratio: exp(logprobs - old_logprobs), the log-ratio clamped to +-20; for gspo that of the
+            sequence.
+        is_clipped_low: 1 where A < 0 (cispo: any A) and the ratio is below 1 - clip_ratio_low.
+        is_clipped_high: 1 where A > 0 (cispo: any A) and the ratio is above 1 + clip_ratio_high.
         is_dual_clipped: 1 where A < 0 and the ratio is above dual_clip.
-        kl: k3 estimate of KL(old || new), known as approx_kl.
-        importance: factor that multiplied the surrogate (1 without importance_cap).
+        kl: k3 estimate of KL(old || new) from that ratio, known as approx_kl.
+        importance: factor that multiplied the surrogate (1 without importance_cap, 0 where masked).
         ref_kl: KL estimate to the reference, of the objective's kind; None without kl_kind.
     """
 

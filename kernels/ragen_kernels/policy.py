@@ -16,6 +16,7 @@ from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics
 from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
 from ragen_kernels.reference import compute_dtype
+from ragen_kernels.sequences import over_sequences
 from ragen_kernels.vocab import (
     RowStatistics,
     VocabShard,
@@ -187,14 +188,29 @@ def linear_logprobs(
         (vocab_start, vocab_valid, group),
         chunk_tokens,
     )
+    found = _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks)
+    return tuple(result.index_copy_(1, ids, found).unbind())
+
+
+@torch.no_grad()
+def _logprobs_of_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    temperature: float,
+    chunks: list[slice],
+) -> Tensor:
+    """Log-probabilities and entropies [2, M] of the active rows, chunk by chunk."""
+    result = hidden.new_empty((2, len(hidden)), dtype=compute_dtype(hidden))
     buffer = empty_rows(hidden, chunks[0].stop, len(weight))
     for part in chunks:
         logits = buffer[: part.stop - part.start]
         torch.mm(hidden[part], weight.T, out=logits)
         local = row_statistics(logits, labels[part], shard, temperature)
-        rows = reduce_over_group(local, group)
-        result[:, ids[part]] = torch.stack([rows.logprobs, rows.entropy])
-    return tuple(result.unbind())
+        rows = reduce_over_group(local, shard.group)
+        result[:, part] = torch.stack([rows.logprobs, rows.entropy])
+    return result
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
@@ -239,6 +255,7 @@ def linear_policy_loss(
     rows: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_valid: int | None = None,
@@ -249,7 +266,9 @@ def linear_policy_loss(
 
     Under tensor parallelism d_hidden is this rank's partial sum: the caller reduces it over
     `group`, as the backward of Megatron's copy-to / gather-from region mappings does. The gradients
-    are made with the loss.
+    are made with the loss. An objective over sequences (gspo; importance of sequences without old
+    log-probabilities) needs all log-probabilities of a sequence before the loss of any of its
+    tokens: one more GEMM and one more read of the logits.
 
     Args:
         hidden: [T, H].
@@ -265,6 +284,8 @@ def linear_policy_loss(
             device once to learn how many they are.
         ref_logprobs: [T], needed with `objective.kl_kind`.
         rollout_logprobs: [T], needed with `objective.importance_cap`.
+        cu_seqlens: [S + 1] int offsets of the sequences, needed by an objective over them. A
+            sequence must be whole; it consists of its tokens of nonzero weight.
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
 
@@ -276,7 +297,7 @@ def linear_policy_loss(
         ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, a term of the
             objective without its log-probabilities, or on a CPU an active label out of range.
     """
-    objective.check_inputs(ref_logprobs, rollout_logprobs)
+    objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens)
     stats = hidden.new_zeros((NUM_OUTPUTS, len(hidden)), dtype=torch.float32)
     ids, hidden, labels, shard, chunks = _active_rows(
         hidden,
@@ -288,6 +309,12 @@ def linear_policy_loss(
         chunk_tokens,
     )
     terms = TokenTerms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs).at(ids)
+    if objective.is_over_sequences:
+
+        def current() -> Tensor:
+            return _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks)[0]
+
+        terms = over_sequences(terms, current, ids, cu_seqlens, objective)
     loss, outputs = _LinearPolicyLoss.apply(
         hidden, weight, labels, terms, objective, shard, temperature, chunks
     )

@@ -123,8 +123,13 @@ def token_losses(
         log_ratio = torch.clamp(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = torch.exp(log_ratio)
         low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
-        unclipped, clipped = -advantages * ratio, -advantages * torch.clamp(ratio, low, high)
-        surrogate = torch.where(unclipped >= clipped, unclipped, clipped)
+        clipped = torch.clamp(ratio, low, high)
+        is_cispo = objective.surrogate == "cispo"
+        if is_cispo:
+            surrogate = -advantages * clipped.detach() * logprobs
+        else:
+            unclipped, clipped = -advantages * ratio, -advantages * clipped
+            surrogate = torch.where(unclipped >= clipped, unclipped, clipped)
 
         is_dual_clipped = torch.zeros_like(ratio, dtype=torch.bool)
         if objective.dual_clip is not None:
@@ -134,7 +139,7 @@ def token_losses(
         importance = torch.ones_like(surrogate)
         if objective.importance_cap is not None:
             drift = torch.clamp(old_logprobs - rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-            importance = torch.exp(drift).clamp(max=objective.importance_cap)
+            importance = bounded_importance(torch.exp(drift), objective)
 
         ref_kl = torch.zeros_like(surrogate)
         if objective.kl_kind is not None:
@@ -148,8 +153,8 @@ def token_losses(
         logprobs,
         entropy,
         ratio,
-        (advantages < 0) & (ratio < low),
-        (advantages > 0) & (ratio > high),
+        ((advantages < 0) | is_cispo) & (ratio < low),
+        ((advantages > 0) | is_cispo) & (ratio > high),
         is_dual_clipped,
         ratio - 1 - log_ratio,
         importance,
@@ -157,6 +162,14 @@ def token_losses(
     )
     d_entropy = -objective.entropy_coef * weights if objective.entropy_coef else None
     return torch.stack([x.detach().to(dtype) for x in outputs]), d_logprobs, d_entropy
+
+
+def bounded_importance(importance: Tensor, objective: PolicyObjective) -> Tensor:
+    """The importance within the objective's bounds: truncated at the cap, or 0 outside them."""
+    cap, floor = objective.importance_cap, objective.importance_floor or 0.0
+    if objective.importance_mode == "truncate":
+        return importance.clamp(max=cap)
+    return torch.where((importance >= floor) & (importance <= cap), importance, 0.0)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:

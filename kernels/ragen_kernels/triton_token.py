@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ragen_kernels.launch import PER_TOKEN
 from ragen_kernels.objective import (
+    IMPORTANCE_MODES,
     KL_KINDS,
     MAX_LOG_RATIO,
     NUM_OUTPUTS,
@@ -44,8 +45,10 @@ def token_objective(
     upper,
     dual_clip,
     importance_cap,
+    importance_floor,
     kl_coef,
     entropy_coef,
+    CISPO: tl.constexpr,
     DUAL_CLIP: tl.constexpr,
     KL: tl.constexpr,
     IMPORTANCE: tl.constexpr,
@@ -57,18 +60,28 @@ def token_objective(
     ratio = tl.exp2(log_ratio * LOG2E)
     unclipped = -advantage * ratio
     clipped = -advantage * tl.minimum(tl.maximum(ratio, lower), upper)
-    surrogate = tl.maximum(unclipped, clipped)
-    has_gradient = (unclipped >= clipped) & is_inside
+    is_low, is_high = ratio < lower, ratio > upper
+    if CISPO:
+        surrogate, slope = clipped * logprob, clipped
+    else:
+        surrogate = tl.maximum(unclipped, clipped)
+        slope = tl.where((unclipped >= clipped) & is_inside, unclipped, 0.0)
+        is_low, is_high = (advantage < 0) & is_low, (advantage > 0) & is_high
     is_dual = (advantage < 0) & (ratio > dual_clip)
     if DUAL_CLIP:
         surrogate = tl.where(is_dual, -advantage * dual_clip, surrogate)
-        has_gradient = has_gradient & (is_dual == 0)
+        slope = tl.where(is_dual, 0.0, slope)
     importance = ratio * 0.0 + 1.0
     if IMPORTANCE:
         drift, _ = clamped_difference(old_logprob, rollout_logprob)
-        importance = tl.minimum(tl.exp2(drift * LOG2E), importance_cap)
+        importance = tl.exp2(drift * LOG2E)
+        if IMPORTANCE == 1:
+            importance = tl.minimum(importance, importance_cap)
+        else:
+            is_kept = (importance >= importance_floor) & (importance <= importance_cap)
+            importance = tl.where(is_kept, importance, 0.0)
     loss = importance * surrogate - entropy_coef * entropy
-    d_logprob = tl.where(has_gradient, importance * unclipped, 0.0)
+    d_logprob = importance * slope
     ref_kl = ratio * 0.0
     if KL:
         log_ref_ratio, is_ref_inside = clamped_difference(ref_logprob, logprob)
@@ -84,8 +97,7 @@ def token_objective(
             d_ref_kl = 1.0 - ref_ratio
         loss += kl_coef * ref_kl
         d_logprob += tl.where(is_ref_inside, kl_coef * d_ref_kl, 0.0)
-    low = ((advantage < 0) & (ratio < lower)).to(tl.float32)
-    high = ((advantage > 0) & (ratio > upper)).to(tl.float32)
+    low, high = is_low.to(tl.float32), is_high.to(tl.float32)
     dual = (is_dual & DUAL_CLIP).to(tl.float32)
     return loss, d_logprob, ratio, low, high, dual, ratio - 1.0 - log_ratio, importance, ref_kl
 
@@ -94,8 +106,8 @@ def token_objective(
 @triton.jit
 def lose_tokens(
     OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
-    lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef,
-    DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
+    lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
+    CISPO: tl.constexpr, DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
 ):
     """Weights of one token or many, and the unweighted derivatives of their loss in logprob.
 
@@ -109,7 +121,8 @@ def lose_tokens(
     rollout_logprob = tl.load(ROLLOUT + token, mask=mask).to(tl.float32) if IMPORTANCE else logprob
     loss, d_logprob, ratio, low, high, dual, kl, importance, ref_kl = token_objective(
         logprob, entropy, old_logprob, advantage, ref_logprob, rollout_logprob,
-        lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef, DUAL_CLIP, KL, IMPORTANCE,
+        lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
+        CISPO, DUAL_CLIP, KL, IMPORTANCE,
     )
     outputs = (
         weight * loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl,
@@ -122,8 +135,9 @@ def lose_tokens(
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def token_kernel(
     LOGPROBS, ENTROPY, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT, OUT, D_LOGPROBS, D_ENTROPY, size,
-    lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef,
-    DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr, BLOCK: tl.constexpr,
+    lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
+    CISPO: tl.constexpr, DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -132,7 +146,8 @@ def token_kernel(
     entropy = tl.load(ENTROPY + token, mask=mask)
     weight, d_logprob = lose_tokens(
         OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
-        lower, upper, dual_clip, importance_cap, kl_coef, entropy_coef, DUAL_CLIP, KL, IMPORTANCE,
+        lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
+        CISPO, DUAL_CLIP, KL, IMPORTANCE,
     )
     tl.store(D_LOGPROBS + token, weight * d_logprob, mask=mask)
     tl.store(D_ENTROPY + token, -entropy_coef * weight, mask=mask)
@@ -148,11 +163,15 @@ def objective_arguments(objective: PolicyObjective) -> dict[str, float | bool | 
         "upper": 1.0 + objective.clip_ratio_high,
         "dual_clip": float(objective.dual_clip or 0.0),
         "importance_cap": float(objective.importance_cap or 0.0),
+        "importance_floor": float(objective.importance_floor or 0.0),
         "kl_coef": float(objective.kl_coef),
         "entropy_coef": float(objective.entropy_coef),
+        "CISPO": objective.surrogate == "cispo",
         "DUAL_CLIP": objective.dual_clip is not None,
         "KL": 0 if objective.kl_kind is None else 1 + KL_KINDS.index(objective.kl_kind),
-        "IMPORTANCE": objective.importance_cap is not None,
+        "IMPORTANCE": 0
+        if objective.importance_cap is None
+        else 1 + IMPORTANCE_MODES.index(objective.importance_mode),
     }
 
 

@@ -25,6 +25,10 @@ from ragen_mega.data.types import Trajectory, TrajectoryGroup
 IDENTITY = {"environment": 1.0}
 """Terms that leave the rewards unchanged."""
 TURN_DISCOUNT = 0.95
+OVERLONG = 0.2
+"""Share of a turn's token budget in which `overlong` grows, as in DAPO: 4096 of 20480."""
+LIMIT = "max_tokens"
+"""Key of a turn's info: how many tokens it might have sampled."""
 REPEATED = 4
 """Length of the n-grams of tokens that `repetition` compares within a turn."""
 VERDICTS = "verdicts"
@@ -50,6 +54,18 @@ def well_formed(trajectory: Trajectory) -> list[float]:
 def response_length(trajectory: Trajectory) -> list[float]:
     """The number of tokens sampled in each turn; a penalty if its weight is negative."""
     return [float(turn.end - turn.start) for turn in trajectory.turns]
+
+
+def overlong(trajectory: Trajectory) -> list[float]:
+    """DAPO's soft overlong punishment (arXiv:2503.14476 Eq. 13) of each turn, / (number of turns):
+    0 up to 80% of the tokens that the turn might sample, then falling linearly to -1 at all of
+    them.
+    """
+    shares = [
+        (turn.end - turn.start) / turn.info[LIMIT] if LIMIT in turn.info else 0.0
+        for turn in trajectory.turns
+    ]
+    return [min(0.0, (1 - OVERLONG - share) / OVERLONG) / len(shares) for share in shares]
 
 
 def repetition(trajectory: Trajectory) -> list[float]:

@@ -146,6 +146,7 @@ REWARDS = Registry(
         "success": f"{_REWARDS}:success",
         "format": f"{_REWARDS}:well_formed",
         "response_length": f"{_REWARDS}:response_length",
+        "overlong": f"{_REWARDS}:overlong",
         "repetition": f"{_REWARDS}:repetition",
         "action_effectiveness": f"{_REWARDS}:action_effectiveness",
         "grounded_thought": f"{_REWARDS}:grounded_thought",

@@ -367,6 +367,11 @@ class RolloutConfig(Section):
     """Initial states per step (P)."""
     group_size: Count = 16
     """Trajectories per initial state (N)."""
+    max_sampling_rounds: Count = 1
+    """Rollouts of a step at most. With more than 1, each followed by another of fresh initial
+    states until as many groups have trajectories that earned differently as the filter keeps of
+    num_groups (dynamic sampling of DAPO, arXiv:2503.14476).
+    """
     max_response_length: Count | None = None
     """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
     max_context_length: Count = 3600
@@ -526,8 +531,9 @@ class AdvantageConfig(Section):
 
     reward: str = "environment"
     """What a trajectory earns: a weighted sum of environment, success, format, response_length,
-    repetition, action_effectiveness, grounded_thought, turn_discounted, group_relative, judges by
-    their URLs and rewards of your own, e.g. "environment + 0.1*format + my_module:my_reward".
+    overlong, repetition, action_effectiveness, grounded_thought, turn_discounted, group_relative,
+    judges by their URLs and rewards of your own, e.g. "environment + 0.1*format +
+    my_module:my_reward".
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
@@ -618,10 +624,23 @@ class AdvantageConfig(Section):
         return self.uses_critic if self.whiten_advantages is None else self.whiten_advantages
 
 
+_IMPORTANCE_OPTIONS = {
+    "importance_mode": "truncate",
+    "importance_floor": None,
+    "importance_level": "token",
+}
+"""Fields that do nothing without importance_cap, and their defaults."""
+
+
 @dataclass(frozen=True)
 class LossConfig(Section):
     """The policy loss and the critic's."""
 
+    policy_loss: Literal["clip", "cispo", "gspo"] = "clip"
+    """PPO's clipped surrogate; CISPO (arXiv:2506.13585), whose clipped ratio only weighs the
+    gradient, so that no token loses it; or GSPO (arXiv:2507.18071): one ratio for a whole
+    trajectory, the geometric mean of those of its tokens.
+    """
     clip_ratio_low: Share = 0.2
     """Lower clip bound of the ratio, 1 - this."""
     clip_ratio_high: NonNegative = 0.28
@@ -646,7 +665,19 @@ class LossConfig(Section):
     (the ratio is 1), and else a pass of their own.
     """
     importance_cap: Positive | None = None
-    """Truncated importance correction min(pi_old / pi_rollout, cap) between trainer and engine."""
+    """Importance correction of the loss by w = pi_old / pi_rollout, at most this, between the
+    trainer's policy and the one that sampled (decoupled PPO, arXiv:2110.00641).
+    """
+    importance_mode: Literal["truncate", "mask"] = "truncate"
+    """Where w is beyond its cap: it is the cap, or the tokens are left out of the policy loss."""
+    importance_floor: Positive | None = None
+    """Tokens whose w is below this are left out too (mask only; IcePop, arXiv:2510.18855: 0.5, with
+    --importance-cap 5).
+    """
+    importance_level: Literal["token", "sequence"] = "token"
+    """w of each token, or the product over its trajectory, which corrects without bias but varies
+    more.
+    """
     value_clip: Positive | None = 0.5
     """Clip range of the critic's values around the old ones."""
 
@@ -661,6 +692,38 @@ class LossConfig(Section):
                 self.old_logprobs == "engine" and self.importance_cap is not None,
                 "importance_cap compares old_logprobs with the engine's, which they are with"
                 " old_logprobs engine; drop --importance-cap or --old-logprobs",
+            ),
+            (
+                self.dual_clip is not None and self.policy_loss != "clip",
+                f"dual_clip bounds the clipped surrogate, and policy_loss is {self.policy_loss};"
+                " drop --dual-clip",
+            ),
+            (
+                self.clip_ratio_low == 1.0 and self.policy_loss != "cispo",
+                "clip_ratio_low 1 leaves the ratio unbounded from below, which only policy_loss"
+                " cispo does; set --clip-ratio-low 0.2",
+            ),
+            *(
+                (
+                    self.importance_cap is None and getattr(self, name) != default,
+                    f"{name} does nothing without importance_cap; add --importance-cap 2 or drop"
+                    f" {flag_of(name)}",
+                )
+                for name, default in _IMPORTANCE_OPTIONS.items()
+            ),
+            (
+                self.importance_floor is not None
+                and (
+                    self.importance_mode != "mask" or self.importance_floor >= self.importance_cap
+                ),
+                f"importance_floor ({self.importance_floor}) must be below importance_cap"
+                f" ({self.importance_cap}) and needs importance_mode mask; set --importance-mode"
+                " mask --importance-floor 0.5 --importance-cap 5",
+            ),
+            (
+                self.policy_loss == "gspo" and self.loss_aggregation != "seq-mean-token-mean",
+                f"policy_loss gspo is a mean over trajectories, and loss_aggregation is"
+                f" {self.loss_aggregation}; set --loss-aggregation seq-mean-token-mean",
             ),
         )
 
@@ -895,6 +958,15 @@ class StarPOConfig(Section):
                 "the filter ranks groups by the spread of their returns, but group_size is 1;"
                 " raise --group-size or set --filter-strategy none",
             ),
+            *self._objective_rules(),
+            (
+                rollout.max_sampling_rounds > 1
+                and (num_kept is None or not kept.drops_constant or self.filter.filter_keep_zero),
+                "max_sampling_rounds needs a filter that keeps a known number of groups, none of"
+                f" them constant, and filter_strategy is {self.filter.filter_strategy}"
+                f"{' with filter_keep_zero' if self.filter.filter_keep_zero else ''}; set"
+                " --filter-strategy top_fraction, with --filter-value 1 for all of them",
+            ),
             (
                 not advantage.uses_critic and self.parallel.offload == "turns",
                 f"offload turns is for actor and critic, and advantage_estimator {name} has no"
@@ -914,6 +986,24 @@ class StarPOConfig(Section):
                 "warm_start_critic_steps teaches the critic whole returns, but"
                 f" reward_normalization {advantage.reward_normalization} subtracts the group's"
                 " mean; drop one of them",
+            ),
+        )
+
+    def _objective_rules(self) -> Sequence[tuple[bool, str]]:
+        """What objectives over whole trajectories ask of the rest."""
+        advantage, window = self.advantage, self.rollout.context_window
+        is_gspo = self.loss.policy_loss == "gspo"
+        return (
+            (
+                is_gspo and advantage.estimator.level != "trajectory",
+                "policy_loss gspo has one ratio for a trajectory and needs one advantage for it,"
+                f" and {advantage.advantage_estimator} gives each token its own; set"
+                " --advantage-estimator grpo",
+            ),
+            (
+                window > 0 and (is_gspo or self.loss.importance_level == "sequence"),
+                f"context_window {window} cuts a trajectory into samples, and policy_loss gspo and"
+                " importance_level sequence need it whole; drop --context-window",
             ),
         )
 

@@ -27,6 +27,7 @@ _METRICS = (
     "clip_fraction_high",
     "dual_clip_fraction",
     "importance",
+    "importance_masked",
     "ref_kl",
 )
 
@@ -57,6 +58,10 @@ class MegatronPolicy:
             kl_coef=loss.kl_coef,
             entropy_coef=loss.entropy_coef,
             importance_cap=loss.importance_cap,
+            surrogate=loss.policy_loss,
+            importance_mode=loss.importance_mode,
+            importance_floor=loss.importance_floor,
+            importance_level=loss.importance_level,
         )
         self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
         self.trainer = Trainer(
@@ -154,6 +159,7 @@ class MegatronPolicy:
                 rows=micro.rows,
                 ref_logprobs=micro.ref_logprobs,
                 rollout_logprobs=micro.rollout_logprobs,
+                cu_seqlens=micro.cu_seqlens,
                 temperature=self.temperature,
                 **self.module.vocab_arguments(),
             )
@@ -164,6 +170,7 @@ class MegatronPolicy:
                 stats.is_clipped_high,
                 stats.is_dual_clipped,
                 stats.importance,
+                (stats.importance == 0) & (micro.weights != 0),
                 torch.zeros_like(stats.kl) if stats.ref_kl is None else stats.ref_kl,
             )
             sums = torch.stack([value.detach().float(), *(term.sum() for term in per_token)])
@@ -177,6 +184,8 @@ class MegatronPolicy:
         metrics["loss"] = float(sums[0])
         if self.objective.kl_kind is None:
             del metrics["ref_kl"]
+        if self.objective.importance_mode != "mask":
+            del metrics["importance_masked"]
         return metrics | step | {"lr": self.trainer.lr}
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:

@@ -15,6 +15,7 @@ GLOSSARY = {
     "rollout/truncated_rate": "Share of trajectories cut by a budget, the context, or an error.",
     "rollout/num_trajectories": "Trajectories of the step.",
     "rollout/sampled_tokens": "Tokens that the policy sampled in the step.",
+    "rollout/sampling_rounds": "Rollouts that the step took until enough groups had spread.",
     "rollout/environment_errors": "Trajectories that an error or the time limit of their"
     " environment ended.",
     "rollout/tokens_per_second": "Sampled tokens a second of rollout and weight sync.",
@@ -57,6 +58,7 @@ GLOSSARY = {
     " that binds.",
     "actor/dual_clip_fraction": "Share of tokens that the dual clip bounds.",
     "actor/importance": "Mean weight that corrects the engine's policy to the trainer's.",
+    "actor/importance_masked": "Share of tokens that the importance left out of the policy loss.",
     "actor/grad_norm": "Norm of the actor's gradient before clipping. A spike after entropy has"
     " moved is a sign that the run is lost.",
     "actor/skipped": "Share of updates that were skipped as not finite.",

@@ -11,7 +11,8 @@ from dataclasses import astuple
 from typing import TypeVar
 
 from ragen_mega.data import distributed
-from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.data.compact import compact, expand
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.rollout.collector import Advance, Collection, PlaySettings, Task, in_groups
 from ragen_mega.rollout.engine import (
     EngineCounts,
@@ -98,13 +99,22 @@ def collect_on_all_ranks(
                 _on_all_ranks(send)
             else:
                 is_over = not any(unfinished) and not waiting
-        found = _on_all_ranks(collection.trajectories)
+        found = exchange(collection.trajectories())
     order = {
         index: trajectory
         for mine, part in zip(played, found)
         for index, trajectory in zip(mine, part, strict=True)
     }
     return in_groups(order[index] for index in range(len(tasks)))
+
+
+def exchange(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """The trajectories of every rank, in rank order, on every rank. Collective."""
+    if distributed.world_size() == 1:
+        return [trajectories]
+    parts = distributed.gather_objects(compact(trajectories))
+    mine = distributed.rank()
+    return [trajectories if rank == mine else expand(part) for rank, part in enumerate(parts)]
 
 
 def deal(num_waiting: int, rooms: Sequence[int]) -> list[int]:

@@ -333,6 +333,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             turn = trajectory.append_action(completion)
             context.answer(completion.tokens)
             turn.info["finish_reason"] = completion.finish_reason
+            turn.info["max_tokens"] = sampling.max_tokens
             result = await self._respond(seat, renderer.decode_action(completion.tokens))
             turn.reward = result.reward
             turn.info.update(result.info)

@@ -71,7 +71,7 @@ def play_settings(
 
 
 class TaskSampler:
-    """Groups of training tasks, a pure function of seed and step."""
+    """Groups of training tasks, a pure function of seed, step and round."""
 
     def __init__(self, config: StarPOConfig) -> None:
         self.config = config
@@ -80,16 +80,18 @@ class TaskSampler:
         self._names = [rotation[i % len(rotation)] for i in range(config.rollout.num_groups)]
         self._held_out = {name: held_out_states(config.environment, name) for name in shares}
 
-    def sample(self, step: int) -> list[list[Task]]:
-        """The P groups of N tasks of a step."""
-        generator = np.random.default_rng([self.config.train.seed, step])
+    def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
+        """The P groups of N tasks of a step, or of a further round of it."""
+        further = [sampling_round] if sampling_round else []
+        generator = np.random.default_rng([self.config.train.seed, step, *further])
         num_groups, group_size = self.config.rollout.num_groups, self.config.rollout.group_size
+        first = (step * self.config.rollout.max_sampling_rounds + sampling_round) * num_groups
         makers = {
             name: episode_maker(self.config.environment, name, step) for name in set(self._names)
         }
         return [
             tasks_for_group(
-                step * num_groups + index,
+                first + index,
                 name,
                 self._fresh_seed(makers[name], self._held_out[name], generator),
                 makers[name],

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ragen_mega import __version__
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor
-from ragen_mega.algorithm.filters import filter_groups
+from ragen_mega.algorithm.filters import CONSTANT_SCORE, filter_groups, group_uncertainty
+from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.algorithm.tables import PlugInError, is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
@@ -165,7 +166,24 @@ class Run:
         return groups
 
     def sample(self, tasks: Tasks) -> list[TrajectoryGroup]:
-        """Play the tasks of a step with an engine that has the policy's weights.
+        """Play the tasks of a step with an engine that has the policy's weights, and further rounds
+        as `--max-sampling-rounds` says. Raises as `_play` does.
+        """
+        config, groups = self.config, self._play(tasks)
+        for sampling_round in range(1, config.rollout.max_sampling_rounds):
+            shaped, _ = shape_rewards(groups, config.advantage.reward_terms)
+            spread = group_uncertainty([group.total_rewards for group in shaped])
+            wanted = config.filter.num_kept(config.rollout.num_groups)
+            if int((spread > CONSTANT_SCORE).sum()) >= wanted:
+                break
+            groups += self._play(self.tasks.sample(self.step, sampling_round))
+        self.timers.sampled_tokens = sum(
+            trajectory.num_sampled_tokens for group in groups for trajectory in group.trajectories
+        )
+        return groups
+
+    def _play(self, tasks: Tasks) -> list[TrajectoryGroup]:
+        """Play tasks and have them judged.
 
         Raises, on all ranks alike, Interrupted if the run is to stop, FloatingPointError if the
         weights have diverged, and EngineError if the rollout fails on any rank for another reason.
@@ -203,9 +221,6 @@ class Run:
             raise failure
         if missing := self.verifiers.judge(groups, self.renderer):
             self.console.say(f"step {self.step}: {missing} verdicts of judges are missing")
-        self.timers.sampled_tokens = sum(
-            trajectory.num_sampled_tokens for group in groups for trajectory in group.trajectories
-        )
         return groups
 
     def keep(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:
@@ -267,16 +282,22 @@ class Run:
         """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
         if errors := describe_errors(groups):
             self.note(self.step, errors)
-        return summarize(groups) | mean_references(self.references, self.config.environment.shares)
+        rounds, rollout = {}, self.config.rollout
+        if rollout.max_sampling_rounds > 1:
+            rounds = {"sampling_rounds": len(groups) / rollout.num_groups}
+        references = mean_references(self.references, self.config.environment.shares)
+        return summarize(groups) | rounds | references
 
     def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Apply the configured filter to raw returns."""
-        config = self.config.filter
+        """Apply the configured filter to raw returns. Of several rounds it keeps as many groups as
+        of one.
+        """
+        config, rollout = self.config.filter, self.config.rollout
+        strategy, value = config.filter_strategy, config.value
+        if rollout.max_sampling_rounds > 1:
+            strategy, value = "top_k", config.num_kept(rollout.num_groups)
         return filter_groups(
-            groups,
-            strategy=config.filter_strategy,
-            value=config.value,
-            keep_zero=config.filter_keep_zero,
+            groups, strategy=strategy, value=value, keep_zero=config.filter_keep_zero
         )
 
     def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:

@@ -114,16 +114,28 @@ def exact_loss(model, trajectories, batch, config: LossConfig) -> torch.Tensor:
     )
     ratio = (logprobs - old).exp()
     low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
+    sizes = [one.num_sampled_tokens for one in trajectories]
+    if config.policy_loss == "gspo":
+        means = [part.mean().expand(len(part)) for part in ratio.log().detach().split(sizes)]
+        ratio = (torch.cat(means) + logprobs - logprobs.detach()).exp()  # GSPO-token
     loss = -torch.minimum(advantages * ratio, advantages * ratio.clamp(low, high))
+    if config.policy_loss == "cispo":
+        loss = -advantages * ratio.clamp(low, high).detach() * logprobs
     if config.dual_clip:
         bound = -advantages * config.dual_clip
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
     if config.importance_cap:
-        loss = loss * (old - rollout).exp().clamp(max=config.importance_cap)
+        drift = old - rollout
+        if config.importance_level == "sequence":
+            drift = torch.cat([part.sum().expand(len(part)) for part in drift.split(sizes)])
+        weight = drift.exp()
+        if config.importance_mode == "mask":
+            outside = (weight > config.importance_cap) | (weight < (config.importance_floor or 0))
+            weight = weight.masked_fill(outside, 0.0)
+        loss = loss * weight.clamp(max=config.importance_cap)
     gap = ref - logprobs
     kl = {"none": 0 * gap, "k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}
     loss = loss + config.kl_coef * kl[config.kl_kind] - config.entropy_coef * entropy
-    sizes = [one.num_sampled_tokens for one in trajectories]
     parts = loss.split(sizes)
     if config.loss_aggregation == "token-mean":
         return loss.mean()
@@ -145,6 +157,11 @@ LOSSES = [
     {"loss_aggregation": "seq-mean-token-mean"},
     {"loss_aggregation": "seq-mean-token-sum"},
     {"importance_cap": 1.2},
+    {"importance_cap": 1.2, "importance_mode": "mask"},
+    {"importance_cap": 1.2, "importance_mode": "mask", "importance_floor": 0.8},
+    {"importance_cap": 1.2, "importance_level": "sequence"},
+    {"policy_loss": "cispo"},
+    {"policy_loss": "gspo", "loss_aggregation": "seq-mean-token-mean"},
 ]
 
 
@@ -485,6 +502,33 @@ def test_constant_groups_are_trained_on_only_if_asked(start: Path, tmp_path: Pat
     assert Watched(start, tmp_path, *flags).updates == []
     kept = Watched(start, tmp_path, *flags, "--filter-keep-zero")
     assert kept.rows[0]["filter/kept_groups"] == 2 and len(trained(kept)) == 2
+
+
+def in_every_third_group(group):
+    """Returns that differ in groups 0, 3, 6, ... and nowhere else."""
+    return [float(i * (group.group_id % 3 == 0)) for i in range(len(group.trajectories))]
+
+
+REWARDS.register("in_every_third_group", in_every_third_group)
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "rounds", "kept"), [(9, 1, 3, 4), (2, 1, 2, 3), (9, 0.5, 1, 2)]
+)
+def test_groups_are_sampled_until_enough_have_spread(
+    start: Path, tmp_path: Path, bound: int, value: float, rounds: int, kept: int
+) -> None:
+    flags = f"--filter-strategy top_fraction --filter-value {value} --max-sampling-rounds {bound}"
+    flags += " --advantage-estimator dr_grpo --num-steps 2 --keep-rollouts 0"
+    run = Watched(start, tmp_path, *flags.split(), "--reward", "in_every_third_group")
+    row = run.rows[0]
+    assert row["rollout/sampling_rounds"] == rounds
+    assert row["rollout/num_trajectories"] == rounds * 16
+    assert row["filter/kept_groups"] == kept
+    assert trained(run).keys() == {0, 3, 6, 9} & set(range(3 * kept))
+    played = [g for step in (0, 1) for g in run.run.rollouts.read(step).groups]
+    prompts = {(g.group_id, g.trajectories[0].seed) for g in played}
+    assert len({group for group, _ in prompts}) == len({seed for _, seed in prompts}) == len(played)
 
 
 def test_the_loop_hands_the_estimator_its_flags(start: Path, tmp_path: Path) -> None:

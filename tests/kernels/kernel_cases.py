@@ -4,7 +4,9 @@ nothing fused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from ragen_kernels import PolicyObjective
@@ -20,7 +22,30 @@ OBJECTIVES = {
     "k3": PolicyObjective(kl_kind="k3", kl_coef=0.3, entropy_coef=0.02),
     "importance": PolicyObjective(importance_cap=1.1),
     "everything": PolicyObjective(0.1, 0.3, 1.5, "k3", 0.2, 0.03, 1.05),
+    "cispo": PolicyObjective(1.0, 0.3, surrogate="cispo", kl_kind="k2", kl_coef=0.1),
+    "icepop": PolicyObjective(
+        importance_mode="mask", importance_floor=0.7, importance_cap=1.3, entropy_coef=0.02
+    ),
+    "cispo masked": PolicyObjective(
+        0.1, 0.2, surrogate="cispo", importance_mode="mask", importance_cap=1.1
+    ),
+    "gspo": PolicyObjective(0.05, 0.1, surrogate="gspo", entropy_coef=0.02),
+    "sequence importance": PolicyObjective(importance_cap=1.4, importance_level="sequence"),
+    "sequence mask": PolicyObjective(
+        0.1,
+        0.1,
+        surrogate="gspo",
+        importance_cap=1.6,
+        importance_mode="mask",
+        importance_floor=0.4,
+        importance_level="sequence",
+        kl_kind="k3",
+        kl_coef=0.1,
+    ),  # fmt: skip
 }
+
+TOKEN_OBJECTIVES = [name for name, one in OBJECTIVES.items() if not one.is_over_sequences]
+"""Those that the row operations know."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +60,7 @@ class Case:
     rollout_logprobs: Tensor
     temperature: float
     vocab_valid: int | None
+    cu_seqlens: Tensor  # [S + 1]
 
     @property
     def logits(self) -> Tensor:
@@ -46,7 +72,8 @@ class Case:
 
     @property
     def terms(self) -> dict[str, Tensor]:
-        return {"ref_logprobs": self.ref_logprobs, "rollout_logprobs": self.rollout_logprobs}
+        names = ("ref_logprobs", "rollout_logprobs", "cu_seqlens")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def constants(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,9 +129,12 @@ def make_case(
             logprobs + 0.4 * normal(num_tokens),
         )
     )
+    # sequences of one, of several and of no tokens
+    offsets = [min(num_tokens, end) for end in (0, 1, 6, 6, 15, num_tokens)]
     return Case(
-        hidden, weight, labels, old, advantages, weights, ref, rollout, temperature, vocab_valid
-    )
+        hidden, weight, labels, old, advantages, weights, ref, rollout, temperature, vocab_valid,
+        torch.tensor(sorted(offsets), dtype=torch.int32),
+    )  # fmt: skip
 
 
 def logprob_entropy_truth(
@@ -122,9 +152,15 @@ def policy_loss_truth(
     active = case.weights != 0
     advantages = case.advantages
     log_ratio = (logprobs - case.old_logprobs).clamp(-20, 20)
+    if objective.surrogate == "gspo":  # sg(s) * pi / sg(pi), arXiv:2507.18071 eq. (14)
+        mean = over_each_sequence(case, torch.mean)(log_ratio.detach())
+        log_ratio = mean + logprobs - logprobs.detach()
     ratio = log_ratio.exp()
     low, high = 1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+    is_cispo = torch.tensor(objective.surrogate == "cispo")
+    if is_cispo:  # arXiv:2506.13585 eq. (4)
+        loss = -advantages * ratio.clamp(low, high).detach() * logprobs
     dual = torch.zeros_like(active)
     if objective.dual_clip is not None:
         bound = -advantages * objective.dual_clip
@@ -132,9 +168,14 @@ def policy_loss_truth(
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
     importance = torch.ones_like(loss)
     if objective.importance_cap is not None:
-        importance = (
-            (case.old_logprobs - case.rollout_logprobs).exp().clamp(max=objective.importance_cap)
-        )
+        drift = case.old_logprobs - case.rollout_logprobs
+        if objective.importance_level == "sequence":
+            drift = over_each_sequence(case, torch.sum)(drift)
+        importance = drift.exp()
+        if objective.importance_mode == "mask":
+            bounds = (objective.importance_floor or 0.0, objective.importance_cap)
+            importance[(importance < bounds[0]) | (importance > bounds[1])] = 0.0
+        importance = importance.clamp(max=objective.importance_cap)
     loss = loss * importance - objective.entropy_coef * entropy
     ref_kl = None
     if objective.kl_kind is not None:
@@ -145,8 +186,8 @@ def policy_loss_truth(
         "logprobs": logprobs,
         "entropy": entropy,
         "ratio": ratio,
-        "is_clipped_low": ((advantages < 0) & (ratio < low)).double(),
-        "is_clipped_high": ((advantages > 0) & (ratio > high)).double(),
+        "is_clipped_low": (((advantages < 0) | is_cispo) & (ratio < low)).double(),
+        "is_clipped_high": (((advantages > 0) | is_cispo) & (ratio > high)).double(),
         "is_dual_clipped": dual.double(),
         "kl": ratio - 1 - log_ratio,
         "importance": importance,
@@ -156,6 +197,22 @@ def policy_loss_truth(
         name: None if x is None else torch.where(active, x.detach(), 0) for name, x in stats.items()
     }
     return (case.weights * loss)[active].sum(), stats
+
+
+def over_each_sequence(
+    case: Case, reduce: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """What gives every active token of a sequence the `reduce`d values of them all, by a loop."""
+
+    def spread(values: Tensor) -> Tensor:
+        result = torch.zeros_like(values)
+        for start, end in pairwise(case.cu_seqlens.tolist()):
+            rows = [row for row in range(start, end) if case.weights[row] != 0]
+            if rows:
+                result[rows] = reduce(values[rows])
+        return result
+
+    return spread
 
 
 @dataclass(frozen=True)

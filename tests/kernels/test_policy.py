@@ -11,6 +11,7 @@ from ragen_kernels.policy import chunk_rows, empty_rows
 from tests.kernels.kernel_cases import (
     OBJECTIVES,
     assert_stats,
+    logprob_entropy_truth,
     make_case,
     relative_error,
     unfused_truth,
@@ -81,12 +82,43 @@ def test_without_old_logprobs_those_of_the_evaluation_serve(backend, name):
     assert_stats(stats, truth.stats, max(1e-6, backend.tolerance))
 
 
+def test_gspo_is_the_objective_of_whole_sequences(backend):
+    """arXiv:2507.18071 eq. (5): mean over sequences of min(s A, clip(s) A), with s as written there
+    and the gradient of autograd through it.
+    """
+    case = make_case(21, 60, seed=9, active=1.0)
+    ends = case.cu_seqlens.tolist()
+    lengths = case.cu_seqlens.diff().long()
+    owners = torch.arange(len(lengths)).repeat_interleave(lengths)
+    num_sequences = int((lengths > 0).sum())
+    advantages = torch.tensor([1.0, -2.0, 0.5, -0.3, 1.5], dtype=torch.float64)
+    case = replace(
+        case, advantages=advantages[owners], weights=1 / (num_sequences * lengths[owners].double())
+    )
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    logprobs, _ = logprob_entropy_truth(hidden @ weight.T, case.labels, case.temperature, None)
+    log_ratio, losses = logprobs - case.old_logprobs, []
+    for start, end, advantage in zip(ends, ends[1:], advantages):
+        if end > start:
+            s = (log_ratio[start:end].sum() / (end - start)).exp()
+            losses.append(-torch.minimum(s * advantage, s.clamp(0.95, 1.1) * advantage))
+    truth = torch.stack(losses).mean()
+    truth.backward()
+    objective = PolicyObjective(0.05, 0.1, surrogate="gspo")
+    loss, _, *gradients = fused(case, objective, backend.device, backend.dtype, chunk_tokens=4)
+    assert relative_error(loss, truth) < backend.tolerance
+    for actual, exact in zip(gradients, (hidden.grad, weight.grad), strict=True):
+        assert exact.any() and relative_error(actual, exact) < backend.tolerance
+
+
 def test_every_branch_of_the_objective_is_taken():
     case = make_case(num_tokens=400, seed=1)
     stats = unfused_truth(case, OBJECTIVES["everything"]).stats
     for name in ("is_clipped_low", "is_clipped_high", "is_dual_clipped"):
         assert 0 < stats[name].mean() < 0.5, name
     assert (stats["importance"] < 1.05).any()
+    masked = unfused_truth(case, OBJECTIVES["sequence mask"]).stats["importance"] == 0
+    assert 0 < masked[case.weights != 0].double().mean() < 1
 
 
 def test_nothing_of_an_inactive_token_leaks(backend):

@@ -13,6 +13,7 @@ from ragen_kernels.vocab import VocabShard, combine_shards, vocab_shard
 
 from tests.kernels.kernel_cases import (
     OBJECTIVES,
+    TOKEN_OBJECTIVES,
     Case,
     assert_stats,
     logprob_entropy_truth,
@@ -97,7 +98,7 @@ def test_vocabularies_of_models_in_blocks_as_launched(kernel_device, width):
         torch.testing.assert_close(ours.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", TOKEN_OBJECTIVES)
 def test_policy_rows_of_every_objective(backend, name):
     for dtype in (backend.dtype, torch.bfloat16):
         case = make_case(7, 700, 8, vocab_valid=650, active=1.0, seed=len(name))
@@ -179,7 +180,7 @@ def test_beyond_the_clamp_the_reference_gives_no_gradient(token_losses, kind):
     torch.testing.assert_close(d_logprobs.cpu(), torch.tensor([0.0, 0.0, slope]))
 
 
-@pytest.mark.parametrize("name", ["clip", "k1", "k2", "everything"])
+@pytest.mark.parametrize("name", ["clip", "k1", "k2", "everything", "cispo", "icepop"])
 def test_token_losses_of_several_blocks(small_blocks, name):
     """The kernel that tensor parallelism needs, against the definition in float64."""
     from ragen_kernels import reference, triton_token

@@ -9,6 +9,8 @@ import pytest
 
 from ragen_mega.config import StarPOConfig, parse
 
+GSPO = "--policy-loss gspo --loss-aggregation seq-mean-token-mean --advantage-estimator grpo"
+
 
 def test_last_flag_wins_and_json_round_trips() -> None:
     config = parse(
@@ -106,6 +108,20 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--warm-start-temperature 0", "must be positive"),
         ("--warm-start-skill 1.5", "a probability"),
         ("--reward-normalization-scope batch", "does nothing with identity"),
+        ("--policy-loss gspo", "set --loss-aggregation seq-mean-token-mean"),
+        (f"{GSPO} --advantage-estimator gae", "gae gives each token its own; set --advantage-est"),
+        (f"{GSPO} --context-window 2", "need it whole; drop --context-window"),
+        ("--policy-loss cispo --dual-clip 3", "policy_loss is cispo; drop --dual-clip"),
+        ("--clip-ratio-low 1", "which only policy_loss cispo does"),
+        ("--importance-mode mask", "importance_mode does nothing without importance_cap"),
+        ("--importance-cap 2 --importance-floor 0.5", "needs importance_mode mask"),
+        (
+            "--importance-cap 2 --importance-mode mask --importance-floor 2",
+            r"importance_floor \(2.0\) must be below importance_cap \(2.0\)",
+        ),
+        ("--max-sampling-rounds 3 --filter-strategy none", "known number of groups, none of them"),
+        ("--max-sampling-rounds 3 --filter-keep-zero", "top_fraction with filter_keep_zero; set"),
+        ("--max-sampling-rounds 0", "at least 1"),
     ],
 )
 def test_bad_flags_are_one_line(flags: str, message: str) -> None:

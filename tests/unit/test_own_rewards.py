@@ -40,6 +40,10 @@ def test_shipped_terms() -> None:
     )
     # Five 4-grams, the last of which is the first again.
     assert rewards("repetition", played) == [pytest.approx([1 / 5 / 2, 0])]
+    # DAPO's punishment begins behind 80% of 10 tokens and is whole at 10.
+    said = [(1, 10), (8, 10), (9, 10), (10, 10), (3, None)]
+    long = trajectory(*(([1] * n, 0.0, {"max_tokens": most} if most else {}) for n, most in said))
+    assert rewards("overlong", long) == [pytest.approx([0, 0, -0.5 / 5, -1 / 5, 0])]
     assert rewards("action_effectiveness", played) == [[0.5, 0.0]]
     assert rewards("grounded_thought", played) == [[1 / 4 / 2, 0.0]]
     assert rewards("turn_discounted", played) == [pytest.approx([1.0, 0.95 * -0.5])]

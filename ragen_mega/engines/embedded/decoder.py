@@ -177,10 +177,11 @@ class Decoder:
             x.addmm_(work.gate, layer.down)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] -> [T, vocab]."""
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """[T, hidden] -> [T, vocab], in the first rows of `out` if there is one."""
         norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).hypot_(self._norm_floor)
-        return F.linear((hidden / norm).mul_(self._norm), self.head)
+        normalized = (hidden / norm).mul_(self._norm)
+        return torch.mm(normalized, self.head.t(), out=None if out is None else out[: len(hidden)])
 
     def _normalize(self, x: Tensor, work: Workspace) -> None:
         """x / |(x, floor)|: the RMS norm but for its weight and sqrt(hidden), which are in the

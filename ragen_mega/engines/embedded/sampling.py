@@ -36,11 +36,12 @@ def sample(
     """
     if inverse_temperature is not None:
         logits.mul_(inverse_temperature[:, None])
-    probabilities = torch.softmax(logits, dim=-1)  # [n, V]
+    best = None if greedy is None else logits.argmax(-1)
+    probabilities = torch.softmax(logits, -1, out=logits)  # in place: fresh pages cost more
     drawn_from = probabilities if top_p is None else _nucleus(probabilities, top_p)
     tokens = _draw(drawn_from, uniform)
     if greedy is not None:
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+        tokens = torch.where(greedy, best, tokens)
     return tokens, probabilities.gather(-1, tokens[:, None])[:, 0].log_()
 
 
@@ -49,27 +50,43 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     one of them. In float64 and whole, the CDF of a large vocabulary costs as much as its logits.
     """
     vocab = probabilities.shape[-1]
+    if vocab < BLOCK:
+        total = probabilities.sum(-1, keepdim=True).double()
+        _check_mass(total)
+        return _draw_inside(probabilities, uniform[:, None] * total / total)[:, 0]
     whole = vocab // BLOCK
     body = probabilities[:, : whole * BLOCK].unflatten(-1, (whole, BLOCK))
     tail = probabilities[:, whole * BLOCK :].sum(-1, keepdim=True)
     mass = torch.cat([body.sum(-1), tail], dim=-1).double()  # [n, blocks]
     cdf = mass.cumsum(-1)
     total = cdf[:, -1:]
-    if not ((total > 0) & (total < math.inf)).all():
-        raise FloatingPointError(
-            "the rollout engine computed non-finite logits: the weights have diverged"
-        )
+    _check_mass(total)
     # uniform < 1, so uniform * total < total: there is such a block, and it is not empty.
     reached = uniform[:, None] * total
     block = torch.searchsorted(cdf, reached, right=True)  # [n, 1]
     share = (reached - (cdf - mass).gather(-1, block)) / mass.gather(-1, block)
-    places = block * BLOCK + torch.arange(min(BLOCK, vocab))  # [n, BLOCK]
+    places = block * BLOCK + torch.arange(BLOCK)  # [n, BLOCK]
     inside = probabilities.gather(-1, places.clamp(max=vocab - 1))
-    cdf = inside.masked_fill_(places >= vocab, 0.0).cumsum(-1, dtype=torch.float64)
+    return (block * BLOCK + _draw_inside(inside.masked_fill_(places >= vocab, 0.0), share))[:, 0]
+
+
+def _draw_inside(probabilities: Tensor, share: Tensor) -> Tensor:
+    """[n, 1] places at which the CDF of each row [n, BLOCK] reaches a `share` [n, 1] of its
+    total.
+    """
+    cdf = probabilities.cumsum(-1, dtype=torch.float64)
     # Rounding must not lead to the ends of the block, where tokens of probability zero may be.
     zero, total = torch.zeros_like(cdf[:, -1:]), cdf[:, -1:]
     reached = (share * total).clamp_(zero, total.nextafter(zero))
-    return (block * BLOCK + torch.searchsorted(cdf, reached, right=True))[:, 0]
+    return torch.searchsorted(cdf, reached, right=True)
+
+
+def _check_mass(total: Tensor) -> None:
+    """Raise FloatingPointError unless every row has a finite, positive mass."""
+    if not ((total > 0) & (total < math.inf)).all():
+        raise FloatingPointError(
+            "the rollout engine computed non-finite logits: the weights have diverged"
+        )
 
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:

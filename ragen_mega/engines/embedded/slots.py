@@ -85,6 +85,8 @@ class SlotTable:
         self._max_context = max_context
         self._rows = _Rows(num_slots, max_context, shape.vocab_size, dtype)
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
+        # [slots, V]; in fresh memory every step would fault in all its pages.
+        self._logits = torch.empty(num_slots, shape.vocab_size, dtype=dtype)
         self._num_slots = 0
         self.computed_tokens = 0
         """Prompt tokens computed so far; the others were in the cache."""
@@ -127,7 +129,7 @@ class SlotTable:
         # Idle rows are computed too, which changes nothing: their token is fed again when their
         # next turn comes.
         rows.length[:num_rows] += rows.running[:num_rows]
-        return self._accept(index, decoder.logits(hidden))
+        return self._accept(index, decoder.logits(hidden, out=self._logits))
 
     @torch.inference_mode()
     def prefill(
@@ -160,7 +162,7 @@ class SlotTable:
                 )
                 self._rows.length[index] = starts + counts
                 if chunk[0].is_whole:
-                    finished += self._accept(index, decoder.logits(hidden))
+                    finished += self._accept(index, decoder.logits(hidden, out=self._logits))
         return finished
 
     def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:

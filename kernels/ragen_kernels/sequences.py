@@ -1,0 +1,60 @@
+"""Objectives whose ratio or importance belongs to a whole sequence, brought back to the token
+objective by a change of its constants.
+
+The row operations see one token at a time. With o' = logprob - mean log-ratio in place of a token's
+old log-probability, the ratio exp(logprob - o') is the sequence's, and its derivative in the
+token's own logprob is that of GSPO-token (arXiv:2507.18071 eq. 14). With m' = o' - sum of (old -
+rollout) in place of its rollout log-probability, exp(o' - m') is the product of the importances of
+its sequence.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ragen_kernels.objective import MAX_LOG_RATIO, PolicyObjective, TokenTerms
+
+
+def over_sequences(
+    terms: TokenTerms,
+    current: Callable[[], Tensor],
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    objective: PolicyObjective,
+) -> TokenTerms:
+    """Terms of M tokens under which the token objective is the one over sequences.
+
+    Args:
+        terms: [M] each.
+        current: log-probabilities [M] under the current weights; only called where they are needed.
+        rows: [M] positions of the tokens, ascending.
+        cu_seqlens: [S + 1] offsets of the sequences among the positions.
+    """
+    sums = _SequenceSums(rows, cu_seqlens)
+    old, rollout = terms.old_logprobs, terms.rollout_logprobs
+    if objective.surrogate == "gspo" and old is not None:  # without them every ratio is 1
+        now = current().double()
+        log_ratio = torch.clamp(now - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        mean = sums(log_ratio) / sums(torch.ones_like(log_ratio))
+        terms = terms._replace(old_logprobs=(now - mean).to(old.dtype))
+    if objective.importance_level == "sequence":
+        base = current() if old is None else old
+        drift = sums(base.double() - rollout)
+        base = base if old is None else terms.old_logprobs
+        terms = terms._replace(rollout_logprobs=(base - drift).to(rollout.dtype))
+    return terms
+
+
+class _SequenceSums:
+    """Sums over the tokens of each sequence, without atomics: the same in every run."""
+
+    def __init__(self, rows: Tensor, cu_seqlens: Tensor) -> None:
+        ends = cu_seqlens.to(rows.dtype)
+        self.offsets = torch.searchsorted(rows, ends)  # [S + 1] among the rows
+        self.owners = torch.searchsorted(ends[1:], rows, right=True)  # [M]
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """[M] -> [M], for each token the sum over its sequence."""
+        sums = torch.segment_reduce(values, "sum", offsets=self.offsets, unsafe=True)
+        return sums[self.owners]

@@ -1,0 +1,188 @@
+"""A whole training step against TRL's GRPOTrainer: rollout, advantages, update; one turn, and five
+turns with an environment.
+
+    python tools/bench_peers.py --json out.json
+
+Same model, tokenizer, prompts, number of sampled tokens, objective, optimizer and threads. The two
+are processes that take turns, a step each, so that other load affects both alike; CPU seconds are
+valid even on a shared machine. Before the first step both compute loss and gradient of one batch;
+they must agree. TRL lives in an environment of its own, which is made where there is none.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
+from peers import Settings
+
+from ragen_mega.commands.command_line import command, flag
+from ragen_mega.config import EnvironmentConfig, StarPOConfig
+from ragen_mega.warm_start.small_model import write_small_model
+
+TOOLS = Path(__file__).parent
+ENVIRONMENT = TOOLS.parent / ".venv-trl"
+PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
+FLAGS = (
+    *OUTPUTS,
+    flag("--trl-python", f"of an environment with TRL (default: {ENVIRONMENT.name}, made here)"),
+    flag("--load", "Hugging Face checkpoint (default: the default small model, random)", type=Path),
+    flag("--groups", "initial states of a step", 8),
+    flag("--group-size", "trajectories of each", 16),
+    flag("--turns", "of a trajectory, one case each", nargs="+", type=int, default=[1, 5]),
+    flag("--max-tokens", "sampled in every turn", 61),
+    flag("--max-context", "tokens of a trajectory", 1024),
+    flag("--repeats", "whose medians count", 5),
+    flag("--threads", "of torch, each side", int(os.environ.get("OMP_NUM_THREADS", 1))),
+)
+WARMUPS = 1
+CLOSE = 1e-4
+"""Relative difference of losses and gradient norms in float32."""
+
+
+class Side:
+    """A process that trains a step when it is asked to."""
+
+    def __init__(self, python: str, side: str, settings: Path) -> None:
+        reading, writing = os.pipe()
+        script = str(TOOLS / "peers.py")
+        threads = json.loads(settings.read_text())["threads"]
+        self.log = settings.with_name(f"{side}.log")
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, script, side, str(settings), str(writing)],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=(writing,),
+                env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+            )  # fmt: skip
+        os.close(writing)
+        self._replies = os.fdopen(reading)
+
+    def reply(self) -> dict[str, float]:
+        """What it says next. Raises ValueError if it ended instead."""
+        if line := self._replies.readline():
+            return json.loads(line)
+        end = self.log.read_text(errors="replace").splitlines()[-1:]
+        raise ValueError(f"{self._process.args[2]} ended early ({' '.join(end)}); see {self.log}")
+
+    def step(self) -> dict[str, float]:
+        """Train a step; wall-clock and CPU seconds."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self.reply()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._replies.close()
+
+
+@contextlib.contextmanager
+def sides(python: str, settings: Path) -> Iterator[dict[str, Side]]:
+    """Both processes, which end with the block."""
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for side, interpreter in {"ours": sys.executable, "trl": python}.items():
+            started[side] = Side(interpreter, side, settings)
+            stack.callback(started[side].close)
+        yield started
+
+
+def measure(python: str, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
+    """One case. Raises ValueError if the two do not compute the same."""
+    file = scratch / "settings.json"
+    file.write_text(json.dumps(dataclasses.asdict(settings)))
+    with sides(python, file) as both:
+        compared = {name: side.reply() for name, side in both.items()}
+        for what in ("loss", "grad_norm"):
+            ours, theirs = (compared[name][what] for name in ("ours", "trl"))
+            if not math.isclose(ours, theirs, rel_tol=CLOSE, abs_tol=1e-6):
+                raise ValueError(
+                    f"{what} of one batch must agree within {CLOSE}, not {ours} (ours) and"
+                    f" {theirs} (TRL); the steps would not be comparable"
+                )
+        steps = {name: side.step for name, side in both.items()}
+        readings = interleave(steps, repeats, warmups=WARMUPS)
+    clocks = {
+        clock: {name: [one[clock] for one in of] for name, of in readings.items()}
+        for clock in ("wall", "cpu")
+    }
+    spreads = {
+        clock: {name: spread(values) for name, values in of.items()} for clock, of in clocks.items()
+    }
+    ratios = {clock: of["trl"]["median"] / of["ours"]["median"] for clock, of in spreads.items()}
+    return (
+        {"turns": settings.turns, "compared": compared, "ratio": ratios}
+        | spreads
+        | {"repeats": clocks}
+    )
+
+
+def trl_python(named: str | None) -> str:
+    """The Python of TRL's environment, which is made if none is named and there is none yet."""
+    python = ENVIRONMENT / "bin" / "python"
+    if named is None and not python.exists():
+        print(f"making {ENVIRONMENT} with {', '.join(PACKAGES)}", flush=True)
+        venv.create(ENVIRONMENT, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+    return named or str(python)
+
+
+def tables(report: dict[str, Any]) -> str:
+    """The report as text."""
+    rows = [
+        (
+            case["turns"],
+            name,
+            *(
+                f"{of['median']:.2f} ({of['min']:.2f} - {of['max']:.2f})"
+                for of in (case["wall"][name], case["cpu"][name])
+            ),
+            *(f"{case['ratio'][clock]:.2f}" if name == "ours" else "" for clock in ("wall", "cpu")),
+        )
+        for case in report["cases"]
+        for name in ("ours", "trl")
+    ]
+    head = ("turns", "trainer", "s / step", "CPU s / step", "TRL / ours", "by CPU seconds")
+    return (
+        f"{report['trajectories']} trajectories, {report['max_tokens']} sampled tokens a turn,"
+        f" {report['threads']} threads on {report['hardware']}\n\n" + table(head, rows)
+    )
+
+
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> None:
+    python = trl_python(arguments.trl_python)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        model = arguments.load or scratch / "model"
+        if arguments.load is None:
+            environment = EnvironmentConfig(prompt_style="compact")
+            write_small_model(StarPOConfig(environment=environment), model)
+        names = ("threads", "groups", "group_size", "max_tokens", "max_context")
+        common = {name: getattr(arguments, name) for name in names}
+        steps = WARMUPS + arguments.repeats
+        report = provenance() | common | {"trl": PACKAGES[-1], "cases": []}
+        report["trajectories"] = arguments.groups * arguments.group_size
+        for turns in arguments.turns:
+            settings = Settings(str(model), folder, turns=turns, num_steps=steps, **common)
+            report["cases"].append(measure(python, settings, scratch, arguments.repeats))
+    panels = {
+        f"seconds a step, {case['turns']} turns": case["repeats"]["wall"]
+        for case in report["cases"]
+    }
+    publish(arguments, report, tables(report), panels)
+
+
+if __name__ == "__main__":
+    main()
