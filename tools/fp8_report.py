@@ -28,7 +28,7 @@ from transformers import PretrainedConfig, Qwen2Config
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.packing import microbatch, pack
+from ragen_mega.data.packing import Part, microbatch, pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
@@ -178,7 +178,7 @@ def measure_ratios(
         batch = random_batch(num_tokens, length, hf.vocab_size, seed=0)
         jobs = {}
         for name, parallel in variants.items():
-            whole = range(batch.num_trajectories)
+            whole = Part([*range(batch.num_trajectories)], [0] * batch.num_trajectories)
             multiple = token_alignment(parallel)
             inputs = model_inputs(microbatch(batch, whole, multiple=multiple, device=device))
             jobs[name] = lambda model=models[name], inputs=inputs: step(model, inputs)

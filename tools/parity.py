@@ -1,5 +1,5 @@
-"""Run one packed batch through every parallel layout and compare it with one process and with
-transformers, in float32.
+"""Run one packed batch through every parallel layout, with shared prefixes computed once, and
+compare it with one process that computes each trajectory, and with transformers, in float32.
 
     python tools/parity.py --json parity.json
 
@@ -13,7 +13,7 @@ layouts of more processes than GPUs are left out.
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -57,12 +57,14 @@ class Layout:
     num_processes: int
     parallel: ParallelConfig
     max_tokens: int = 128
+    shared_prefixes: str = "on"
 
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("single", 1, ParallelConfig()),
+        Layout("single", 1, ParallelConfig(), shared_prefixes="off"),
+        Layout("shared", 1, ParallelConfig()),
         Layout("microbatch_of_one", 1, ParallelConfig(), max_tokens=1),
         Layout("one_microbatch", 1, ParallelConfig(), max_tokens=100_000),
         Layout("recompute_full", 1, ParallelConfig(recompute="full")),
@@ -70,6 +72,7 @@ LAYOUTS = {
         Layout("tp2_sp", 2, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
         Layout("pp2", 2, ParallelConfig(pipeline_model_parallel_size=2)),
         Layout("dp2", 2, ParallelConfig()),
+        Layout("dp2_unshared", 2, ParallelConfig(), shared_prefixes="off"),
         Layout("dp2_distributed_optimizer", 2, ParallelConfig(use_distributed_optimizer=True)),
         Layout("pp4", 4, ParallelConfig(pipeline_model_parallel_size=4)),
         Layout(
@@ -142,6 +145,29 @@ def random_trajectories(vocab_size: int, num_trajectories: int, seed: int = 0) -
     return trajectories
 
 
+def branches(trajectories: Sequence[Trajectory], seed: int = 0) -> list[Trajectory]:
+    """For each trajectory one that begins like it: a copy, its first turn alone, or one that leaves
+    it at a random token, which may be a sampled one.
+    """
+    generator, grown = torch.Generator().manual_seed(seed), []
+    for index, stem in enumerate(trajectories):
+        first = stem.turns[0]
+        end = int(torch.randint(2, len(stem), (), generator=generator))
+        end = (len(stem), first.end, end)[index % 3]
+        branch = Trajectory(stem.group_id)
+        for turn in stem.turns:
+            branch.append_observation(stem.tokens[len(branch) : min(turn.start, end)])
+            tokens = stem.tokens[turn.start : min(turn.end, end)]
+            if tokens:
+                completion = Completion(tokens, [0.0] * len(tokens), "stop")
+                branch.append_action(completion).reward = 1.0
+        if index % 3 == 2:
+            branch.append_observation([1 - stem.tokens[end] % 2, 2])
+            branch.append_action(Completion([3, 4], [0.0, 0.0], "stop")).reward = -1.0
+        grown.append(branch)
+    return grown
+
+
 @torch.no_grad()
 def transformers_logprobs(
     model: PreTrainedModel, batch: TokenBatch, temperature: float = TEMPERATURE
@@ -157,9 +183,10 @@ def transformers_logprobs(
 
 def make_batch(model: PreTrainedModel, seed: int = 0) -> TokenBatch:
     """A batch in which every term of the objective is active: ratios around 1, both signs of
-    advantage, a reference.
+    advantage, a reference. Its second half begins as the first does.
     """
-    batch = pack(random_trajectories(model.config.vocab_size, 12, seed))
+    trajectories = random_trajectories(model.config.vocab_size, 6, seed)
+    batch = pack([*trajectories, *branches(trajectories, seed)])
     generator = torch.Generator().manual_seed(seed + 1)
 
     def noise(scale: float) -> Tensor:
@@ -209,7 +236,11 @@ def run_layout(layout: Layout, directory: Path) -> None:
     torch.set_num_threads(1)
     groups = initialize(layout.parallel)
     train = TrainConfig(
-        lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=layout.max_tokens, clip_grad=CLIP_GRAD
+        lr=1e-3,
+        critic_lr=1e-3,
+        max_tokens_per_microbatch=layout.max_tokens,
+        clip_grad=CLIP_GRAD,
+        shared_prefixes=layout.shared_prefixes,
     )
     results: dict[Key, Tensor] = {}
     for architecture in ARCHITECTURES:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics
 from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
-from ragen_kernels.reference import compute_dtype
+from ragen_kernels.reference import compute_dtype, token_losses
 from ragen_kernels.sequences import over_sequences
 from ragen_kernels.vocab import (
     RowStatistics,
@@ -150,7 +150,7 @@ def linear_logprobs(
     weight: Tensor,
     labels: Tensor,
     *,
-    active: Tensor,
+    active: Tensor | None = None,
     rows: Tensor | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
@@ -165,7 +165,7 @@ def linear_logprobs(
         weight: [V/tp, H], this rank's rows of the LM head.
         labels: [T] int64 global ids.
         active: [T] bool, equal on all ranks of `group`; other rows are skipped and come back as 0.
-        rows: [M] int64, the indices of the active rows, if they are known; without them the host
+        rows: [M] int64, the indices of the active rows, in place of `active`, for which the host
             waits for the device once to learn how many they are.
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
@@ -215,17 +215,22 @@ def _logprobs_of_rows(
 
 class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, terms, objective, shard, temperature, chunks):
+    def forward(ctx, hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats):
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=compute_dtype(weight))
-        outputs = hidden.new_empty((NUM_OUTPUTS, len(labels)), dtype=d_weight.dtype)
+        outputs = hidden.new_empty((NUM_OUTPUTS, len(terms.weights)), dtype=d_weight.dtype)
         buffer = empty_rows(hidden, chunks[0].stop, len(weight))
         for part in chunks:
             rows = buffer[: part.stop - part.start]  # [C, V/tp] logits, then their gradient
             torch.mm(hidden[part], weight.T, out=rows)
-            outputs[:, part] = policy_rows_(
-                rows, labels[part], terms.at(part), objective, shard, temperature
-            )
+            settings = (objective, shard, temperature)
+            if repeats is None:
+                outputs[:, part] = policy_rows_(rows, labels[part], terms.at(part), *settings)
+            else:
+                tokens = slice(int(repeats[: part.start].sum()), int(repeats[: part.stop].sum()))
+                outputs[:, tokens] = _repeated_rows_(
+                    rows, labels[part], terms.at(tokens), repeats[part], *settings
+                )
             torch.mm(rows, weight, out=d_hidden[part])
             accumulate_matmul(d_weight, rows.T, hidden[part])
         ctx.save_for_backward(d_hidden, d_weight)
@@ -240,7 +245,40 @@ class _LinearPolicyLoss(torch.autograd.Function):
         torch.mul(d_weight, d_loss, out=scaled)
         # In bfloat16 torch would round the factor before multiplying.
         d_hidden = (d_hidden.to(d_weight.dtype) * d_loss).to(d_hidden.dtype)
-        return d_hidden, scaled, *[None] * 6
+        return d_hidden, scaled, *[None] * 7
+
+
+def _repeated_rows_(
+    logits: Tensor,
+    labels: Tensor,
+    terms: TokenTerms,
+    repeats: Tensor,
+    objective: PolicyObjective,
+    shard: VocabShard,
+    temperature: float,
+) -> Tensor:
+    """`policy_rows_` where as many tokens as `repeats` [T] says, in host memory, share a row of
+    logits and its label: one softmax for all of them, a loss for each, their gradients summed.
+    """
+    rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
+    row_of = _sharing(repeats, logits.device)
+    outputs, *derivatives = token_losses(
+        rows.logprobs[row_of], rows.entropy[row_of], terms, objective
+    )
+    summed = (
+        None if one is None else torch.zeros_like(rows.lse).index_add_(0, row_of, one)
+        for one in derivatives
+    )
+    logits_gradient(logits, logits, labels, rows, *summed, shard, temperature)
+    return outputs
+
+
+def _sharing(repeats: Tensor, device: torch.device) -> Tensor:
+    """[sum of `repeats`] the row that each token shares, on `device`."""
+    row_of = torch.arange(len(repeats)).repeat_interleave(repeats)
+    if device.type == "cuda":  # through pinned memory, so that the host does not wait
+        row_of = row_of.pin_memory().to(device, non_blocking=True)
+    return row_of
 
 
 def linear_policy_loss(
@@ -253,6 +291,7 @@ def linear_policy_loss(
     objective: PolicyObjective,
     *,
     rows: Tensor | None = None,
+    repeats: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -282,6 +321,9 @@ def linear_policy_loss(
         objective: the token objective.
         rows: [M] int64, where `weights` is not 0, if it is known; without it the host waits for the
             device once to learn how many they are.
+        repeats: [E] int64 in host memory, for tokens that share their hidden state and label.
+            Then `hidden` is [E, H], `labels` is [E], and the first `repeats[0]` of `rows` belong
+            to the first of them, and so on.
         ref_logprobs: [T], needed with `objective.kl_kind`.
         rollout_logprobs: [T], needed with `objective.importance_cap`.
         cu_seqlens: [S + 1] int offsets of the sequences, needed by an objective over them. A
@@ -298,25 +340,28 @@ def linear_policy_loss(
             objective without its log-probabilities, or on a CPU an active label out of range.
     """
     objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens)
-    stats = hidden.new_zeros((NUM_OUTPUTS, len(hidden)), dtype=torch.float32)
-    ids, hidden, labels, shard, chunks = _active_rows(
+    stats = hidden.new_zeros((NUM_OUTPUTS, len(weights)), dtype=torch.float32)
+    if rows is None:
+        rows = weights.nonzero().squeeze(1)
+    _, hidden, labels, shard, chunks = _active_rows(
         hidden,
         weight,
         labels,
-        weights.nonzero().squeeze(1) if rows is None else rows,
+        rows if repeats is None else torch.arange(len(labels), device=labels.device),
         temperature,
         (vocab_start, vocab_valid, group),
         chunk_tokens,
     )
-    terms = TokenTerms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs).at(ids)
+    terms = TokenTerms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs).at(rows)
     if objective.is_over_sequences:
 
         def current() -> Tensor:
-            return _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks)[0]
+            now = _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks)[0]
+            return now if repeats is None else now[_sharing(repeats, now.device)]
 
-        terms = over_sequences(terms, current, ids, cu_seqlens, objective)
+        terms = over_sequences(terms, current, rows, cu_seqlens, objective)
     loss, outputs = _LinearPolicyLoss.apply(
-        hidden, weight, labels, terms, objective, shard, temperature, chunks
+        hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats
     )
-    *stats, ref_kl = stats.index_copy_(1, ids, outputs.float())[1:].unbind()
+    *stats, ref_kl = stats.index_copy_(1, rows, outputs.float())[1:].unbind()
     return loss, PolicyStats(*stats, ref_kl=None if objective.kl_kind is None else ref_kl)

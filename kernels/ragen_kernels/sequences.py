@@ -28,7 +28,7 @@ def over_sequences(
     Args:
         terms: [M] each.
         current: log-probabilities [M] under the current weights; only called where they are needed.
-        rows: [M] positions of the tokens, ascending.
+        rows: [M] positions of the tokens, in any order.
         cu_seqlens: [S + 1] offsets of the sequences among the positions.
     """
     sums = _SequenceSums(rows, cu_seqlens)
@@ -51,10 +51,11 @@ class _SequenceSums:
 
     def __init__(self, rows: Tensor, cu_seqlens: Tensor) -> None:
         ends = cu_seqlens.to(rows.dtype)
-        self.offsets = torch.searchsorted(rows, ends)  # [S + 1] among the rows
+        self.order = rows.argsort()
+        self.offsets = torch.searchsorted(rows[self.order], ends)  # [S + 1] among the sorted rows
         self.owners = torch.searchsorted(ends[1:], rows, right=True)  # [M]
 
     def __call__(self, values: Tensor) -> Tensor:
         """[M] -> [M], for each token the sum over its sequence."""
-        sums = torch.segment_reduce(values, "sum", offsets=self.offsets, unsafe=True)
+        sums = torch.segment_reduce(values[self.order], "sum", offsets=self.offsets, unsafe=True)
         return sums[self.owners]

@@ -54,6 +54,7 @@ FLAGS = (
         type=float,
     ),
     flag("--environment-seconds", "of an environment for a turn", 0.01),
+    flag("--sharing", "tokens of trajectories per token computed: 1 / actor/computed_share", 1.0),
     flag(
         "--search",
         "list the layouts of these GPUs that fit, the fastest by prediction first",
@@ -236,7 +237,8 @@ def searched(
     found = []
     for seconds, one in ranked(shape, config, num_gpus, capacity * GIB, machine, play):
         phases = plan_cost.step_seconds(machine, shape, one, num_gpus, play)
-        report = examine(hf, Setting.from_config(one, num_gpus), capacity)
+        setting = Setting.from_config(one, num_gpus, sharing=play.sharing)
+        report = examine(hf, setting, capacity)
         found.append((seconds, report | {"bound_by": plan_cost.bound(phases)}))
     layouts = [report | {"predicted_seconds": seconds} for seconds, report in found]
     return {"layouts": layouts, "fits": bool(found)}, listed(found)
@@ -266,6 +268,11 @@ def check_numbers(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} must be positive and finite, not {value:g}; correct it"
             )
+    if not 1 <= arguments.sharing < float("inf"):
+        raise ValueError(
+            f"--sharing must be at least 1 and finite, not {arguments.sharing:g}: 1 computes every"
+            " token of every trajectory; correct it"
+        )
     if not 0 <= arguments.environment_seconds < float("inf"):
         raise ValueError(
             "--environment-seconds must be at least 0 and finite, not"
@@ -297,6 +304,7 @@ def main(arguments: argparse.Namespace) -> int:
         config,
         arguments.response_tokens,
         environment_seconds=arguments.environment_seconds,
+        sharing=arguments.sharing,
     )
     result, chosen, lines = {"fits": True}, config, []
     if arguments.search:
@@ -312,7 +320,8 @@ def main(arguments: argparse.Namespace) -> int:
                 f" {capacity:g} GiB each; give more GPUs or larger ones, or --search to see more"
             )
     if not arguments.search:
-        result = examine(hf, Setting.from_config(chosen, num_gpus), capacity)
+        setting = Setting.from_config(chosen, num_gpus, sharing=play.sharing)
+        result = examine(hf, setting, capacity)
         lines.append(described(result))
     if chosen:
         price, text = priced(arguments, machine, shape, chosen, num_gpus, capacity, play)

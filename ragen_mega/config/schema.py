@@ -742,7 +742,12 @@ class TrainConfig(Section):
     updates_per_rollout: Count = 1
     """Passes over the kept trajectories of a rollout (Online-k)."""
     max_tokens_per_microbatch: Count = 16384
-    """Token positions in one forward pass, at most."""
+    """Token positions that one forward pass computes, at most."""
+    shared_prefixes: Literal["auto", "on", "off"] = "auto"
+    """Compute once what trajectories of a microbatch share from their beginning: `on` wherever
+    any do, `auto` where it saves at least 3% of the positions, and never with --fp8, which rounds
+    by what else is in a tensor.
+    """
     lr: Positive = 1e-6
     """Learning rate of the policy."""
     critic_lr: Positive = 1e-5
@@ -935,6 +940,11 @@ class StarPOConfig(Section):
                 " lower --max-response-length or raise --max-context-length",
             ),
             (
+                self.train.shared_prefixes == "on" and self.parallel.fp8 != "none",
+                f"shared_prefixes on does not go with fp8 {self.parallel.fp8}, which rounds a token"
+                " by what else is in its tensor; drop --shared-prefixes or --fp8",
+            ),
+            (
                 self.checkpoint.resume and self.logging.overwrite,
                 "resume continues a run and overwrite deletes it; drop --resume or --overwrite",
             ),
@@ -1011,6 +1021,11 @@ class StarPOConfig(Section):
     def advantages_need_logprobs(self) -> bool:
         """Whether the old log-probabilities must be there before the update."""
         return self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether trajectories may share what they begin with."""
+        return self.train.shared_prefixes != "off" and self.parallel.fp8 == "none"
 
     @property
     def needs_reference(self) -> bool:

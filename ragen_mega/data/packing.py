@@ -6,15 +6,16 @@ The shift from tokens to labels happens here and nowhere else.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ragen_mega.data.distributed import balanced_split
-from ragen_mega.data.types import Microbatch, TokenBatch, Trajectory, move, offsets_of
+from ragen_mega.data.forest import Forest, PrefixOrder
+from ragen_mega.data.types import Edges, Microbatch, TokenBatch, Trajectory, move, offsets_of
 
 
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -145,34 +146,55 @@ def _balanced(items: Sequence[tuple[int, int]], max_tokens: int, fewest: int) ->
     return [[items[i][0] for i in part] for part in parts] if items else []
 
 
-def microbatch(
-    batch: TokenBatch, trajectory_ids: Sequence[int], *, multiple: int, device: torch.device
-) -> Microbatch:
-    """The given trajectories on `device`, padded to a multiple of positions."""
-    whole = pad(batch.select(trajectory_ids), multiple)
+class Part(NamedTuple):
+    """Trajectories of one microbatch."""
+
+    ids: list[int]
+    shared: list[int]
+    """First positions that each has in common with the one before it and shares with it."""
+
+
+def shared_parts(
+    order: PrefixOrder, max_tokens: int, *, rank: int = 0, num_ranks: int = 1, num_stages: int = 1
+) -> list[Part]:
+    """Divide a data-parallel rank's share of trajectories that share prefixes into microbatches of
+    at most `max_tokens` nodes, as `microbatches` does it for those that share nothing.
+
+    Ranks and microbatches are runs of the order, so that what begins alike stays together.
+    """
+    ranks = order.cut(num_ranks, order.num_nodes)
+    if rank >= len(ranks):
+        return []
+    runs = ranks[rank].cut(4 * num_stages if num_stages > 1 else 1, max_tokens)
+    return [Part(run.ids, run.shared) for run in runs]
+
+
+def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.device) -> Microbatch:
+    """The given trajectories on `device`, the model's input padded to a multiple of nodes."""
+    whole = batch.select(part.ids)
+    forest = Forest.of(whole.lengths.tolist(), part.shared, multiple=multiple)
+    nodes = torch.from_numpy(forest.sources)
+    input_ids, depths = torch.zeros(forest.num_nodes, dtype=torch.int64), forest.depths()
+    input_ids[nodes] = whole.tokens
     active = whole.loss_mask if whole.weights is None else whole.weights != 0
+    rows, sources, edges = active.nonzero().squeeze(1), None, None
+    if forest.is_shared:
+        sources = move(nodes, device)
+        base = int(whole.labels.max()) + 1
+        found = (nodes * base + whole.labels)[rows].unique(return_inverse=True, return_counts=True)
+        pairs, edge_of, repeats = found
+        edges = Edges(
+            *(move(one, device) for one in (pairs // base, pairs % base)),
+            repeats,
+            move(edge_of.sort().values, device),
+        )
+        rows = rows[edge_of.argsort(stable=True)]
     return Microbatch(
         **{name: move(value, device) for name, value in whole.tensors()},
-        host_lengths=tuple(whole.lengths.tolist()),
-        rows=move(active.nonzero().squeeze(1), device),
-    )
-
-
-def pad(batch: TokenBatch, multiple: int) -> TokenBatch:
-    """Append masked positions, as one extra trajectory, until the positions are a multiple of
-    `multiple`.
-    """
-    num_padding = -batch.num_positions % multiple
-    if num_padding == 0:
-        return batch
-    added = {"cu_seqlens": batch.cu_seqlens[-1:] + num_padding}
-    added["cu_segments"] = added["cu_seqlens"]
-    added["group_ids"] = batch.group_ids.new_full((1,), -1)
-    added["turn_ids"] = batch.turn_ids.new_full((num_padding,), -1)
-    return replace(
-        batch,
-        **{
-            name: torch.cat([value, added.get(name, value.new_zeros(num_padding))])
-            for name, value in batch.tensors()
-        },
+        forest=forest,
+        input_ids=move(input_ids, device),
+        depths=move(depths, device),
+        sources=sources,
+        rows=move(rows, device),
+        edges=edges,
     )

@@ -12,10 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ragen_mega.data.forest import Forest
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,16 +305,47 @@ class TokenBatch:
                 yield item.name, value
 
 
+class Edges(NamedTuple):
+    """The E distinct pairs of a node and a label in rows of a microbatch: what the LM head computes
+    once for all rows that have it.
+    """
+
+    nodes: Tensor  # [E] int64
+    labels: Tensor  # [E] int64
+    repeats: Tensor
+    """[E] int64, in host memory: how many rows have each."""
+    of_row: Tensor  # [M] int64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch(TokenBatch):
     """What one forward pass computes, on its device, with what the host must know about it, so that
     it never has to ask the device.
+
+    The model goes through the N nodes of `forest`: the distinct among the T positions, and padding.
     """
 
-    host_lengths: tuple[int, ...]
-    """Positions of each trajectory, padding as the last."""
+    forest: Forest
+    input_ids: Tensor  # [N] int64
+    depths: Tensor  # [N] int64, position ids of the nodes
+    sources: Tensor | None
+    """[T] int64 node of each position; None: position t is node t."""
     rows: Tensor
-    """[M] int64 positions, ascending, that have a weight; without weights those under the mask."""
+    """[M] int64 positions that have a weight (without weights those under the mask), in the order
+    of `edges`, else ascending.
+    """
+    edges: Edges | None
+    """None where no position is shared: then each row is one."""
+
+    def per_position(self, values: Tensor) -> Tensor:
+        """[N] values of nodes -> [T] of positions."""
+        if self.sources is None:
+            return values[: self.num_positions]
+        return values.index_select(0, self.sources)
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """[E] values of edges -> [M] of rows."""
+        return values if self.edges is None else values.index_select(0, self.edges.of_row)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

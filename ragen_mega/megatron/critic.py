@@ -50,16 +50,21 @@ class MegatronCritic:
         """[T] value of the state in which each label is chosen, 0 where the label was not
         sampled.
         """
-        return self.trainer.per_token(batch, lambda micro, output: output * micro.loss_mask)
+
+        def compute(micro: Microbatch, output: Tensor) -> Tensor:
+            return micro.per_position(output) * micro.loss_mask
+
+        return self.trainer.per_token(batch, compute)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """One step of clipped value regression towards `returns`. Returns its metrics."""
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            values = micro.per_position(output)
             value, is_clipped = value_loss(
-                output, micro.values, micro.returns, micro.weights, clip=self.value_clip
+                values, micro.values, micro.returns, micro.weights, clip=self.value_clip
             )
-            return value, torch.stack([value.detach().float(), is_clipped.sum()]), output.detach()
+            return value, torch.stack([value.detach().float(), is_clipped.sum()]), values.detach()
 
         sums, _, step = self.trainer.step(minibatch, loss, 2)
         mask = minibatch.loss_mask

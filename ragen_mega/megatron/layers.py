@@ -8,17 +8,21 @@ to cuDNN or flash-attn with a padding-causal mask. Its layers add `_extra_state`
 never a parameter: nothing here reads or stores it.
 """
 
+import enum
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -27,20 +31,48 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ragen_mega.data import distributed
-
-# Without cuDNN, which torch may prefer on Hopper: it builds a plan for every length, and no two
-# trajectories have the same.
-_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+from ragen_mega.data.forest import Forest
+from ragen_mega.data.types import move, offsets_of
+from ragen_mega.megatron.attention import Schedule, attend, schedule_of
 
 
 @dataclass
-class PackedLengths(PackedSeqParams):
-    """Packed trajectories whose lengths are also known on the host."""
+class PackedForest(PackedSeqParams):
+    """Packed trajectories, which may share prefixes. megatron-core takes them for one sequence: all
+    that it does with their lengths is to look up rotary embeddings, which are gathered before.
+    """
 
-    lengths: tuple[int, ...] = ()
+    forest: Forest | None = None
+
+    @classmethod
+    def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
+        """Arguments of the layers for the nodes of a forest."""
+        longest = max(len(chain.path) for chain in forest.chains)
+        whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
+        return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """How the local layers compute the attention."""
+        return schedule_of(self.forest, self.cu_seqlens_q.device)
+
+    @cached_property
+    def chains(self) -> tuple[PackedSeqParams, Tensor | None]:
+        """How Transformer Engine computes it: every chain is a sequence of queries, whose keys are
+        its whole path. With the nodes of all paths, None where they are the nodes in order.
+        """
+        chains, device = self.forest.chains, self.cu_seqlens_q.device
+        lengths = [[chain.length for chain in chains], [len(chain.path) for chain in chains]]
+        offsets = [move(offsets_of(torch.tensor(one)), device) for one in lengths]
+        packed = PackedSeqParams(
+            "thd", *offsets, max_seqlen_q=max(lengths[0]), max_seqlen_kv=max(lengths[1])
+        )
+        if lengths[0] == lengths[1]:
+            return packed, None
+        paths = torch.from_numpy(np.concatenate([chain.path for chain in chains]))
+        return packed, move(paths, device)
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -48,6 +80,7 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     num_layers = get_num_layers_to_build(config)
     if config.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer.submodules.self_attention.submodules.core_attention = EngineAttention
         return TransformerBlockSubmodules([layer] * num_layers, layer_norm=TENorm)
     return TransformerBlockSubmodules([_local_layer(config)] * num_layers, layer_norm=RMSNorm)
 
@@ -93,8 +126,38 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
 
 
+class _BottomRight(enum.Enum):
+    """Transformer Engine's mask for queries that are the last of their keys; megatron-core has no
+    name for it.
+    """
+
+    padding_causal_bottom_right = 0
+
+
+class EngineAttention(TEDotProductAttention):
+    """Transformer Engine's attention from every chain of a forest to its path."""
+
+    def forward(
+        self,
+        query: Tensor,  # [N, heads/tp, head_dim]
+        key: Tensor,  # [N, kv_heads/tp, head_dim]
+        value: Tensor,  # [N, kv_heads/tp, head_dim]
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedForest | None = None,
+    ) -> Tensor:  # [N, heads/tp * head_dim]
+        packed, paths = packed_seq_params.chains
+        if paths is not None:
+            key, value = key.index_select(0, paths), value.index_select(0, paths)
+            attn_mask_type = _BottomRight.padding_causal_bottom_right
+        return super().forward(
+            query, key, value, attention_mask, attn_mask_type, attention_bias, packed
+        )
+
+
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed trajectory, by torch's scaled_dot_product_attention."""
+    """Causal attention within packed trajectories, by torch's scaled_dot_product_attention."""
 
     def __init__(
         self,
@@ -112,26 +175,15 @@ class PackedAttention(MegatronModule):
 
     def forward(
         self,
-        query: Tensor,  # [T, heads/tp, head_dim]
-        key: Tensor,  # [T, kv_heads/tp, head_dim]
-        value: Tensor,  # [T, kv_heads/tp, head_dim]
+        query: Tensor,  # [N, heads/tp, head_dim]
+        key: Tensor,  # [N, kv_heads/tp, head_dim]
+        value: Tensor,  # [N, kv_heads/tp, head_dim]
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedLengths | None = None,
-    ) -> Tensor:  # [T, heads/tp * head_dim]
+        packed_seq_params: PackedForest | None = None,
+    ) -> Tensor:  # [N, heads/tp * head_dim]
         assert packed_seq_params is not None and attention_mask is None, (
             "packed sequences are the only data layout"
         )
-        lengths = packed_seq_params.lengths
-        outputs = []
-        with sdpa_kernel(_BACKENDS):
-            # split, because its gradient is one concatenation; with slices each trajectory would
-            # get a gradient as long as the whole pack
-            for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths)):
-                q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, dim]
-                output = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=self.scale, enable_gqa=True
-                )
-                outputs.append(output.squeeze(0).transpose(0, 1))
-        return torch.cat(outputs).flatten(1)
+        return attend(query, key, value, packed_seq_params.schedule, self.scale)

@@ -21,7 +21,7 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
-from ragen_mega.megatron.layers import PackedLengths, layer_spec
+from ragen_mega.megatron.layers import PackedForest, layer_spec
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -127,8 +127,13 @@ class QwenModel(GPTModel):
         with cpu.cuda_literals_as_cpu():
             super().setup_embeddings_and_output_layer()
 
+    def _preprocess(self, *, position_ids: Tensor, **arguments: Any) -> tuple[Any, ...]:
+        embedded, rotary, *rest = super()._preprocess(position_ids=position_ids, **arguments)
+        # those of the nodes, [N, 1, 1, head_dim]
+        return embedded, rotary.index_select(0, position_ids.squeeze(0)), *rest
+
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        return hidden_states  # [T/sp, 1, H]
+        return hidden_states  # [N/sp, 1, H]
 
     def head_weight(self) -> Tensor:
         """[V/tp, H] LM-head weight of the last stage, the embedding itself when tied."""
@@ -137,7 +142,7 @@ class QwenModel(GPTModel):
         return self.output_layer.weight
 
     def head_input(self, output: Tensor) -> Tensor:
-        """Hidden states [T, H] of all positions, with the collective in backward that a
+        """Hidden states [N, H] of all nodes, with the collective in backward that a
         column-parallel head needs.
         """
         whole = (
@@ -169,7 +174,7 @@ class ValueHead(nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel
         nn.init.zeros_(self.weight)  # an untrained critic predicts 0, the same on every rank
 
-    def forward(self, hidden: Tensor) -> Tensor:  # [T/sp, 1, H] -> [T]
+    def forward(self, hidden: Tensor) -> Tensor:  # [N/sp, 1, H] -> [N]
         values = super().forward(hidden.float())
         if self.sequence_parallel:
             values = tensor_parallel.gather_from_sequence_parallel_region(
@@ -194,20 +199,11 @@ class QwenCritic(QwenModel):
 
 def model_inputs(batch: Microbatch) -> dict[str, Any]:
     """Arguments of `QwenModel.forward` for one packed microbatch."""
-    longest = max(batch.host_lengths)
-    packed = PackedLengths(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        lengths=batch.host_lengths,
-    )
     return dict(
-        input_ids=batch.tokens.unsqueeze(0),
-        position_ids=batch.position_ids.unsqueeze(0),
+        input_ids=batch.input_ids.unsqueeze(0),
+        position_ids=batch.depths.unsqueeze(0),
         attention_mask=None,
-        packed_seq_params=packed,
+        packed_seq_params=PackedForest.of(batch.forest, batch.input_ids.device),
     )
 
 

@@ -117,17 +117,19 @@ class MegatronPolicy:
         the same pass gives both.
         """
 
-        def compute(micro: TokenBatch, output: Tensor) -> Tensor:
+        def compute(micro: Microbatch, output: Tensor) -> Tensor:
+            hidden, labels, rows = self._head_rows(micro, output)
             both = linear_logprobs(
-                self.module.head_input(output),
+                hidden,
                 self.module.head_weight(),
-                micro.labels,
+                labels,
                 temperature=self.temperature,
-                active=micro.loss_mask,
-                rows=micro.rows,
+                rows=rows,
                 **self.module.vocab_arguments(),
             )
-            return torch.stack(both, dim=-1)
+            of_rows = torch.stack([micro.per_row(one[rows]) for one in both], dim=-1)
+            found = of_rows.new_zeros(micro.num_positions, 2)
+            return found.index_copy_(0, micro.rows, of_rows)
 
         logprobs, entropies = self.trainer.per_token(batch, compute, 2).t().contiguous()
         return logprobs, entropies
@@ -148,15 +150,17 @@ class MegatronPolicy:
         """
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            hidden, labels, _ = self._head_rows(micro, output)
             value, stats = linear_policy_loss(
-                self.module.head_input(output),
+                hidden,
                 self.module.head_weight(),
-                micro.labels,
+                labels,
                 micro.old_logprobs,
                 micro.advantages,
                 micro.weights,
                 self.objective,
                 rows=micro.rows,
+                repeats=None if micro.edges is None else micro.edges.repeats,
                 ref_logprobs=micro.ref_logprobs,
                 rollout_logprobs=micro.rollout_logprobs,
                 cu_seqlens=micro.cu_seqlens,
@@ -194,15 +198,25 @@ class MegatronPolicy:
         """
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits = self.module.head_input(output)[micro.rows] @ self.module.head_weight().t()
+            hidden, labels, rows = self._head_rows(micro, output)
             logprobs, _ = logprob_entropy(
-                logits,
-                micro.labels[micro.rows],
+                hidden[rows] @ self.module.head_weight().t(),
+                labels[rows],
                 temperature=self.temperature,
                 **self.module.vocab_arguments(),
             )
-            value = -(micro.weights[micro.rows] * logprobs).sum()
+            value = -(micro.weights[micro.rows] * micro.per_row(logprobs)).sum()
             return value, value.detach().float().reshape(1), torch.zeros_like(micro.weights)
 
         sums, _, step = self.trainer.step(minibatch, loss, 1)
         return {"loss": float(sums[0])} | step | {"lr": self.trainer.lr}
+
+    def _head_rows(self, micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states and labels for the LM head, and the rows of them that it has to compute:
+        one for each edge of the microbatch.
+        """
+        hidden = self.module.head_input(output)
+        if micro.edges is None:
+            return hidden[: micro.num_positions], micro.labels, micro.rows
+        nodes, labels = micro.edges.nodes, micro.edges.labels
+        return hidden.index_select(0, nodes), labels, torch.arange(len(nodes), device=nodes.device)

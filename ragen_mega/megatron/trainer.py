@@ -27,7 +27,8 @@ from torch import Tensor
 from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.packing import microbatch, microbatches
+from ragen_mega.data.forest import PrefixOrder
+from ragen_mega.data.packing import Part, microbatch, microbatches, shared_parts
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.layers import drop_quantised_weights
@@ -36,6 +37,9 @@ from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
 
+MOST_NODES = {"on": 1.0, "auto": 0.97, "off": 0.0}
+"""Share of the positions below which the distinct ones alone are computed: a forest costs a little.
+"""
 PerToken = Callable[[Microbatch, Tensor], Tensor]
 """(microbatch, model output) -> [T] float32"""
 Loss = Callable[[Microbatch, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -62,6 +66,7 @@ class Trainer:
         self.groups = groups
         self.max_tokens = train.max_tokens_per_microbatch
         self.alignment = token_alignment(parallel)
+        self.most_nodes = MOST_NODES[train.shared_prefixes if parallel.fp8 == "none" else "off"]
         self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
         self.model = DistributedDataParallel(
             module.config,
@@ -127,7 +132,7 @@ class Trainer:
         batch = batch.by_segment()
         self.memory.require("parameters")
         result = torch.zeros(batch.num_positions, *columns)
-        parts = self._share(batch)
+        parts = self._parts(batch)
         if parts:
             self.model.eval()
             micros = self._microbatches(batch, parts)
@@ -164,18 +169,19 @@ class Trainer:
             num_trajectories=batch.num_trajectories,
         )
         batch = batch.with_fields(weights=weights).by_segment()
-        parts = self._share(batch)
+        parts = self._parts(batch)
         # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
         if not parts:
             batch = batch.with_fields(weights=torch.zeros(batch.num_positions))
-        micros = self._microbatches(batch, parts or [[0]])
+        micros = self._microbatches(batch, parts or [Part([0], [0])])
         # without scales the small gradients of the first pass would be zeros in FP8
         if self._lacks_gradient_scales:
             self._run(micros[:1], loss, forward_only=False)
             self.model.zero_grad_buffer()
             self._lacks_scales = self._lacks_gradient_scales = False
         results = self._run(micros, loss, forward_only=False)
-        totals, square, values = self._exchange(batch, parts, results, num_metrics)
+        nodes = sum(micro.forest.num_nodes - micro.forest.padding for micro in micros)
+        totals, square, nodes, values = self._exchange(batch, parts, results, nodes, num_metrics)
         norm = math.nan
         # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
         # float32 and bfloat16 do not. With a norm whose square overflows in float32, clipping would
@@ -186,7 +192,11 @@ class Trainer:
         return (
             totals,
             values.float(),
-            {"grad_norm": float(norm), "skipped": float(not math.isfinite(norm))},
+            {
+                "grad_norm": float(norm),
+                "skipped": float(not math.isfinite(norm)),
+                "computed_share": float(nodes) / batch.num_positions,
+            },
         )
 
     def gradients(self) -> dict[str, Tensor]:
@@ -208,39 +218,53 @@ class Trainer:
         return self.module.post_process and self.groups.tp.rank() == 0
 
     def _exchange(
-        self, batch: TokenBatch, parts: list[list[int]], results: list[Any], num_metrics: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Metric sums [M], the square of the gradient norm [1] and the values [T] of a pass,
-        exchanged among all ranks. The host waits for the device once.
+        self, batch: TokenBatch, parts: list[Part], results: list[Any], nodes: int, num_metrics: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Metric sums [M], the square of the gradient norm [1], the number of nodes [1] and the
+        values [T] of a pass, exchanged among all ranks. The host waits for the device once.
         """
         found = self._squared_norm()
         index = torch.tensor([num_metrics])
         if self._reports and parts:
             sums = torch.stack([sums for sums, _ in results]).double().sum(0)
             positions, values = _joined(batch, parts, [values for _, values in results])
-            found = torch.cat([sums, found, values.double()])
-            index = torch.cat([torch.arange(num_metrics + 1), num_metrics + 1 + positions])
-        whole = torch.zeros(num_metrics + 1 + batch.num_positions, dtype=torch.float64)
+            found = torch.cat([sums, found, found.new_full((1,), nodes), values.double()])
+            index = torch.cat([torch.arange(num_metrics + 2), num_metrics + 2 + positions])
+        whole = torch.zeros(num_metrics + 2 + batch.num_positions, dtype=torch.float64)
         whole[index] = found.cpu()
-        return distributed.sum_over_ranks(whole).split([num_metrics, 1, batch.num_positions])
+        return distributed.sum_over_ranks(whole).split([num_metrics, 1, 1, batch.num_positions])
 
-    def _share(self, batch: TokenBatch) -> list[list[int]]:
-        """Trajectory ids of this data-parallel rank's microbatches."""
-        share = distributed.balanced_split(batch.lengths.tolist(), self.groups.dp.size())[
-            self.groups.dp.rank()
-        ]
-        return microbatches(batch, self.max_tokens, share, num_stages=self.groups.pp.size())
+    def count_nodes(self, batch: TokenBatch) -> int:
+        """Positions that this data-parallel rank computes in a pass over the batch."""
+        batch = batch.by_segment()
+        return sum(
+            int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in self._parts(batch)
+        )
 
-    def _microbatches(self, batch: TokenBatch, parts: list[list[int]]) -> list[Microbatch]:
+    def _parts(self, batch: TokenBatch) -> list[Part]:
+        """This data-parallel rank's microbatches."""
+        dp, stages = self.groups.dp, self.groups.pp.size()
+        rank, size = dp.rank(), dp.size()
+        if self.most_nodes:
+            order = PrefixOrder.of(batch.tokens, batch.cu_seqlens)
+            if order.num_nodes < self.most_nodes * batch.num_positions:
+                return shared_parts(
+                    order, self.max_tokens, rank=rank, num_ranks=size, num_stages=stages
+                )
+        share = distributed.balanced_split(batch.lengths.tolist(), size)[rank]
+        parts = microbatches(batch, self.max_tokens, share, num_stages=stages)
+        return [Part(ids, [0] * len(ids)) for ids in parts]
+
+    def _microbatches(self, batch: TokenBatch, parts: list[Part]) -> list[Microbatch]:
         """The microbatches of one pass. In a pipeline all have one size: stages then need not
         exchange shapes, and they wait for the longest anyway.
         """
         multiple = self.alignment
         if self.groups.pp.size() > 1:
-            longest = max(int(batch.lengths[ids].sum()) for ids in parts)
+            longest = max(int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in parts)
             multiple = -(-longest // multiple) * multiple
         device = distributed.device()
-        return [microbatch(batch, ids, multiple=multiple, device=device) for ids in parts]
+        return [microbatch(batch, part, multiple=multiple, device=device) for part in parts]
 
     def _run(
         self,
@@ -268,7 +292,7 @@ class Trainer:
             data_iterator=iter(micros),
             model=[self.model],
             num_microbatches=len(micros),
-            seq_length=micros[0].num_positions,  # of all, where stages exchange them
+            seq_length=micros[0].forest.num_nodes,  # of all, where stages exchange them
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -300,12 +324,11 @@ class Trainer:
 
 
 def _joined(
-    batch: TokenBatch, parts: Sequence[Sequence[int]], values: Sequence[Tensor]
+    batch: TokenBatch, parts: Sequence[Part], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Batch positions of all microbatches' trajectories, and their values, without padding."""
-    positions = [batch.positions(ids) for ids in parts]
-    real = [one[: len(at)].float() for at, one in zip(positions, values)]
-    return torch.cat(positions), torch.cat(real)
+    """Batch positions of all microbatches' trajectories, and their values."""
+    positions = [batch.positions(part.ids) for part in parts]
+    return torch.cat(positions), torch.cat(values).float()
 
 
 def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -58,9 +58,15 @@ def layouts(shape: ModelShape, config: StarPOConfig, num_ranks: int) -> Iterator
         yield replace(config, parallel=parallel, rollout=rollout, train=train)
 
 
-def fits(shape: ModelShape, config: StarPOConfig, num_ranks: int, gpu_bytes: float) -> bool:
+def fits(
+    shape: ModelShape,
+    config: StarPOConfig,
+    num_ranks: int,
+    gpu_bytes: float,
+    sharing: float = 1.0,
+) -> bool:
     """Whether every phase fits into `gpu_bytes`, and the host's part into `HOST_GIB` per GPU."""
-    setting = Setting.from_config(config, num_ranks)
+    setting = Setting.from_config(config, num_ranks, sharing=sharing)
     peak = max(sum(terms.values()) for terms in plan(shape, setting).values())
     return peak <= gpu_bytes and host_bytes(shape, setting) <= HOST_GIB * GIB
 
@@ -83,7 +89,7 @@ def ranked(
         seconds = sum(sum(terms.values()) for terms in phases.values())
         timed.append((seconds, position, one))
     for seconds, _, one in sorted(timed, key=lambda item: item[:2]):
-        if fits(shape, one, num_ranks, gpu_bytes):
+        if fits(shape, one, num_ranks, gpu_bytes, play.sharing):
             yield seconds, one
 
 

@@ -2,7 +2,8 @@
 integers.
 
 Parameters, gradients and optimizer state are exact, as megatron-core's buffers lay them out.
-Activations are what its local layers save for the backward pass, within 3% of what autograd holds;
+Activations are what its local layers save for the backward pass, within 3% of what autograd holds
+(on a CPU more: short trajectories gather keys into a copy, see `megatron/attention.py`);
 Transformer Engine saves less: no float32 copies in norms, 3 instead of 5 widths in SwiGLU, no
 rotary tables, with FP8 one byte for inputs of linear layers. What CUDA, NCCL and SGLang need
 besides is assumed. Tensor and sequence parallelism: arXiv:2205.05198; in flight under 1F1B:
@@ -61,9 +62,11 @@ class Setting:
     """Its linear weights in FP8."""
     weights_on_host: bool = False
     """A copy of the engine's weights in host memory."""
+    sharing: float = 1.0
+    """Tokens of trajectories per position that is computed."""
 
     @classmethod
-    def from_config(cls, config: StarPOConfig, num_ranks: int) -> Setting:
+    def from_config(cls, config: StarPOConfig, num_ranks: int, *, sharing: float = 1.0) -> Setting:
         """That of a run on `num_ranks` GPUs. Raises ValueError if the layout does not fit them."""
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
@@ -80,6 +83,7 @@ class Setting:
             engine_fp8=rollout.rollout_fp8,
             weights_on_host=rollout.rollout_engine == "sglang"
             and rollout.weight_transfer == "file",
+            sharing=sharing if config.shares_prefixes else 1.0,
         )
 
     @property
@@ -191,6 +195,8 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         # gate and up, silu(gate), a copy of up, their product
         "mlp": 5 * shape.ffn_size // tp * item,
     }
+    if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
+        parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if shape.family.has("self_attention.q_layernorm.weight"):
         parts["query and key norms"] = (queries + keys) * (FP32 + item) + (
             shape.num_heads + shape.num_kv_heads

@@ -336,6 +336,8 @@ class Play:
     spread: float = SPREAD
     environment_seconds: float = 0.01
     """Seconds of the environment per turn."""
+    sharing: float = 1.0
+    """Tokens of the trajectories of a pass per token that it computes."""
 
     def lengths(self, count: int) -> list[float]:
         """Tokens of `count` turns with the given mean: even quantiles of a log-normal distribution
@@ -478,11 +480,10 @@ def step_seconds(
 
     def micros(trajectories: float) -> dict[str, float]:
         of_rank = max(1.0, trajectories / cut.dp)
-        count = max(
-            of_rank * play.length / setting.max_tokens, min(4 * cut.pp, of_rank) * (cut.pp > 1)
-        )
+        computed = of_rank * play.length / (play.sharing if config.shares_prefixes else 1.0)
+        count = max(computed / setting.max_tokens, min(4 * cut.pp, of_rank) * (cut.pp > 1))
         count = math.ceil(max(1.0, count))
-        return {"tokens": of_rank * play.length / count, "length": play.length, "micros": count}
+        return {"tokens": computed / count, "length": play.length, "micros": count}
 
     forward = {"backward": 0.0, **micros(trained)}
     needs_old = config.loss.old_logprobs == "recompute" or (

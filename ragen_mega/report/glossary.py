@@ -45,6 +45,7 @@ GLOSSARY = {
     " as a constant.",
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",
     "critic/skipped": "Share of updates that were skipped as not finite.",
+    "critic/computed_share": "Share of the tokens that updates computed; the others were shared.",
     "critic/lr": "Learning rate of the critic.",
     "actor/loss": "Clipped surrogate with its entropy and KL terms.",
     "actor/entropy": "Entropy of the policy, nats a token. A collapse or a jump is a sign of the"
@@ -62,9 +63,11 @@ GLOSSARY = {
     "actor/grad_norm": "Norm of the actor's gradient before clipping. A spike after entropy has"
     " moved is a sign that the run is lost.",
     "actor/skipped": "Share of updates that were skipped as not finite.",
+    "actor/computed_share": "Share of the tokens that updates computed; the others were shared.",
     "actor/lr": "Learning rate of the actor.",
     "update/nonfinite": "Updates whose loss or gradient was not finite; they changed nothing.",
     "update/tokens_per_second": "Tokens a second that advantages and updates went through.",
+    "update/computed_tokens_per_second": "Of them those that the actor's updates computed.",
     "time/*": "Seconds of this part of the step, without parts inside it.",
     "time/step": "Seconds of the whole step.",
     "time/sync_seconds": "Seconds in which weights moved to the engine.",

@@ -101,6 +101,8 @@ def build(config: StarPOConfig) -> Run:
     placement = PLACEMENTS[config.parallel.placement](config.parallel.offload, timers.timed)
     policy, critic = build_models(config, hf, groups, start, placement)
     console.say(f"model: {precision.describe(policy.module.config)}")
+    if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
+        console.say("shared prefixes: computed for each trajectory, as always with FP8")
     run = Run(
         config=config,
         policy=policy,

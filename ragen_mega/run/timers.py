@@ -66,7 +66,9 @@ class Timers:
             )
             metrics.add("rollout", tokens_per_second=self.sampled_tokens / rollout)
         if self.trained_tokens:
-            metrics.add("update", tokens_per_second=self.trained_tokens / training)
+            rate = self.trained_tokens / training
+            share = metrics.result().get("actor/computed_share", 1.0)
+            metrics.add("update", tokens_per_second=rate, computed_tokens_per_second=share * rate)
         metrics.add("time", seconds, step=sum(seconds.values()))
         self._seconds, self.sampled_tokens, self.trained_tokens = {}, 0, 0
 

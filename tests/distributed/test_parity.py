@@ -15,6 +15,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 
 FAST = (
+    "shared",
     "microbatch_of_one",
     "pp2",
     "dp2_distributed_optimizer",
@@ -74,6 +75,7 @@ def test_layouts_of_more_processes_than_gpus_are_left_out_or_refused(
 ) -> None:
     assert parity.choose_layouts(None, 0) == list(parity.LAYOUTS)[1:]
     assert parity.choose_layouts(None, 1) == [
+        "shared",
         "microbatch_of_one",
         "one_microbatch",
         "recompute_full",

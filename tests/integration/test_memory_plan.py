@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.packing import microbatch, pack
+from ragen_mega.data.packing import Part, microbatch, pack
+from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
@@ -20,7 +21,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.memory_plan import Setting, activations, state_of
 from ragen_mega.models.shape import ModelShape
 from tests.support.forked_ranks import on_ranks
-from tools.parity import make_batch, random_model, random_trajectories
+from tools.parity import make_batch, random_model
 
 SHAPES = Path(__file__).parents[2] / "ragen_mega/models/model_shapes.json"
 # parameters without a second copy of tied embeddings, as the model cards and checkpoint files count
@@ -110,8 +111,13 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     groups = initialize(parallel)
     model = build_policy_model(hf, transformer_config(hf, parallel), groups)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    batch = pack(random_trajectories(hf.vocab_size, 16))
-    batch = microbatch(batch, range(16), multiple=2, device=torch.device("cpu"))
+    # so long that each is a call of attention by itself, as all are on a GPU
+    trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]
+    for one in trajectories:
+        one.loss_mask, one.rollout_logprobs = [False] * 300, [0.0] * 300
+    batch = microbatch(
+        pack(trajectories), Part([0, 1, 2], [0] * 3), multiple=2, device=torch.device("cpu")
+    )
     kept, storages = [], {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +129,7 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
         model(**model_inputs(batch))
     return (
         sum(size for address, size in storages.items() if address not in parameters),
-        batch.num_positions,
+        batch.forest.num_nodes,
     )
 
 

@@ -383,6 +383,26 @@ def test_passes_over_a_rollout_and_minibatches(start: Path, tmp_path: Path) -> N
         assert len(orders) > 4, "every pass is shuffled anew"
 
 
+def test_shared_prefixes_change_no_number(start: Path, tmp_path: Path) -> None:
+    """Three steps of the same recipe. Adam divides a gradient by its own size, so that a rounding
+    moves a weight whose gradient is one by as much as the learning rate; hence the tolerance.
+    """
+    off, on = (
+        Watched(start, tmp_path, "--num-steps", "3", "--shared-prefixes", way)
+        for way in ("off", "on")
+    )
+    for model in ("actor", "critic"):
+        key = f"{model}/computed_share"
+        assert all(row[key] == 1 for row in off.rows) and all(0 < row[key] < 1 for row in on.rows)
+        assert all(labels(off.of(model, step)) == labels(on.of(model, step)) for step in range(3))
+    for step, (row, truth) in enumerate(zip(on.rows, off.rows, strict=True)):
+        for key, value in truth.items():
+            if key.startswith(("actor/", "critic/", "rollout/")) and not key.endswith(
+                ("computed_share", "tokens_per_second")
+            ):
+                assert row[key] == pytest.approx(value, rel=1e-3, abs=1e-5), (step, key)
+
+
 OLD_LOGPROBS = (
     # flags, optimizer steps, which old log-probabilities they saw
     ("--minibatch-size 16", 1, "none"),

@@ -25,6 +25,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe
 from ragen_mega.megatron.weights import export_weights
 from ragen_mega.models.huggingface import random_weights
+from tools.parity import branches, random_trajectories
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,9 +65,18 @@ def build() -> Iterator[Build]:
     weights = {name: _with_random_biases(random_weights(hf, seed=3)) for name, hf in MODELS.items()}
 
     def make(
-        architecture: str, parallel: ParallelConfig, role: type = MegatronPolicy, **options: Any
+        architecture: str,
+        parallel: ParallelConfig,
+        role: type = MegatronPolicy,
+        shared_prefixes: str = "auto",
+        **options: Any,
     ) -> Any:
-        train = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=700)
+        train = TrainConfig(
+            lr=1e-3,
+            critic_lr=1e-3,
+            max_tokens_per_microbatch=700,
+            shared_prefixes=shared_prefixes,
+        )
         if role is MegatronPolicy:
             options = {"temperature": 0.9} | options
         model = role(
@@ -159,6 +169,30 @@ def test_gradients_agree(build: Build, batch: TokenBatch, architecture: str) -> 
     rounding = distance(local, truth)
     assert 0 < rounding < 0.2 and distance(engine, truth) < 1.5 * rounding
     assert norms[2] == pytest.approx(norms[0], rel=0.05)
+
+
+def test_shared_prefixes_cost_no_more_than_rounding(build: Build) -> None:
+    """Every chain of a forest attends to its path; truth and measure compute each trajectory."""
+    stems = random_trajectories(SIZES["vocab_size"], 9)
+    batch = pack([*stems, *branches(stems)])
+    noise = torch.randn(batch.num_positions, generator=torch.Generator().manual_seed(1))
+    batch = batch.with_fields(
+        old_logprobs=batch.loss_mask * -6.9, advantages=noise * batch.loss_mask
+    )
+    models = [
+        build("qwen2", layout, shared_prefixes=way)
+        for layout, way in ((FLOAT32, "off"), (LOCAL, "off"), (ENGINE, "on"), (LOCAL, "on"))
+    ]
+    truth, *others = (model.logprobs(batch) for model in models)
+    rounding, *errors = ((one - truth).abs() for one in others)
+    for error in errors:
+        assert float(error.mean()) < 1.5 * float(rounding.mean())
+        assert float(error.max()) < 2 * float(rounding.max())
+    shares = [model.update(batch)["computed_share"] for model in models]
+    assert shares[:2] == [1, 1] and max(shares[2:]) < 0.8
+    exact, measure, *found = map(gradients, models)
+    for one in found:
+        assert distance(one, exact) < 1.5 * distance(measure, exact)
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -190,6 +190,31 @@ def test_a_retained_graph_gives_its_gradients_again(backend):
     assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_tokens_may_share_a_row(backend, name):
+    """Several tokens behind one hidden state and label, in an order of their own."""
+    drawn, objective = make_case(21, 301, 16, seed=3, active=1.0), OBJECTIVES[name]
+    repeats = torch.tensor([3, 1, 6, 1, 1, 7, 2])
+    row_of = torch.arange(7).repeat_interleave(repeats)
+    rows = torch.randperm(21, generator=torch.Generator().manual_seed(0))
+    shared = replace(drawn, hidden=drawn.hidden[:7], labels=drawn.labels[:7])
+    hidden, labels = torch.empty_like(drawn.hidden), torch.empty_like(drawn.labels)
+    hidden[rows], labels[rows] = shared.hidden[row_of], shared.labels[row_of]
+    truth = unfused_truth(replace(drawn, hidden=hidden, labels=labels), objective)
+    inputs = shared.to(backend.device, backend.dtype)
+    leaves = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    loss, stats = linear_policy_loss(
+        *leaves, inputs.labels, *inputs.constants, objective, rows=rows.to(backend.device),
+        repeats=repeats, temperature=drawn.temperature, chunk_tokens=3, **inputs.terms,
+    )  # fmt: skip
+    assert relative_error(loss, truth.loss) < backend.tolerance
+    gradients = torch.autograd.grad(loss, leaves)
+    d_hidden = torch.zeros(7, 16).double().index_add_(0, row_of, truth.d_hidden[rows])
+    assert relative_error(gradients[0].double(), d_hidden) < backend.tolerance
+    assert relative_error(gradients[1].double(), truth.d_weight) < backend.tolerance
+    assert_stats(stats, truth.stats, max(1e-6, backend.tolerance))
+
+
 def test_linear_logprobs_skips_inactive_rows(backend):
     case = make_case(21, 301, 16, seed=8, vocab_valid=290)
     truth, active = unfused_truth(case, PolicyObjective()), case.weights != 0

@@ -276,6 +276,8 @@ class TestRunLogger:
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_SILENT", "true")
 
+        table_files = "wandb/offline-run-*/files/media/table/trajectories"
+
         def play(step, **flags):
             run = logger(tmp_path / "a", wandb_project="starpo", **flags)
             run.write_config({"train": {"lr": 0.5}}, {"first_step": step})
@@ -283,7 +285,7 @@ class TestRunLogger:
             run.log(step, {"actor/loss": 0.25})
             name, settings = wandb.run.id, wandb.run.config["train"]
             run.close()
-            (file,) = (tmp_path / "a").glob(f"wandb/*/files/media/table/trajectories/lake_{step}_*")
+            file = max((tmp_path / "a").glob(f"{table_files}/lake_*.table.json"))  # the latest
             table = json.loads(file.read_text())
             assert table["columns"] == ["prompt", "text"] and table["data"][1] == [8, "Down"]
             assert settings == {"lr": 0.5}

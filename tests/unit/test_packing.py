@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragen_mega.data.packing import microbatch, microbatches, minibatches, pack, pad
+from ragen_mega.data.packing import Part, microbatch, microbatches, minibatches, pack
 from ragen_mega.data.types import Completion, Trajectory
 
 
@@ -70,14 +70,10 @@ def test_turns_of_ragged_trajectories() -> None:
     assert not pack([trajectories[-2]]).loss_mask.any()
 
 
-def test_select_and_pad_keep_the_trajectories() -> None:
+def test_select_keeps_the_trajectories() -> None:
     batch = pack(ragged(9))
     chosen = batch.select([4, 1])
     assert torch.equal(chosen.labels, batch.labels[batch.positions([4, 1])])
-    padded = pad(chosen, 16)
-    assert padded.num_positions % 16 == 0 and padded.num_trajectories == 3
-    assert not padded.loss_mask[chosen.num_positions :].any()
-    assert torch.equal(padded.select([0, 1]).tokens, chosen.tokens)
 
 
 def test_microbatches_cover_each_trajectory_once_within_budget() -> None:
@@ -109,11 +105,18 @@ def test_a_microbatch_says_what_the_host_must_know() -> None:
     sampled = batch.positions([4])
     weights[sampled[batch.loss_mask[sampled]][0]] = 0.0
     for one, active in ((batch, batch.loss_mask), (batch.with_fields(weights=weights), weights)):
-        micro = microbatch(one, [4, 1], multiple=16, device=torch.device("cpu"))
+        part = Part([4, 1], [0, 0])
+        micro = microbatch(one, part, multiple=16, device=torch.device("cpu"))
         chosen = one.select([4, 1])
-        assert list(micro.host_lengths) == micro.lengths.tolist()
-        assert micro.host_lengths[:2] == tuple(chosen.lengths.tolist())
-        assert sum(micro.host_lengths) == micro.num_positions == 16
+        lengths = [len(chain.path) for chain in micro.forest.chains]
+        assert lengths[:2] == chosen.lengths.tolist() and len(lengths) == 3
+        assert sum(lengths) == micro.forest.num_nodes == len(micro.input_ids) == 16
+        assert torch.equal(micro.input_ids[: len(chosen.tokens)], chosen.tokens)
+        assert (
+            micro.sources is micro.edges is None
+            and not micro.input_ids[chosen.num_positions :].any()
+        )
+        assert micro.depths.tolist() == [depth for length in lengths for depth in range(length)]
         assert torch.equal(micro.rows, active[one.positions([4, 1])].nonzero().squeeze(1))
 
 

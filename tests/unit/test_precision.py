@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen2Config
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data.packing import pack, pad
-from ragen_mega.data.types import Completion, TokenBatch, Trajectory
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, Microbatch, TokenBatch, Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.layers import layer_spec
@@ -317,7 +317,7 @@ def test_padding_for_fp8_changes_neither_loss_nor_gradients(models) -> None:
     for exact, padded in zip(models(), models()):
         assert exact.trainer.alignment == 1
         padded.trainer.alignment = 32
-        sizes = [len(micro.tokens) for micro in _microbatches(padded.trainer, batch)]
+        sizes = [len(micro.input_ids) for micro in _microbatches(padded.trainer, batch)]
         assert all(size % 32 == 0 for size in sizes) and sum(sizes) > batch.num_positions
         read = "logprobs" if isinstance(exact, MegatronPolicy) else "values"
         # forward and backward, each result as far from the exact one as the other
@@ -340,24 +340,8 @@ def test_padding_for_fp8_changes_neither_loss_nor_gradients(models) -> None:
             torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=atol)
 
 
-def _microbatches(trainer, batch: TokenBatch) -> list[TokenBatch]:
-    return trainer._microbatches(batch, trainer._share(batch))
-
-
-def test_padding_is_one_more_trajectory_without_weight() -> None:
-    batch = ragged_batch()
-    padded = pad(batch.with_fields(weights=torch.ones(batch.num_positions)), 128)
-    added = slice(batch.num_positions, None)
-    assert padded.num_positions % 128 == 0 and padded.num_trajectories == batch.num_trajectories + 1
-    assert (
-        not padded.loss_mask[added].any()
-        and not padded.weights[added].any()
-        and padded.group_ids[-1] == -1
-    )
-    assert (
-        int(padded.cu_seqlens[-1]) == padded.num_positions
-    )  # attention of packed sequences leaves no token out
-    assert padded.cu_seqlens.dtype == torch.int32
+def _microbatches(trainer, batch: TokenBatch) -> list[Microbatch]:
+    return trainer._microbatches(batch, trainer._parts(batch))
 
 
 def test_a_pass_that_only_finds_scales_leaves_no_trace(models) -> None:

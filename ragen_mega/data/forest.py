@@ -1,0 +1,146 @@
+"""Trajectories that begin with the same tokens, as a forest in which every distinct position exists
+once.
+
+A position is what the model computes for a token behind all tokens before it, so it is the same in
+every trajectory that begins with the same tokens. Sorted by their tokens, each trajectory shares
+with the one before it as much as with any before it: it adds a chain of nodes below a path that is
+already there. Nodes are numbered in that order, which is depth first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOrder:
+    """Trajectories in the order of their tokens."""
+
+    ids: list[int]
+    lengths: list[int]
+    """Positions of each."""
+    shared: list[int]
+    """First positions that each has in common with the one before it."""
+
+    @classmethod
+    def of(cls, tokens: Tensor, cu_seqlens: Tensor) -> "PrefixOrder":
+        """Of trajectories packed in `tokens` [T] with offsets `cu_seqlens` [S + 1], on the host."""
+        values = tokens.numpy().astype(">u4")  # whose bytes sort as the numbers do
+        texts = [values[start:end] for start, end in pairwise(cu_seqlens.tolist())]
+        ids = sorted(range(len(texts)), key=lambda i: texts[i].tobytes())
+        shared = [_common(texts[before], texts[after]) for before, after in pairwise(ids)]
+        return cls(ids, [len(texts[i]) for i in ids], [0, *shared])
+
+    @property
+    def num_nodes(self) -> int:
+        """Distinct positions."""
+        return sum(self.lengths) - sum(self.shared)
+
+    def cut(self, num_parts: int, max_nodes: int) -> list["PrefixOrder"]:
+        """Cut into `num_parts` runs, or as many more as it takes to have at most `max_nodes`
+        distinct positions in each, of sizes as equal as possible.
+
+        What the two sides of a cut share is in both. A trajectory longer than `max_nodes` is a run
+        of its own; there are fewer runs where there are not enough different trajectories.
+        """
+        most = max(len(self._starts(max_nodes)), num_parts)
+        if most == 1:
+            return [self]
+        low, high = 1, max_nodes
+        while low < high:
+            middle = (low + high) // 2
+            if len(self._starts(middle)) <= most:
+                high = middle
+            else:
+                low = middle + 1
+        starts = self._starts(low)
+        return [
+            PrefixOrder(self.ids[a:b], self.lengths[a:b], [0, *self.shared[a + 1 : b]])
+            for a, b in pairwise([*starts, len(self.ids)])
+        ]
+
+    def _starts(self, max_nodes: int) -> list[int]:
+        """First places of runs that hold as much as `max_nodes` allows."""
+        starts, used = [], 0
+        for place, (length, shared) in enumerate(zip(self.lengths, self.shared)):
+            used += length - shared
+            if place == 0 or (used > max_nodes and length > shared):
+                starts.append(place)
+                used = length
+        return starts
+
+
+def _common(first: np.ndarray, second: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    shortest = min(len(first), len(second))
+    differs = first[:shortest] != second[:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+class Chain(NamedTuple):
+    """The nodes `start` to `start + length` - 1, each the child of the one before."""
+
+    start: int
+    length: int
+    path: np.ndarray
+    """[depth of the last + 1] nodes from the root to the last one."""
+
+    @property
+    def shared(self) -> int:
+        """Nodes of its path that belong to chains before it."""
+        return len(self.path) - self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """N distinct positions of T positions of trajectories, depth first. In host memory."""
+
+    chains: list[Chain]
+    sources: np.ndarray
+    """[T] node of each position."""
+    ends: np.ndarray
+    """[N] the node behind all descendants: i attends to j if j <= i < ends[j]."""
+    padding: int
+    """The last nodes, which stand for no position."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], shared: Sequence[int], *, multiple: int = 1) -> "Forest":
+        """The forest of trajectories in the order of a `PrefixOrder`, with padding as a further
+        tree up to a multiple of nodes.
+        """
+        num_nodes = sum(lengths) - sum(shared)
+        padding = -num_nodes % multiple
+        sources = np.empty(sum(lengths) + padding, np.int64)
+        ends = np.empty(num_nodes + padding, np.int64)
+        chains: list[Chain] = []
+        path, offset, start = sources[:0], 0, 0
+        for length, common in [*zip(lengths, shared), *[(padding, 0)] * bool(padding)]:
+            ends[path[common:]] = start
+            before, path = path, sources[offset : offset + length]
+            path[:common] = before[:common]
+            path[common:] = np.arange(start, start + length - common)
+            if length > common:
+                chains.append(Chain(start, length - common, path))
+            offset, start = offset + length, start + length - common
+        ends[path] = start
+        return cls(chains, sources[: len(sources) - padding], ends, padding)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.ends)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any node stands for several positions."""
+        return len(self.sources) > self.num_nodes - self.padding
+
+    def depths(self) -> Tensor:
+        """[N] int64 nodes above each."""
+        return torch.from_numpy(
+            np.concatenate([np.arange(chain.shared, len(chain.path)) for chain in self.chains])
+        )

@@ -1,0 +1,171 @@
+"""Attention over a forest: every node attends to its path from the root, itself included.
+
+In depth-first order the path of a node is inside any run of nodes that contains it, but for the
+path to the run's first node. So the nodes are cut into runs, whose keys are that path and the run
+itself, and runs of like size are one call of torch's attention with a mask. Where a trajectory that
+begins at a root is long, it is a causal call of its own. Transformer Engine's kernels know no such
+mask: there every chain of nodes is a sequence of queries whose keys are its whole path
+(`layers.EngineAttention`).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ragen_mega.data.forest import Forest
+from ragen_mega.data.types import move
+
+# Without cuDNN, which torch may prefer on Hopper: it builds a plan for every length, and no two
+# trajectories have the same.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+RUN = 32
+"""Nodes of a run, at least; the queries that torch's CPU kernel takes at a time."""
+PATH_PER_RUN = 8
+"""A run is at least 1/8 as long as the path to it, so that keys are gathered 9 times at most."""
+WHOLE = {"cpu": 256, "cuda": 1}
+"""Nodes from which a trajectory that begins at a root is attended to by itself. On CUDA all are:
+its kernels take no mask where queries are grouped, and torch's plain attention is slow.
+"""
+LIKE = 0.85
+"""Keys that a run in a call must have, as a share of those of the largest."""
+
+
+class Run(NamedTuple):
+    """Consecutive nodes `start` to `stop` - 1 and the path to the first of them."""
+
+    start: int
+    stop: int
+    path: np.ndarray
+    size: int
+    """Queries that it is padded to; 0 for a causal call without a path."""
+
+
+class Call(NamedTuple):
+    """Runs that one call of attention computes."""
+
+    runs: int
+    queries: int
+    """Of each run, with padding."""
+    keys: int
+    """Of each run, with padding."""
+    mask: Tensor | None  # [runs, 1, queries, keys] float32, None: causal
+
+
+class Schedule(NamedTuple):
+    """How the attention of a forest is computed, on its device."""
+
+    calls: list[Call]
+    queries: Tensor | None
+    """Node of every query, call by call; None: they are in order."""
+    keys: Tensor | None
+    """Node of every key, call by call; None: they are in order."""
+    outputs: Tensor | None  # [N] place of each node among the queries
+
+
+def runs_of(forest: Forest, whole_from: int) -> Iterator[Run]:
+    """Cut the nodes into runs, in order; chains of `whole_from` nodes at a root stay whole, and
+    padding does, so that it changes nothing for the others.
+    """
+    padding = forest.num_nodes - forest.padding
+    whole = [
+        chain.start
+        for chain in forest.chains
+        if not chain.shared and (chain.length >= whole_from or chain.start >= padding)
+    ]
+    stops = iter([*whole, forest.num_nodes])
+    stop, start = next(stops), 0
+    for chain in forest.chains:
+        end = chain.start + chain.length
+        if chain.start == stop:
+            yield Run(start, end, chain.path[:0], 0)
+            start, stop = end, next(stops)
+        while start < end:
+            path = chain.path[: chain.shared + start - chain.start]
+            size = max(RUN, -(-len(path) // (PATH_PER_RUN * RUN)) * RUN)
+            yield Run(start, min(start + size, stop), path, size)
+            start = min(start + size, stop)
+
+
+def schedule_of(forest: Forest, device: torch.device) -> Schedule:
+    """The calls that compute the attention of a forest, few and with little padding."""
+    runs = sorted(runs_of(forest, WHOLE[device.type]), key=lambda run: (run.size, -len(run.path)))
+    groups: list[list[Run]] = []
+    for run in runs:
+        first = groups[-1][0] if groups else run
+        is_like = len(run.path) + run.size >= LIKE * (len(first.path) + first.size)
+        if groups and run.size and run.size == first.size and is_like:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    calls, all_queries, all_keys = [], [], []
+    ends = move(torch.from_numpy(np.append(forest.ends, 0)), device)
+    for group in groups:
+        first = group[0]
+        num_queries = first.size or first.stop - first.start
+        num_keys = len(first.path) + num_queries
+        # a padded query repeats the first, a padded key is the node behind the last, of nobody
+        queries = np.empty((len(group), num_queries), np.int64)
+        keys = np.full((len(group), num_keys), forest.num_nodes)
+        for row, run in enumerate(group):
+            nodes, depth = np.arange(run.start, run.stop), len(run.path)
+            queries[row] = run.start
+            queries[row, : len(nodes)] = nodes
+            keys[row, :depth] = run.path
+            keys[row, depth : depth + len(nodes)] = nodes
+        all_queries.append(queries)
+        all_keys.append(keys)
+        mask = None
+        if first.size:
+            q, k = (move(torch.from_numpy(x), device) for x in (queries, keys))
+            sees = (k[:, None] <= q[:, :, None]) & (q[:, :, None] < ends[k][:, None])
+            mask = torch.zeros(sees.shape, device=device).masked_fill_(~sees, -torch.inf)
+            mask = mask.unsqueeze(1)
+        calls.append(Call(len(group), num_queries, num_keys, mask))
+    if not runs or not any(run.size for run in runs):
+        return Schedule(calls, None, None, None)
+    queries, keys = (np.concatenate([x.ravel() for x in xs]) for xs in (all_queries, all_keys))
+    outputs = np.empty(forest.num_nodes, np.int64)
+    outputs[queries[::-1]] = np.arange(len(queries))[::-1]  # of a node's queries the first
+    keys = keys.clip(max=forest.num_nodes - 1)
+    return Schedule(
+        calls, *(move(torch.from_numpy(x.copy()), device) for x in (queries, keys, outputs))
+    )
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float | None
+) -> Tensor:
+    """Attention of the nodes of a forest: query [N, heads, dim], key and value [N, kv_heads, dim]
+    to [N, heads * dim].
+    """
+    calls = schedule.calls
+    if schedule.queries is not None:
+        query = query.index_select(0, schedule.queries)
+        key, value = (x.index_select(0, schedule.keys) for x in (key, value))
+    # split, because its gradient is one concatenation; with slices each call would get a gradient
+    # as long as the whole pack
+    num_queries = [call.runs * call.queries for call in calls]
+    num_keys = [call.runs * call.keys for call in calls]
+    outputs = []
+    with sdpa_kernel(_BACKENDS):
+        for call, q, k, v in zip(
+            calls, query.split(num_queries), key.split(num_keys), value.split(num_keys)
+        ):
+            q, k, v = (x.unflatten(0, (call.runs, -1)).transpose(1, 2) for x in (q, k, v))
+            output = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=None if call.mask is None else call.mask.to(q.dtype),
+                is_causal=call.mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
+            outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
+    output = torch.cat(outputs)
+    return output if schedule.outputs is None else output.index_select(0, schedule.outputs)
