@@ -21,7 +21,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from benchmark import OUTPUTS, interleave, milliseconds_of, provenance, publish, seconds_of, table
+from benchmark import (
+    OUTPUTS,
+    interleave,
+    long_copy_bytes,
+    milliseconds_of,
+    provenance,
+    publish,
+    seconds_of,
+    table,
+)
 from benchmarks import peers
 from benchmarks.cases import Case, Provider, hidden_cases, logits_cases, returns_cases
 from ragen_kernels.launch import accumulate_matmul
@@ -30,7 +39,7 @@ from ragen_mega.commands.command_line import command, flag
 from ragen_mega.report.hardware import PACKAGES, versions
 
 WARMUPS = 5
-COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
+CPU_COPY_BYTES = 64 << 20
 FLAGS = (
     *OUTPUTS,
     flag("--compile-only", "static budgets on sm_90; needs triton, not a GPU", False),
@@ -48,6 +57,7 @@ FLAGS = (
         nargs="*",
         metavar="WORD",
     ),
+    flag("--small", "a CPU's shapes on any device, to try this program out", False),
     flag("--repetitions", "whose medians count", 30),
     flag("--input-sets", "sets that inputs rotate over", 3),
     flag("--no-compile", "leave torch.compile out", False),
@@ -74,7 +84,8 @@ def median_time(device: str, work: Callable[[], object], repetitions: int) -> fl
 
 def copy_bandwidth(device: str, repetitions: int) -> float:
     """Bytes per second of a device copy, read plus write."""
-    source = torch.zeros(COPY_BYTES[device], dtype=torch.int8, device=device)
+    num_bytes = CPU_COPY_BYTES if device == "cpu" else long_copy_bytes()
+    source = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     milliseconds = median_time(device, lambda: target.copy_(source), repetitions)
     return 2 * source.numel() / milliseconds * 1e3
@@ -155,11 +166,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     device, repetitions = arguments.device, arguments.repetitions
     copy_rate = copy_bandwidth(device, repetitions)
     compiled = None if arguments.no_compile else torch.compile
+    sizes = "cpu" if arguments.small else device
     gemms_ms: dict[str, float] = {}
     results: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     for case in itertools.chain(
-        logits_cases(device, compiled), hidden_cases(device, compiled), returns_cases(device)
+        logits_cases(device, sizes, compiled),
+        hidden_cases(device, sizes, compiled),
+        returns_cases(device, sizes),
     ):
         if arguments.cases and not any(word in case.name for word in arguments.cases):
             continue

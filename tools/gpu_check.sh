@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, each part on its own, with one report:
-#     bash tools/gpu_check.sh [--output DIR] [--minutes N] [--archives DIR] [PART ...]
+#     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--small]
+#         [PART ...]
 # Parts, in this order:
 #     versions te fp8 reshard step kernels sglang bench sgl_train train parity engines
 #     sglang: a real server against transformers, its sleep, its death; step: seconds per StarPO-S
@@ -9,9 +10,12 @@
 #     out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. A part that fails, lacks a package or runs out of time does not stop the
 # others: each has its share of the N minutes for all (default 9), and more if the parts after it
-# can spare it. The first five certainly fit in 9 minutes, all of them in 21. DIR (default gpu_check)
-# receives report.md, report.json and <part>.log. The exit code is the number of parts that failed.
+# can spare it; unpacking counts as well. The first five certainly fit in 9 minutes, all of them in 21.
+# DIR (default gpu_check) receives report.md, report.json and <part>.log. The exit code is the number
+# of parts that failed. After each part FILE (.tar.gz) holds all that is worth keeping of DIR, for a
+# machine that gives few files back or may be taken away in the middle.
 # SHARES replaces the seconds of single parts, e.g. SHARES="step=600 kernels=300".
+# --small tries the script itself out: every part with the smallest shapes, whose numbers say nothing.
 # On a machine without a package index give the packages it lacks in --archives: *.tar.xz are
 # unpacked and *.whl installed into a temporary directory that is searched first. Or unpack them
 # yourself and name that directory in SITE. A folder tvm_ffi_cache in it holds kernels that SGLang
@@ -25,12 +29,14 @@ declare -A share=( # seconds
     [sglang]=220 [bench]=60 [sgl_train]=180 [train]=60 [parity]=70 [engines]=40
 )
 for one in ${SHARES:-}; do share[${one%%=*}]="${one#*=}"; done
-output=gpu_check minutes=9 archives= parts=()
+output=gpu_check pack= minutes=9 archives= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --output) output="$2"; shift 2 ;;
+        --pack) pack="$2"; shift 2 ;;
         --minutes) minutes="$2"; shift 2 ;;
         --archives) archives="$2"; shift 2 ;;
+        --small) small=yes; shift ;;
         -h | --help) sed -n '2,/^set -u/s/^# \?//p' "$0"; exit 0 ;;
         *)
             if [[ " ${all[*]} " != *" $1 "* ]]; then
@@ -52,6 +58,7 @@ case "$python" in
 esac
 mkdir -p "$output"
 output="$(cd "$output" && pwd)"
+[ -z "$pack" ] || pack="$(cd "$(dirname "$pack")" && pwd)/$(basename "$pack")"
 rm -rf "$output/.sglang" # what worked then may have been another machine
 if [ -n "$archives" ]; then # what cannot be unpacked is told and then missing from the parts that need it
     SITE="$(mktemp -d)"
@@ -81,6 +88,36 @@ if [ -n "$archives" ] && [ -d "$SITE/transformer_engine" ] &&
     rm -rf "$SITE"/transformer_engine*
 fi
 report="$output/report.md"
+
+# pytest without the repository's own flags: its time limits are a plug-in that may not be there, and
+# what limits a part here is its share.
+tests() { "$python" -m pytest -o addopts= -rs -p no:cacheprovider "$@"; }
+
+smaller() { # PART: the flags with which --small makes it small
+    [ -n "$small" ] || return 0
+    local shape="$output/small" tiny
+    tiny="--hidden-size 64 --ffn-hidden-size 128 --num-layers 2 --num-groups 2 --group-size 4
+        --minibatch-size 4 --warm-start-first-turn-steps 2 --warm-start-steps 2
+        --warm-start-trajectories 8 --eval-prompts 2 --max-response-length 4"
+    mkdir -p "$shape"
+    cat >"$shape/config.json" <<'JSON'
+{"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256,
+ "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": true}
+JSON
+    case "$1" in
+        te) echo -k same_weights ;;
+        fp8) echo --model "$shape" --drift-tokens 256 --tokens 128 --hidden 128 --length 64 \
+            --repetitions 1 --recipes tensorwise ;;
+        reshard) echo --model Qwen2.5-0.5B --memory-gb 0.1 --bucket-mb 4 --repeats 1 ;;
+        step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --keep 1 \
+            --steps 3 ;;
+        kernels) echo -k test_objective ;;
+        sglang) echo -k follow_transformers ;;
+        bench) echo --small --repetitions 1 --input-sets 1 ;;
+        train) echo $tiny ;;
+        parity) echo --layouts one_microbatch ;;
+    esac
+}
 
 versions() {
     nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv,noheader || true
@@ -115,11 +152,11 @@ PYTHON
 }
 
 # Without the slow ones: NVIDIA's sanitizer takes minutes, and not every machine lets it see the device.
-kernels() { "$python" -m pytest tests/kernels -m "not slow" -q -x --maxfail=20 -p no:cacheprovider; }
+kernels() { tests tests/kernels -m "not slow" -q --maxfail=20 $(smaller kernels); }
 
 bench() {
     "$python" tools/bench_kernels.py --json "$output/bench_kernels.json" \
-        --plot "$output/bench_kernels.svg"
+        --plot "$output/bench_kernels.svg" $(smaller bench)
 }
 
 require() { # one line instead of a traceback, and no tests that pass because they were skipped
@@ -180,7 +217,7 @@ write_server() { # DIRECTORY FLAGS [FLAG to leave out]
 sglang() {
     local servers
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
-    RAGEN_SGLANG_PYTHON="$servers" "$python" -m pytest -m "not slow" -v -p no:cacheprovider \
+    RAGEN_SGLANG_PYTHON="$servers" tests -m "not slow" -v $(smaller sglang) \
         tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
 }
 
@@ -188,35 +225,36 @@ step() { # seconds per StarPO-S step of a 0.5B model, and where they go
     local servers
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
     "$python" tools/bench_step.py --json "$output/step.json" --output "$output/step" \
-        --rollout-engine sglang -- --sglang-python "$servers" \
+        $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
         --weight-transfer "$(sed -n 1p "$output/.sglang/works")"
 }
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
     require_gpu &&
         "$python" tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 \
-            --json "$output/reshard.json"
+            --json "$output/reshard.json" $(smaller reshard)
 }
 
 # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints
 # of both, offloading.
 te() {
     require transformer_engine.pytorch &&
-        "$python" -m pytest tests/integration/test_transformer_engine.py \
-            tests/integration/test_offload.py -m gpu -q -rs -p no:cacheprovider
+        tests tests/integration/test_transformer_engine.py tests/integration/test_offload.py \
+            -m gpu -q $(smaller te)
 }
 
 fp8() { # three steps of training with FP8, then drift and break-even shapes
     require transformer_engine.pytorch || return 1
     local failed=0
     train_bandit fp8 --bf16 --fp8 hybrid || failed=1
-    "$python" tools/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" &&
-        return "$failed"
+    "$python" tools/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" \
+        $(smaller fp8) && return "$failed"
 }
 
 train_bandit() { # NAME FLAG...: three steps of the bandit's recipe
     "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
-        --num-steps 3 --eval-prompts 64 --output "$output/runs" --overwrite --name "$@"
+        --num-steps 3 --eval-prompts 64 $(smaller train) --output "$output/runs" --overwrite \
+        --name "$@"
 }
 
 # The whole loop on the GPU in float32 and bfloat16, from the small model's warm start to its export.
@@ -252,7 +290,7 @@ if len(rows) != 3:
 PYTHON
 }
 
-parity() { "$python" tools/parity.py --json "$output/parity.json"; }
+parity() { "$python" tools/parity.py --json "$output/parity.json" $(smaller parity); }
 
 engines() { # that the libraries of the throughput path load and compute here
     "$python" - <<'PYTHON'
@@ -274,16 +312,23 @@ print("sglang", sglang.__version__, "imports")
 PYTHON
 }
 
+pack_results() { # reports, numbers, logs; no weights
+    [ -n "$pack" ] || return 0
+    (cd "$output" && find . -type f -size -4M -not -path "*/checkpoints/*" -not -path "./small/*" \
+        \( -name "*.log" -o -name "*.json" -o -name "*.jsonl" -o -name "*.md" -o -name "*.svg" \) \
+        -print0 | tar -czf "$pack.part" --null -T -) && mv "$pack.part" "$pack"
+}
+
 { echo "# GPU check"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"; echo
   echo "| part | result | seconds | last line |"; echo "|---|---|---|---|"; } >"$report"
-export -f require require_gpu sglang_python write_server train_bandit mismatch "${all[@]}"
-export python output SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}"
+export -f tests smaller require require_gpu sglang_python write_server train_bandit mismatch "${all[@]}"
+export python output small SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}"
 # a pipe that never ends: see supervisor.py
 mkfifo "$output/.open" && exec 9<>"$output/.open" && rm "$output/.open"
 supervisor=ragen_mega/engines/sglang/supervisor.py
 rows="$output/.rows.tsv" failed=0 started="$(date +%s)"
 : >"$rows"
-deadline=$((SECONDS + minutes * 60)) behind=0
+deadline=$((minutes * 60)) behind=0 # SECONDS counts from the start of this script
 for part in "${parts[@]}"; do behind=$((behind + share[$part])); done
 for part in "${parts[@]}"; do
     start=$SECONDS left=$((deadline - SECONDS)) code=0
@@ -307,6 +352,7 @@ for part in "${parts[@]}"; do
     last="$(tr '|\t' '/ ' <<<"$last" | cut -c1-160)"
     echo "| $part | $result | $((SECONDS - start)) | $last |" | tee -a "$report"
     printf '%s\t%s\t%s\t%s\n' "$part" "$result" "$((SECONDS - start))" "$last" >>"$rows"
+    pack_results
 done
 if [ -f "$output/versions.log" ]; then { echo; echo '```'; cat "$output/versions.log"; echo '```'; } >>"$report"; fi
 "$python" - "$output" "$started" "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" <<'PYTHON'
@@ -330,4 +376,5 @@ for path in sorted(output.glob("*.json")):  # measured now and not in an earlier
         report[path.stem] = json.loads(path.read_text())
 (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 PYTHON
+pack_results
 exit "$failed"

@@ -20,6 +20,7 @@ Function = Callable[..., Any]
 OBJECTIVE = PolicyObjective(entropy_coef=0.001)
 SAMPLED_ROWS = 256
 
+# By `sizes`: those for a GPU, and small ones for a CPU.
 LOGITS_SHAPES = {
     "cuda": (
         (8192, 151936),
@@ -268,10 +269,10 @@ def policy_providers(compiled: Function | None) -> tuple[Provider, ...]:
     )
 
 
-def logits_cases(device: str, compiled: Function | None) -> Iterator[Case]:
+def logits_cases(device: str, sizes: str, compiled: Function | None) -> Iterator[Case]:
     """Logits in: statistics forward, their backward, and the policy loss with its gradient."""
     itemsize = 2 if device == "cuda" else 4
-    for num_rows, vocab in LOGITS_SHAPES[device]:
+    for num_rows, vocab in LOGITS_SHAPES[sizes]:
         shape, one_pass = {"N": num_rows, "V": vocab}, float(itemsize * num_rows * vocab)
         make = make_logits(num_rows, vocab, device)
         for name, providers, passes in (
@@ -304,9 +305,9 @@ def hidden_providers(compiled: Function | None) -> tuple[Provider, ...]:
     return tuple(Provider(name, job, error=hidden_gradient_error) for name, job in named.items())
 
 
-def hidden_cases(device: str, compiled: Function | None) -> Iterator[Case]:
+def hidden_cases(device: str, sizes: str, compiled: Function | None) -> Iterator[Case]:
     """Hidden states in: loss and both gradients of the LM head."""
-    for num_rows, vocab, width in HIDDEN_SHAPES[device]:
+    for num_rows, vocab, width in HIDDEN_SHAPES[sizes]:
         for active in (1.0, 0.3):
             num_active = int(active * num_rows)
             yield Case(
@@ -332,7 +333,7 @@ def value_step(function: Function, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, values)
 
 
-def returns_cases(device: str) -> Iterator[Case]:
+def returns_cases(device: str, sizes: str) -> Iterator[Case]:
     """GAE and value loss, both bound by launches; the value loss also in plain torch."""
     losses = {"ragen": ours.value_loss, "torch": reference.value_loss}
     jobs: dict[str, tuple[dict[str, Function], float]] = {
@@ -343,7 +344,7 @@ def returns_cases(device: str) -> Iterator[Case]:
             28.0,
         ),
     }
-    for num_trajectories, length in RETURNS_SHAPES[device]:
+    for num_trajectories, length in RETURNS_SHAPES[sizes]:
         for name, (named, token_bytes) in jobs.items():
             yield Case(
                 name,

@@ -1,5 +1,6 @@
 """torchrun for the launch scripts: threads shared among the ranks, each rank bound to the CPUs near
-its GPU, signals passed on to them, and silent about failures that a rank has explained.
+its GPU where that can be, signals passed on to them, and silent about failures that a rank has
+explained.
 
     python tools/launch.py [torchrun flags] [--module] script [flags of the script]
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -31,12 +34,11 @@ def main(argv: Sequence[str]) -> int:
     killed or the launcher was told to stop.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while torch is imported
-    import torch
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     args = run.parse_args(list(argv))
-    if torch.cuda.is_available() and args.numa_binding is None:
+    if args.numa_binding is None and can_bind():
         args.numa_binding = "node"  # host memory and copies beside the GPU of each rank
     if args.module:
         os.environ.setdefault("PYTHONSAFEPATH", "1")  # as -P, which torchrun does not pass on
@@ -59,6 +61,22 @@ def main(argv: Sequence[str]) -> int:
     except _Stopped as stopped:
         return 128 + stopped.args[0]
     return 0
+
+
+def can_bind(system: Path = Path("/sys")) -> bool:
+    """Whether torchrun can bind ranks to the CPUs near their GPUs, and some are nearer than others:
+    it ends the job where Linux does not say where a GPU is or numactl is missing.
+    """
+    import torch
+
+    devices = system / "bus" / "pci" / "devices"
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    addresses = [
+        f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in gpus
+    ]
+    num_nodes = len([*(system / "devices" / "system" / "node").glob("node[0-9]*")])
+    is_known = all((devices / address / "numa_node").exists() for address in addresses)
+    return bool(addresses) and num_nodes > 1 and is_known and shutil.which("numactl") is not None
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

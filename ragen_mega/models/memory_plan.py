@@ -36,7 +36,7 @@ FRAGMENTATION = 0.05
 LOGITS_CHUNK = 600 * 2**20
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
 # what their checksum is computed with
-SYNC_BUCKET = (2 * 192 + 128) * 2**20
+SYNC_BUCKET = (2 * 128 + 256) * 2**20
 ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
 """Elements to which megatron-core's distributed optimizer pads starts of parameters and ends of
 buckets.

@@ -212,6 +212,45 @@ def test_collectives_take_what_their_backend_takes() -> None:
     distributed.stop()
 
 
+def test_a_collective_runs_on_a_stream_of_its_own(side: torch.cuda.Stream) -> None:
+    distributed.start()
+    x, buffer = on_device(4), on_device(8)
+    with counted() as counts:
+        dist.all_reduce(x)
+        x.add_(1)  # unless it is asked to go on, the current stream waits, the host never
+    assert counts.synchronizations == 0
+    work = dist.all_reduce(x, async_op=True)
+    buffer + 1
+    with pytest.raises(RuntimeError, match="uses what a collective writes on stream"):
+        x + 1
+    work.wait()
+    assert x.tolist() == [2.0] * 4
+
+    work = dist.all_reduce(buffer[:4], async_op=True)
+    buffer[4:].add_(1)  # the next bucket is filled meanwhile
+    with pytest.raises(RuntimeError, match="uses what a collective writes on stream"):
+        buffer[3:5].zero_()
+    with torch.cuda.stream(side):
+        work.wait()
+        side.wait_stream(torch.cuda.default_stream())
+        buffer[:4].add_(1)
+    with pytest.raises(RuntimeError, match="wait_stream or wait_event is missing"):
+        buffer + 1  # one stream has waited, this one has not
+    torch.cuda.current_stream().wait_stream(side)
+    assert buffer.tolist() == [2.0] * 8
+
+    gathered = torch.empty(4, device="cuda")
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.13's name
+    work = gather(gathered, x, async_op=True)
+    x + 1
+    with pytest.raises(RuntimeError, match="overwrites what a collective reads on stream"):
+        x.zero_()
+    work.wait()
+    x.zero_()
+    assert gathered.tolist() == [2.0] * 4
+    distributed.stop()
+
+
 def test_an_fp8_product_without_the_transpose_is_refused() -> None:
     te = pytest.importorskip("transformer_engine.pytorch")
     tex = pytest.importorskip("transformer_engine_torch")

@@ -14,6 +14,7 @@ from ragen_mega.engines.sglang import weight_loader  # noqa: E402
 from ragen_mega.engines.sglang.weights import Bucket, IpcTransfer  # noqa: E402
 from ragen_mega.rollout.engine import EngineShard  # noqa: E402
 from ragen_mega.run.placement import Colocated, Phase  # noqa: E402
+from tests.cuda.test_budgets import budgets  # noqa: E402
 from tests.fake_cuda.counts import counted  # noqa: E402
 
 MIB = 2**20
@@ -36,7 +37,7 @@ class InOneProcess(IpcTransfer):
         return b""
 
 
-def test_two_operations_for_64_mib_besides_the_copies() -> None:
+def test_a_sync_keeps_its_budget() -> None:
     transfer = InOneProcess(CONFIG, EngineShard(), torch.bfloat16)
     weights = {
         name: torch.randn(tensor.shape, dtype=tensor.dtype, device="cuda")
@@ -60,15 +61,17 @@ def test_two_operations_for_64_mib_besides_the_copies() -> None:
     del transfer.bucket
     assert torch.cuda.memory_allocated() == allocated  # no buffer stays for the rollout
     # Two buckets, the server's copy of one to be summed, and the products of a sum.
-    assert counts.peak <= (2 * 192 + 192 + 128 + 1) * MIB
+    assert counts.peak <= (2 * 128 + 128 + 256 + 1) * MIB
     assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
-    assert num_buckets == -(-transfer.num_bytes // (192 * MIB)) == 2
-    # Into the bucket, into the parameter, and back for the checksum; of a sum the host's copy.
-    num_copies = 3 * num_places
-    # Both sides, and on both the last part of a MiB by itself.
-    budget = 2 * 2 * (-(-transfer.num_bytes // (64 * MIB)) + 1)
-    assert counts.operations - num_copies <= budget
-    assert counts.synchronizations <= 2 * num_buckets
+    assert num_buckets == -(-transfer.num_bytes // (128 * MIB)) > 2
+    budget = {what: number for (_, work, what), number in budgets().items() if work == "sync"}
+    # Into the bucket, into the parameter, and back for the checksum.
+    others = counts.operations - 3 * num_places
+    most = budget["operations per sync"]
+    assert others <= budget["operations per 64 MiB"] * transfer.num_bytes / (64 * MIB) + most
+    assert counts.synchronizations <= budget["waits per bucket"] * num_buckets
+    assert counts.to_device == budget["bytes to device"]
+    assert counts.to_host <= budget["bytes to host per MiB"] * transfer.num_bytes / MIB
 
 
 def test_what_torch_keeps_is_the_engines_when_it_has_the_device(

@@ -20,7 +20,8 @@ from tempfile import mkdtemp
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / "build" / "fake_cuda"
-ACCELERATOR, DEVICE = "libaccelerator.so", "fake_cuda_device.so"
+ACCELERATOR, DEVICE = "libcudart.so.13", "fake_cuda_device.so"
+"""The first has the name of CUDA's runtime, which the servers' memory saver needs by that name."""
 TRANSFORMER_ENGINE = ("transformer_engine==2.11.0", "einops==0.8.1")
 """Its Python and what that imports; the wheel of this name holds no native code (0.7 MB)."""
 TRANSFORMER_ENGINE_FOLDER = "RAGEN_TE_PYTHON"

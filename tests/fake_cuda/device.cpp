@@ -13,6 +13,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -41,7 +42,8 @@ using c10::Stream;
 
 struct Counts {
   std::atomic<int64_t> synchronizations{0}, operations{0}, to_device{0}, to_host{0};
-  std::atomic<int64_t> allocated{0}, peak{0};
+  std::atomic<int64_t> peak{0}, own_allocated{0};
+  std::atomic<int64_t>* allocated = &own_allocated;  // where other processes of the device read it
 } counts;
 
 // Inside a stand-in for one kernel nothing is counted but what it leaves allocated.
@@ -63,7 +65,7 @@ void count_operation() {
 
 void raise_peak() {
   if (kernel_depth) return;
-  int64_t now = counts.allocated, before = counts.peak;
+  int64_t now = *counts.allocated, before = counts.peak;
   while (before < now && !counts.peak.compare_exchange_weak(before, now)) {
   }
 }
@@ -134,6 +136,14 @@ struct Access {
   int64_t time = 0;
 };
 
+// Bytes that a collective uses on its stream.
+struct Range {
+  Agent stream;
+  int64_t time;
+  int64_t begin, end;
+  bool writes;
+};
+
 // What stands behind a CUDA storage: the CPU storage with its bytes, and who has used it.
 struct Block {
   Storage bytes;
@@ -142,6 +152,9 @@ struct Block {
   Access write;
   std::map<Agent, int64_t> reads;
   std::set<Agent> recorded;  // streams that Tensor.record_stream named
+  std::vector<Range> collectives;
+  // by bytes, because a buffer's buckets are reduced while others are filled; freeing is no defect,
+  // because torch keeps a collective's tensors until it is through
 };
 
 int64_t rounded(size_t size) { return (size + 511) / 512 * 512; }
@@ -150,7 +163,7 @@ constexpr int POISON = 0xFF;  // NaN in every floating-point type, -1 in every i
 
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
-  counts.allocated -= block->size;
+  *counts.allocated -= block->size;
   {
     std::lock_guard lock(order);
     auto uses = block->reads;
@@ -168,8 +181,8 @@ void free_block(void* context) {
 
 // The bytes of a CPU storage as device memory.
 c10::DataPtr as_device_memory(const Storage& bytes, Device device) {
-  auto* block = new Block{bytes, rounded(bytes.nbytes()), current_stream(device.index()), {}, {}, {}};
-  counts.allocated += block->size;
+  auto* block = new Block{bytes, rounded(bytes.nbytes()), current_stream(device.index()), {}, {}, {}, {}};
+  *counts.allocated += block->size;
   raise_peak();
   return {bytes.mutable_data(), block, &free_block, device};
 }
@@ -608,21 +621,44 @@ void check_bounds(const at::Tensor& tensor) {
               " bytes; was it freed or offloaded?");
 }
 
-// A stream's operation uses a tensor: others that have written it must have been waited for.
-void use(const at::Tensor& tensor, bool writes, Agent stream, int64_t now, const std::string& name) {
-  auto* block = tensor.is_cuda() ? block_of(tensor.storage()) : nullptr;
-  if (!block) return;
+std::pair<int64_t, int64_t> bytes_of(const at::Tensor& tensor) {
+  int64_t span = 1;
+  for (int64_t dim = 0; dim < tensor.dim(); dim++) span += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const int64_t begin = tensor.storage_offset() * tensor.itemsize();
+  return {begin, begin + (tensor.numel() ? span * static_cast<int64_t>(tensor.itemsize()) : 0)};
+}
+
+// A stream's operation is to use a tensor: others that have written it must have been waited for.
+void check_use(Block* block, const at::Tensor& tensor, bool writes, Agent stream, const std::string& name) {
   auto& clock = known[stream];
   auto check = [&](Agent other, int64_t time, const char* what) {
-    TORCH_CHECK(other == HOST || time_of(clock, other) >= time, name, " on stream ", stream, what, other,
-                " without waiting for it: wait_stream or wait_event is missing");
+    TORCH_CHECK(other == HOST || other == stream || time_of(clock, other) >= time, name, " on stream ",
+                stream, what, other, " without waiting for it: wait_stream or wait_event is missing");
   };
   check(block->write.stream, block->write.time, writes ? " overwrites what is written by stream "
                                                        : " reads what is written by stream ");
   if (writes) {
-    for (auto [other, time] : block->reads) {
-      if (other != stream) check(other, time, " overwrites what is read by stream ");
-    }
+    for (auto [other, time] : block->reads) check(other, time, " overwrites what is read by stream ");
+  }
+  auto [begin, end] = bytes_of(tensor);
+  for (auto& range : block->collectives) {
+    if (range.begin >= end || begin >= range.end || !(writes || range.writes)) continue;
+    check(range.stream, range.time, range.writes ? " uses what a collective writes on stream "
+                                                 : " overwrites what a collective reads on stream ");
+  }
+  auto& done = known[block->owner];
+  std::erase_if(block->collectives, [&](auto& range) { return time_of(done, range.stream) >= range.time; });
+}
+
+Block* block_of(const at::Tensor& tensor) {
+  return tensor.is_cuda() ? block_of(tensor.storage()) : nullptr;
+}
+
+void use(const at::Tensor& tensor, bool writes, Agent stream, int64_t now, const std::string& name) {
+  auto* block = block_of(tensor);
+  if (!block) return;
+  check_use(block, tensor, writes, stream, name);
+  if (writes) {
     block->write = {stream, now};
     block->reads.clear();
   } else {
@@ -828,8 +864,47 @@ void resize_storage(const at::Tensor& tensor, int64_t size) {
   impl->set_nbytes(size);
 }
 
-// A collective of NCCL: gloo's over the same bytes, with NCCL's demands.
+// The stream on which a process group's collectives run on a device.
+Agent collective_stream(const IValue& group, DeviceIndex device) {
+  static std::map<std::pair<const void*, DeviceIndex>, Agent> streams;
+  const void* key = group.toObject()->getSlot(0).toCapsule().get();
+  auto [found, is_new] = streams.try_emplace({key, device}, 0);
+  default_stream(num_devices - 1);
+  if (is_new) found->second = new_stream(device);
+  return found->second;
+}
+
+// Gloo's work, after which the stream that waits goes on; NCCL lets the host go on at once.
+struct StreamWork final : c10d::Work {
+  StreamWork(c10::intrusive_ptr<c10d::Work> inner, DeviceIndex device, Clock clock, bool is_barrier)
+      : inner(std::move(inner)), device(device), clock(std::move(clock)), is_barrier(is_barrier) {}
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool success = inner->wait(timeout);
+    {
+      std::lock_guard lock(order);
+      learn(known[current_stream(device)], clock);
+    }
+    if (is_barrier) wait_for_stream(current_stream(device), "barrier");
+    return success;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  bool isCompleted() override { return inner->isCompleted(); }
+  bool isSuccess() const override { return inner->isSuccess(); }
+  std::exception_ptr exception() const override { return inner->exception(); }
+  int sourceRank() const override { return inner->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner->result(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner->getFuture(); }
+
+  c10::intrusive_ptr<c10d::Work> inner;
+  DeviceIndex device;
+  Clock clock;
+  bool is_barrier;
+};
+
+// A collective of NCCL: gloo's over the same bytes, with NCCL's demands, on a stream of its own that
+// waits for the current one.
 void collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const Names inputs{"input_tensors", "input_tensor", "input_list", "inputs", "input"};
   const auto& schema = op.schema();
   auto arguments = pop(stack, schema.arguments().size());
   raise_defect();
@@ -843,11 +918,37 @@ void collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     });
     stack->push_back(call.convert(argument, true));
   }
-  use_arguments(schema, arguments, call.device);
+  Clock done;
+  {
+    std::lock_guard lock(order);
+    const auto group = std::find_if(arguments.begin(), arguments.end(), [](auto& one) { return one.isObject(); });
+    const auto stream = collective_stream(*group, call.device);
+    learn(known[stream], known[current_stream(call.device)]);
+    const auto now = advance(stream);
+    for (size_t i = 0; i < arguments.size(); i++) {
+      const bool writes = schema.name() != "c10d::send" && !inputs.count(schema.arguments()[i].name());
+      each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+        auto* block = block_of(tensor);
+        if (!block || !tensor.numel()) return;
+        check_bounds(tensor);
+        check_use(block, tensor, writes, stream, schema.name());
+        auto [begin, end] = bytes_of(tensor);
+        block->collectives.push_back({stream, now, begin, end, writes});
+      });
+    }
+    done = known[stream];
+  }
   count_operation();
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  const bool is_barrier = schema.name() == "c10d::barrier";
   for (auto& result : pop(stack, schema.returns().size())) {
-    stack->push_back(call.convert(result, false));
+    if (!result.isObject()) {
+      stack->push_back(call.convert(result, false));
+      continue;
+    }
+    c10::intrusive_ptr<c10d::Work> work =
+        c10::make_intrusive<StreamWork>(result.toCustomClass<c10d::Work>(), call.device, done, is_barrier);
+    stack->push_back(IValue(std::move(work)));
   }
 }
 
@@ -892,8 +993,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                           {"to_device", counts.to_device},
                                           {"to_host", counts.to_host}};
   });
-  module.def("memory", []() { return std::make_pair(counts.allocated.load(), counts.peak.load()); });
-  module.def("reset_peak", []() { counts.peak = counts.allocated.load(); });
+  module.def("memory", []() { return std::make_pair(counts.allocated->load(), counts.peak.load()); });
+  module.def("count_allocated_at", [](int64_t address) {
+    auto* shared = reinterpret_cast<std::atomic<int64_t>*>(address);
+    *shared = counts.allocated->load();
+    counts.allocated = shared;
+  });
+  module.def("reset_peak", []() { counts.peak = counts.allocated->load(); });
   module.def("on_synchronization", [](pybind11::object callback) {
     Py_XDECREF(on_synchronization);
     on_synchronization = callback.is_none() ? nullptr : callback.release().ptr();

@@ -5,13 +5,14 @@ The C++ half, which holds the tensors, is device.cpp.
 """
 
 import contextlib
+import ctypes
+import mmap
 import os
 import time
 import types
 from collections.abc import Callable, Iterator
-from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import fake_cuda_device as native
 import torch
@@ -19,12 +20,12 @@ import torch.cuda
 import torch.cuda.nccl
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from tests.fake_cuda.counts import one_operation
 
 NUM_DEVICES = int(os.environ["RAGEN_FAKE_CUDA"])
-TOTAL_MEMORY = 80 * 2**30
+TOTAL_MEMORY = int(os.environ.get("RAGEN_FAKE_CUDA_GIB", "80")) * 2**30
 CAPABILITY = (9, 0)
 PROPERTIES = types.SimpleNamespace(
     name="fake H100",
@@ -40,6 +41,9 @@ PROPERTIES = types.SimpleNamespace(
     shared_memory_per_multiprocessor=233472,
     gcnArchName="",
     uuid="GPU-fake",
+    pci_domain_id=0,
+    pci_bus_id=0,
+    pci_device_id=0,
 )
 
 
@@ -61,6 +65,7 @@ def install() -> None:
     torch._C._cuda_getDevice = lambda: native.get_device()
     torch._C._cuda_getDeviceCount = lambda: NUM_DEVICES
     torch._C._cuda_getCurrentRawStream = lambda device=0: 0
+    torch.Generator = Generator
     torch.cuda.nccl.version = lambda: (2, 28, 3)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: None)
@@ -71,6 +76,9 @@ def install() -> None:
     _install_attention()
     _install_storages()
     _install_nccl()
+    if folder := os.environ.get(SHARED):
+        _publish_memory(Path(folder))
+        os.register_at_fork(after_in_child=lambda: _publish_memory(Path(folder)))
 
 
 def _install_attention() -> None:
@@ -195,12 +203,41 @@ class _Runtime:
         return 0
 
 
+SHARED = "RAGEN_FAKE_CUDA_SHARED"
+"""Environment variable: a folder in which the processes that share a device say how much of its
+memory they hold. Without it none knows of the others.
+"""
+
+
+_published: list[ctypes.c_int64] = []  # they keep the file mapped
+
+
+def _publish_memory(folder: Path) -> None:
+    """Keep this process's allocated bytes in a file of the folder."""
+    with (folder / str(os.getpid())).open("w+b") as file:
+        file.truncate(8)
+        _published.append(ctypes.c_int64.from_buffer(mmap.mmap(file.fileno(), 8)))
+    native.count_allocated_at(ctypes.addressof(_published[-1]))
+
+
+def _allocated_by_all() -> int:
+    """Bytes that this process, and those that publish theirs and are alive, hold."""
+    folder = os.environ.get(SHARED)
+    if not folder:
+        return native.memory()[0]
+    return sum(
+        int.from_bytes(file.read_bytes(), "little")
+        for file in Path(folder).iterdir()
+        if Path("/proc", file.name).exists()
+    )
+
+
 _MEMORY: dict[str, Any] = dict(
     cudart=_Runtime,
     check_error=lambda status: None,
     empty_cache=lambda: None,
     ipc_collect=lambda: None,
-    mem_get_info=lambda device=None: (TOTAL_MEMORY - native.memory()[0], TOTAL_MEMORY),
+    mem_get_info=lambda device=None: (TOTAL_MEMORY - _allocated_by_all(), TOTAL_MEMORY),
     memory_allocated=lambda device=None: native.memory()[0],
     memory_reserved=lambda device=None: native.memory()[0],
     max_memory_allocated=lambda device=None: native.memory()[1],
@@ -222,24 +259,34 @@ def _install_storages() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize_
-    ForkingPickler.register(torch.Tensor, _reduce)
+    torch.UntypedStorage._share_cuda_ = _share
+    torch.UntypedStorage._new_shared_cuda = _open_shared
+    torch.UntypedStorage._release_ipc_counter_cuda = lambda *args, **options: None
 
 
-_shared: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """What torch pickles of a CUDA tensor's memory: device, handle, bytes, offset, counter,
+    event.
+    """
+    handle = f"{os.getpid()} {storage.data_ptr()}".encode()
+    shared_cache[handle, 0] = StorageWeakRef(storage)  # where this process itself looks first
+    return (storage.device.index, handle, storage.nbytes(), 0, b"", 0, b"", False)
 
 
-def _reduce(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    """A CUDA tensor is pickled as a handle of its memory, as with CUDA IPC."""
-    if not tensor.is_cuda:
-        return reduce_tensor(tensor)
-    _shared[tensor.data_ptr()] = tensor
-    return _open_handle, (os.getpid(), tensor.data_ptr())
-
-
-def _open_handle(process: int, address: int) -> torch.Tensor:
-    if process != os.getpid():
-        raise RuntimeError("memory of the fake CUDA device is not shared between processes")
-    return _shared[address]
+@one_operation
+def _open_shared(device: int, handle: bytes, num_bytes: int, *_: Any) -> torch.UntypedStorage:
+    """The memory of another process's handle, as it is now: a copy, where CUDA would map it."""
+    process, address = handle.decode().split()
+    with torch.cuda.device(device):
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    target = memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr())).cast("B")
+    with open(f"/proc/{process}/mem", "rb", buffering=0) as source:
+        source.seek(int(address))
+        while target and (count := source.readinto(target)):
+            target = target[count:]
+    if target:
+        raise RuntimeError(f"CUDA error: the memory behind {handle.decode()} is gone")
+    return memory.untyped_storage()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,7 +380,14 @@ _STREAMS: dict[str, Any] = dict(
 
 
 # --------------------------------------------------------------------------------------------------
-# random numbers: the one generator of the CPU
+# random numbers: those of the CPU
+
+
+class Generator(torch.Generator):
+    """torch.Generator, on the CPU whatever the device."""
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        return super().__new__(cls, "cpu")
 
 
 _RANDOM: dict[str, Any] = dict(
@@ -356,6 +410,7 @@ _RANDOM: dict[str, Any] = dict(
 _COLLECTIVES = (
     "all_reduce broadcast reduce gather scatter send recv isend irecv all_gather"
     " all_gather_into_tensor all_to_all all_to_all_single reduce_scatter reduce_scatter_tensor"
+    " all_gather_single reduce_scatter_single"  # torch 2.13's names of two
 ).split()
 _nccl_groups: list[dist.ProcessGroup] = []
 
@@ -416,7 +471,9 @@ def _install_nccl() -> None:
             "cuda" if _is_nccl(group) else "cpu"
         ),
     )
-    replacements |= {name: _checked(getattr(dist, name)) for name in _COLLECTIVES}
+    replacements |= {
+        name: _checked(getattr(dist, name)) for name in _COLLECTIVES if hasattr(dist, name)
+    }
     for name, value in replacements.items():
         for module in (dist, c10d):
             if hasattr(module, name):

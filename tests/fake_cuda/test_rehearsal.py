@@ -1,12 +1,13 @@
 """Tests that need a CUDA device, on the fake one: the tests of `tests/cuda` and those marked `gpu`,
-each group in one process of its own, because torch must find the device when it is imported.
+each group in one process of its own, because torch must find the device when it is imported; and
+every part of tools/gpu_check.sh.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 
 from ragen_mega.report.metrics import read_metrics
 from tests.fake_cuda import build
+from tests.fake_cuda.processes import ROOT, environment, write_python
 
-ROOT = build.HERE.parents[1]
 LAYERS = "tests/integration/test_transformer_engine.py"
+ENGINE = "tests/integration/test_sglang_engine.py"
 ON_A_GPU = ["-m", "gpu and not silicon and not slow"]
 GROUPS = {
     "steps": ["tests/cuda", "tests/integration/test_offload.py", *ON_A_GPU],
@@ -24,7 +26,12 @@ GROUPS = {
     "learning": [LAYERS, "-k", "learns", *ON_A_GPU],
     # without a GPU they take the CPU's branches, here CUDA's: buffers on the device, IPC handles
     "weights": ["tests/unit/test_sglang_life.py", "tests/unit/test_sglang_weights.py"],
+    # what holds for the real server holds for its stand-in on CUDA
+    "engine": [ENGINE, "-k", "follow_transformers or greedy or cannot_be_generated"],
 }
+PARTS = "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines".split()
+SOON = ["versions", "reshard"]
+"""The parts of the GPU check that no other test here comes near: ranks by the launcher."""
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, fake or real"),
@@ -32,27 +39,26 @@ pytestmark = [
 ]
 
 
-def environment(num_devices: int) -> dict[str, str]:
-    """For a process that finds this many CUDA devices, and for those that it starts."""
-    paths = (build.HERE / "startup", ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH"))
-    return os.environ | {
-        "RAGEN_FAKE_CUDA": str(num_devices),
-        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
-    }
-
-
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "group", ["steps", "layers", "weights", pytest.param("learning", marks=pytest.mark.slow)]
+    "group",
+    [
+        "steps",
+        "layers",
+        "weights",
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("engine", "learning")),
+    ],
 )
-def test_passes_on_the_fake_device(group: str) -> None:
+def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
     if LAYERS in GROUPS[group] and build.transformer_engine() is None:
         pytest.skip("there is no Transformer Engine: python tests/fake_cuda/build.py says why")
+    shared = tmp_path / "shared"
+    server = write_python(tmp_path, shared)
     options = ["-q", "-n", "0", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *GROUPS[group]],
         cwd=ROOT,
-        env=environment(num_devices=4),
+        env=environment(4, RAGEN_FAKE_CUDA_SHARED=str(shared), RAGEN_SGLANG_PYTHON=str(server)),
         capture_output=True,
         text=True,
         check=False,
@@ -64,36 +70,47 @@ def test_passes_on_the_fake_device(group: str) -> None:
     assert re.search(r"[1-9]\d* passed", last) and (may_skip or "skipped" not in last), said
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_the_gpu_check_trains(tmp_path: Path) -> None:
-    """The script as it runs on a GPU: its own environment, ranks by torchrun, three steps in each
-    precision from the warm start to the export, a report.
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("parts", [SOON, pytest.param(PARTS, marks=pytest.mark.slow)])
+def test_the_gpu_check_passes(parts: list[str], tmp_path: Path) -> None:
+    """The script as it runs on a GPU, with its own environment, ranks and servers, and small
+    shapes; every part does what it is for, and what is worth keeping is in one file.
     """
+    if "te" in parts and build.transformer_engine() is None:
+        pytest.skip("there is no Transformer Engine: python tests/fake_cuda/build.py says why")
+    python, output = write_python(tmp_path, tmp_path / "shared"), tmp_path / "out"
+    command = ["bash", "tools/gpu_check.sh", "--small", "--minutes", "60", "--output", str(output)]
     done = subprocess.run(
-        [
-            "bash",
-            "tools/gpu_check.sh",
-            "--output",
-            str(tmp_path),
-            "--minutes",
-            "20",
-            "versions",
-            "train",
-        ],
+        [*command, "--pack", str(tmp_path / "kept.tar.gz"), *parts],
         cwd=ROOT,
-        env=environment(num_devices=1)
-        | {
-            "SITE": str(build.HERE / "startup"),
-            "PYTHON": sys.executable,
-            "SHARES": "versions=200 train=1000",
-        },
+        env=environment(
+            1,
+            SITE=str(build.HERE / "site"),
+            PYTHON=str(python),
+            SHARES=" ".join(f"{part}=1000" for part in parts),
+            RAGEN_FAKE_CUDA_GIB="4",
+            RAGEN_FAKE_CUDA_SHARED=str(tmp_path / "shared"),
+        ),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
-    assert [part["result"] for part in parts] == ["passed", "passed"]
-    for name in ("float32", "bf16"):
-        assert len(read_metrics(tmp_path / "runs" / name / "metrics.jsonl")) == 3
+    logs = "".join(log.read_text()[-3000:] for log in output.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    report = json.loads((output / "report.json").read_text())
+    assert [(part["part"], part["result"]) for part in report["parts"]] == [
+        (part, "passed") for part in parts
+    ]
+    assert report["reshard"]["checksums_equal"]
+    with tarfile.open(tmp_path / "kept.tar.gz") as kept:
+        names = {name.removeprefix("./") for name in kept.getnames()}
+    runs = [path.parent for path in sorted(output.glob("runs/*/metrics.jsonl"))]
+    assert {"report.json", "report.md", "reshard.json", *(f"{part}.log" for part in parts)} <= names
+    assert {f"runs/{run.name}/metrics.jsonl" for run in runs} <= names
+    assert not any("checkpoint" in name or name.endswith(".safetensors") for name in names)
+    if parts == PARTS:
+        assert report["bench_kernels"]["results"]
+        assert [len(read_metrics(run / "metrics.jsonl")) for run in runs] == [3] * 5
+        assert report["sglang_probe"]["attempts"][-1]["error"] is None
+        for log in ("te", "sglang", "kernels"):
+            assert re.search(r"[1-9]\d* passed", (output / f"{log}.log").read_text())

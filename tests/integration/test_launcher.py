@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -490,16 +491,36 @@ def test_a_fresh_copy_installs_itself(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "flags", "bound"),
+    ("can_bind", "flags", "bound"),
     [(True, (), "node"), (True, ("--numa-binding", "socket"), "socket"), (False, (), None)],
 )
 def test_ranks_are_bound_to_the_cpus_beside_their_gpu(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, flags: tuple[str, ...], bound: str | None
+    monkeypatch: pytest.MonkeyPatch, can_bind: bool, flags: tuple[str, ...], bound: str | None
 ) -> None:
     started = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(launch, "can_bind", lambda: can_bind)
     monkeypatch.setattr(torch.distributed.run, "run", started.append)
     monkeypatch.setattr(launch.logging, "disable", lambda level: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert launch.main(["--nproc-per-node", "2", *flags, "train.py"]) == 0
     assert [one.numa_binding for one in started] == [bound]
+
+
+@pytest.mark.parametrize("lacking", [None, "a second node", "a place", "numactl", "a GPU"])
+def test_ranks_are_bound_only_where_torchrun_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacking: str | None
+) -> None:
+    """It ends a job that it cannot bind, and most images have no numactl."""
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1A, pci_device_id=3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if lacking == "a GPU" else 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    for node in ("node0", "node0" if lacking == "a second node" else "node1"):
+        (tmp_path / "devices/system/node" / node).mkdir(parents=True, exist_ok=True)
+    place = tmp_path / "bus/pci/devices/0000:1a:03.0"
+    place.mkdir(parents=True)
+    if lacking != "a place":
+        (place / "numa_node").write_text("1")
+    program = tmp_path / "numactl"
+    program.touch(mode=0o600 if lacking == "numactl" else 0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch.can_bind(tmp_path) == (lacking is None)

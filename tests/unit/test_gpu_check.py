@@ -115,18 +115,23 @@ esac
 """
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+@pytest.fixture(scope="module", params=[(), ("--small",)], ids=["full", "small"])
+def asked(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[list[str]]:
     """The command lines of Python programs that all parts come to where each of them works."""
     folder = tmp_path_factory.mktemp("gpu_check")
     python = folder / "python"
     python.write_text(RECORDING.format(python=sys.executable, folder=folder))
     python.chmod(0o755)
-    done = run("--output", str(folder / "out"), "--minutes", "9", PYTHON=str(python))
+    flags = ("--output", str(folder / "out"), "--pack", str(folder / "kept.tar.gz"), *request.param)
+    done = run(*flags, "--minutes", "9", PYTHON=str(python))
     report = json.loads((folder / "out" / "report.json").read_text())
     assert done.returncode == 0, (done.stderr, report)
     order = "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines"
     assert [part["part"] for part in report["parts"]] == order.split()
+    with tarfile.open(folder / "kept.tar.gz") as kept:
+        assert {"./report.md", "./report.json", "./engines.log"} <= set(kept.getnames())
     return [line.split("\0")[:-1] for line in (folder / "asked").read_text().splitlines()]
 
 
@@ -151,6 +156,8 @@ def test_every_command_exists_with_its_flags(
         if program == "-m":
             files = [Path(word) for word in arguments if word.startswith("tests/")]
             assert arguments[0] == "pytest" and files and all((ROOT / f).exists() for f in files)
+            # the repository's flags ask for a plug-in that a machine may lack
+            assert arguments[1:3] == ["-o", "addopts="]
             continue
         tools.add(program)
         if program == "tools/launch.py":

@@ -377,21 +377,28 @@ def buckets(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> list[li
 def test_a_bucket_is_filled_while_the_server_takes_another(
     serve: Any, transfer: FileTransfer, weights: dict[str, torch.Tensor]
 ) -> None:
-    """This server takes the first bucket when the second one is there, and never else."""
+    """This server takes the first bucket when the second one is there, and never else; the third,
+    which is filled where the first was, has to wait for it.
+    """
     list(transfer.receive(weights.items()))
     generation = Generation(transfer.again(), has_sessions=False)
-    second, answer = transfer.again()[1][0].file, generation.answer
+    second, third = (transfer.again()[index][0].file for index in (1, 2))
+    answer, overtaken = generation.answer, list[bool]()
 
     def hesitate(path: str) -> tuple[int, dict[str, Any]]:
         deadline = time.monotonic() + 60
         while path == "/update_weights_from_tensor" and not second.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        if path == "/update_weights_from_tensor" and not overtaken:
+            time.sleep(0.2)  # for a sender that does not wait
+            overtaken.append(third.exists())
         return answer(path)
 
     generation.answer = hesitate
     send(serve(generation), transfer.receive(weights.items()), 1)
     assert generation.asked.count("/update_weights_from_tensor") == len(transfer.again())
+    assert overtaken == [False]
 
 
 @pytest.mark.parametrize("has_sessions", [False, True])

@@ -41,7 +41,7 @@ from ragen_mega.engines.sglang.weight_loader import (
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 
-BUCKET_BYTES = 192 * 2**20
+BUCKET_BYTES = 128 * 2**20
 """A multiple of what the checksum takes at a time; the memory plan counts it."""
 _SHARED_MEMORY = Path("/dev/shm")
 

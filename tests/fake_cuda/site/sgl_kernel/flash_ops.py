@@ -1,0 +1,1 @@
+"""The file by which tools/gpu_check.sh knows that SGLang's default attention is there."""
