@@ -25,6 +25,7 @@ from ragen_mega.report.step_metrics import (
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.guards import nothing_to_learn
+from ragen_mega.run.nodes import watched
 from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run
 from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
@@ -135,12 +136,13 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     threading.excepthook = _report_thread
     output = "."
     try:
-        config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
-        output = config.logging.output
-        run = build(config)
-        run.stop.listen()
-        with run:
-            starpo(run)
+        with watched():
+            config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
+            output = config.logging.output
+            run = build(config)
+            run.stop.listen()
+            with run:
+                starpo(run)
     except Interrupted:
         raise SystemExit(run.stop.exit_code) from None
     except Finished as done:

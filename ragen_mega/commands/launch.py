@@ -5,7 +5,8 @@ explained.
     python tools/launch.py [torchrun flags] [--module] script [flags of the script]
 
 `torchrun script ...` does the same with torchrun's own report after the error of a rank, and gives
-ranks 30 seconds to stop.
+ranks 30 seconds to stop. On several nodes the nodes find each other by --nnodes, --node-rank,
+--master-addr and --master-port (docs/multi-node.md).
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_PROBE_SECONDS = 20.0
 
 
 class _Stopped(BaseException):
@@ -31,11 +38,14 @@ class _Stopped(BaseException):
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks; returns the exit code of the first that failed, 128 + signal if one was
-    killed or the launcher was told to stop.
+    killed or the launcher was told to stop, and 2 if the nodes do not find each other.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while torch is imported
-    from torch.distributed import run
+    # Before torch is imported: it would tell of every address that has no name.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     args = run.parse_args(list(argv))
     if args.numa_binding is None and can_bind():
@@ -49,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
     for number in _FORWARDED:
         signal.signal(number, _stop)
     try:
+        if args.nnodes not in ("1", "1:1") and args.rdzv_backend == "static":
+            _check_meeting(args)
         run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -58,9 +70,48 @@ def main(argv: Sequence[str]) -> int:
         hint = "; the machine may be out of memory (see dmesg)" if name == "SIGKILL" else ""
         print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
         return 128 - failure.exitcode
+    except (RendezvousError, DistError, ValueError) as error:
+        said = str(error).partition("\n")[0]
+        if not isinstance(error, ValueError):
+            said = f"the nodes did not meet, or one has ended: {said}; see the output of the others"
+        print(f"error: {said}", file=sys.stderr)
+        return 2
     except _Stopped as stopped:
         return 128 + stopped.args[0]
     return 0
+
+
+def _check_meeting(args: Namespace) -> None:
+    """Raise ValueError where this node cannot meet the others at --master-addr. That the first one
+    does not listen yet is no reason: torchrun waits for it.
+    """
+    host, port, last = args.master_addr, args.master_port, int(args.nnodes.rpartition(":")[2]) - 1
+    if not 0 <= args.node_rank <= last:
+        raise ValueError(
+            f"--node-rank must be from 0 to {last} on --nnodes {args.nnodes}, not {args.node_rank}"
+        )
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(
+            f"--master-addr must be the name or address of the first node, and {host} is unknown"
+            f" on this one ({error.strerror})"
+        ) from None
+    try:
+        if args.node_rank == 0:
+            socket.create_server(address[:2], family=family).close()
+        else:
+            socket.create_connection(address[:2], timeout=_PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return
+    except OSError as error:
+        here = f"is not an address of the first node on which port {port} is free"
+        there = f"cannot be reached from node {args.node_rank}"
+        raise ValueError(
+            f"--master-addr {host} {there if args.node_rank else here}"
+            f" ({error.strerror or error}); choose another --master-addr or --master-port, the same"
+            " on all nodes"
+        ) from None
 
 
 def can_bind(system: Path = Path("/sys")) -> bool:

@@ -35,6 +35,7 @@ from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, evaluation_boards
 from ragen_mega.run.check import check, sizes_without_effect
+from ragen_mega.run.nodes import meet
 from ragen_mega.run.placement import ACTOR, CRITIC, PLACEMENTS, Placement
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
@@ -61,6 +62,7 @@ def build(config: StarPOConfig) -> Run:
     """Everything a run needs, warm start included. Raises ValueError before any training if
     something cannot work.
     """
+    meet(config)
     groups = initialize(config.parallel, config.train.seed)
     names, trained = config.environment.evaluated, config.environment.shares
     world_size = distributed.world_size()

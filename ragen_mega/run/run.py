@@ -590,5 +590,5 @@ class Run:
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
     """A digest of the parameters of all ranks, in one pass over them. Collective."""
-    local = checksum_each([*parameters])
+    local = hashlib.sha256(repr(checksum_each([*parameters])).encode()).hexdigest()
     return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()

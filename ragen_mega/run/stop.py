@@ -15,8 +15,9 @@ from ragen_mega.data import distributed
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What stops a run: a scheduler, Ctrl-C, the end of the terminal."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What stops a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time limit.
+"""
 RANK_LOST = (
     "another rank of this job has ended or does not answer; --resume goes on from the last"
     " checkpoint"
@@ -32,7 +33,7 @@ class StopSignal:
 
     def listen(self) -> None:
         """From now on the first of SIGNALS is remembered, and a second one ends the process without
-        a checkpoint.
+        a checkpoint, unless it is SIGUSR1: schedulers may send that to launcher and ranks alike.
         """
         for number in SIGNALS:
             signal.signal(number, self._receive)
@@ -53,7 +54,7 @@ class StopSignal:
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self.received:
-            _leave(signum, None)
+            return None if signum == signal.SIGUSR1 else _leave(signum, None)
         self.received = signal.Signals(signum)
         _say(f"{self.received.name}: writing a checkpoint; the same again leaves without one")
 

@@ -62,7 +62,7 @@ def lock_run(directory: Path) -> TextIO:
     ends, however it ends.
 
     The lock file is beside the directory, which may be deleted and recreated. Raises ValueError if
-    another process has it.
+    another process has it, on another node too, or if the file system has no locks.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     file = (directory.parent / f".{directory.name}.lock").open("a")
@@ -217,13 +217,13 @@ class CheckpointWriter:
         name.
         """
         files: dict[str, dict[str, Any]] = {}
-        markers = [_marker(temporary, rank) for rank in range(distributed.world_size())]
         deadline = time.monotonic() + _SECONDS_TO_GATHER
-        while missing := [rank for rank, marker in enumerate(markers) if not marker.exists()]:
-            if time.monotonic() > deadline:
-                raise OSError(f"no file of rank {missing[0]} after {_SECONDS_TO_GATHER:.0f} s")
-            time.sleep(0.02)
-        for marker in markers:
+        for rank in range(distributed.world_size()):
+            marker = _marker(temporary, rank)
+            while not marker.exists():  # one question at a time: the storage may be far away
+                if time.monotonic() > deadline:
+                    raise OSError(f"no file of rank {rank} after {_SECONDS_TO_GATHER:.0f} s")
+                time.sleep(0.02)
             files |= json.loads(marker.read_text())
             marker.unlink()
         for path in list(temporary.iterdir()):

@@ -364,7 +364,7 @@ class TestLaunch:
             assert [process.stdout.readline() for _ in range(2)] == ["2\n"] * 2
         assert process.communicate() == ("", "") and process.returncode == 128 + signal.SIGINT
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
     def test_signals_stop_every_rank(self, tmp_path, number):
         script = program(
             tmp_path,

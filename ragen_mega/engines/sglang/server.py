@@ -106,7 +106,9 @@ class ServerSettings:
     python: Path
     """Interpreter of an environment that has SGLang; it need not be the trainer's."""
     directory: Path
-    """Private folder for configuration, log and rendezvous; created if it is not there."""
+    """Private folder for configuration and log; created if it is not there. It may be on storage
+    that nodes share.
+    """
     max_context: int
     """Most tokens in a trajectory."""
     max_running_requests: int
@@ -279,7 +281,9 @@ class SGLangServer:
     def __init__(
         self, settings: ServerSettings, model_config: PretrainedConfig, *, weights: Path
     ) -> None:
-        """`weights` is the folder of its weights, which is removed when this process is killed."""
+        """`weights` is the folder of its weights, on this node, which is removed when this process
+        is killed; key and rendezvous go there as well, which storage of several nodes may not lock.
+        """
         self.settings = settings
         self._weights = weights
         self.num_starts = 0
@@ -318,10 +322,11 @@ class SGLangServer:
         if self.settings.device == "cuda":
             self.settings.link_cuda_runtime()
         port, api_key = _free_port(), secrets.token_hex(32)
-        rendezvous = self.settings.directory / "rendezvous"
+        self._weights.mkdir(mode=0o700, exist_ok=True)
+        rendezvous = self._weights / "rendezvous"
         rendezvous.unlink(missing_ok=True)
         # In a file, because every user of the machine can read the arguments of a process.
-        secret = _write_private(self.settings.directory / "key.yaml", f"api-key: {api_key}\n")
+        secret = _write_private(self._weights / "key.yaml", f"api-key: {api_key}\n")
         arguments = [*self.settings.arguments(self._model, port), "--config", str(secret)]
         command = [sys.executable, "-I", supervisor.__file__, str(self._weights)]
         command += [str(self.settings.python), "-m", "sglang.launch_server"]

@@ -1,0 +1,362 @@
+"""Several nodes as one job: what they must have in common before it begins, and how each learns
+that another one is gone.
+
+torchrun says which node this is (GROUP_RANK) and hosts a store on the first one (MASTER_ADDR). A
+job on one node passes through here without a word.
+"""
+
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ragen_kernels
+import torch.distributed as dist
+
+import ragen_mega
+from ragen_mega.config import StarPOConfig
+from ragen_mega.data import distributed
+from ragen_mega.report.console import fail
+from ragen_mega.report.hardware import PACKAGES, device, versions
+from ragen_mega.rollout.engine import Interrupted
+from ragen_mega.storage.run_directory import Finished
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that names the interface by which ranks of several nodes reach each other."""
+MAX_CLOCK_SKEW = 5.0
+"""Seconds between the clocks of two nodes. torchrun's c10d rendezvous gives a node up whose sign of
+life, by its own clock, is 15 s old.
+"""
+PATIENCE = 300.0
+"""Seconds without a sign of life after which a node counts as gone. A library that reads a large
+file without letting other threads run gives none meanwhile.
+"""
+PATIENCE_AT_START = 600.0
+"""For its first one: file systems give every node its programs in their own time."""
+_PERIOD = 2.0
+_CONNECT_SECONDS = 30.0
+
+
+def num_nodes() -> int:
+    """Nodes of this job."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def node() -> int:
+    """Which of them this is."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def _is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _here() -> str:
+    return f"node {node()} ({platform.node()})"
+
+
+# How a node learns that another is gone
+
+
+def watched() -> AbstractContextManager[None]:
+    """Inside, this node ends with one line and exit code 2 once another one has failed or does not
+    answer, and the others do if this one fails. A rank that waits in a collective for a machine
+    without power would wait for its timeout, half an hour.
+    """
+    return nullcontext() if num_nodes() == 1 else _Watch()
+
+
+def _connect() -> dist.Store:
+    """A connection of its own to the job's store: one waits for one answer at a time. Raises
+    DistError.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    wait = timedelta(seconds=_CONNECT_SECONDS)
+    store = dist.TCPStore(host, port, timeout=wait, wait_for_workers=False)
+    return dist.PrefixStore(f"nodes_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+class _Watch:
+    """Two threads of a node's first rank: one talks to the store and may block there, the other
+    ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._lost: str | None = None
+        self._answers = 0
+        self._signs: dict[int, tuple[int, float]] = {}
+        """On node 0, which judges the others: node -> its signs of life, and when the last came."""
+
+    def __enter__(self) -> None:
+        try:
+            self._store = _connect()
+        except dist.DistError:
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            fail(f"node 0 cannot be reached at {place}: it has ended, or has another name")
+        if _is_first_of_node():
+            for work in (self._talk, self._judge):
+                threading.Thread(target=work, daemon=True, name="nodes").start()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._is_over = True
+        if isinstance(error, (Interrupted, Finished)):  # as all ranks have agreed
+            return
+        has_failed = error is not None and getattr(error, "code", True)
+        with suppress(dist.DistError):  # node 0 may have ended before
+            last_words = "lost" if has_failed else f"done_{node()}"
+            _connect().set(last_words, f"{_here()} has ended, and says why")
+
+    def _talk(self) -> None:
+        while self._lost is None:
+            try:
+                self._store.add(f"alive_{node()}", 1)
+                if node() == 0 and (silent := self._silent_nodes()):
+                    self._store.set("lost", f"node {silent[0]} does not answer")
+                if self._store.check(["lost"]):
+                    self._lost = self._store.get("lost").decode()
+            except dist.DistError:  # the launcher of node 0 has closed the store
+                self._lost = "node 0 has ended"
+            self._answers += 1
+            time.sleep(_PERIOD)
+
+    def _silent_nodes(self) -> list[int]:
+        now, silent = time.monotonic(), []
+        for other in range(1, num_nodes()):
+            count = self._store.add(f"alive_{other}", 0)
+            before, since = self._signs.setdefault(other, (0, now))
+            if count > before:
+                self._signs[other] = count, now
+            elif now - since > (PATIENCE if count else PATIENCE_AT_START):
+                silent += [] if self._store.check([f"done_{other}"]) else [other]
+        return silent
+
+    def _judge(self) -> None:
+        before, silent = 0, 0.0  # by sleeps, since a clock goes on while no thread may run
+        while self._lost is None:
+            time.sleep(_PERIOD)
+            silent = 0.0 if self._answers > before else silent + _PERIOD
+            before = self._answers
+            if silent > PATIENCE:
+                self._lost = "node 0 does not answer"
+        if not self._is_over:
+            text = f"error: {self._lost}; --resume goes on from the last checkpoint\n"
+            os.write(2, text.encode())
+            os._exit(2)  # the other threads wait for what is gone
+
+
+# What nodes must have in common
+
+
+def meet(config: StarPOConfig) -> None:
+    """Join the job. Raises ValueError unless all its nodes reach each other, run the same program
+    with the same settings, and share the directory of the run. Collective.
+    """
+    if num_nodes() == 1:
+        return distributed.start()
+    choose_interface()
+    distributed.start()
+    check_agreement(config)
+
+
+def choose_interface() -> None:
+    """Have gloo listen on the interface by which this node reaches node 0, unless the environment
+    names one. gloo itself takes the address of the host's name, which is often the loopback's.
+
+    Raises ValueError if this node is not reached by it, or the next one is not.
+    """
+    master = os.environ["MASTER_ADDR"]
+    families = socket.AF_INET, socket.AF_INET6
+    addresses = {
+        name: [each.address for each in entries if each.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    named = os.environ.get(INTERFACE)
+    if named is None:
+        local = _address_towards(master)
+        named = next(name for name, those in addresses.items() if local in those)
+        os.environ[INTERFACE] = named
+    name = named.split(",")[0]
+    there = ", ".join(other for other, those in addresses.items() if those)
+    remedy = f"set {INTERFACE} to the interface that all nodes share (here are {there})"
+    if not addresses.get(name):
+        raise ValueError(f"{INTERFACE} {name} must be an interface with an address; {remedy}")
+    if name == "lo":
+        raise ValueError(
+            f"ranks of several nodes need an interface that others reach, and on {_here()}"
+            f" --master-addr {master} leads to the loopback's; {remedy}"
+        )
+    if _is_first_of_node():
+        _reach_next(addresses[name][0], f"its interface {name}; {remedy}")
+
+
+def _address_towards(host: str) -> str:
+    """The address of this machine that connections to `host` come from."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _reach_next(address: str, through: str) -> None:
+    """Connect to the next node, and wait for the one before; each finds the other's address in the
+    store.
+    """
+    store, following = _connect(), (node() + 1) % num_nodes()
+    store.set_timeout(timedelta(seconds=PATIENCE_AT_START))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        listener.settimeout(PATIENCE_AT_START)
+        store.set(f"address_{node()}", f"{address} {listener.getsockname()[1]}")
+        host, port = store.get(f"address_{following}").decode().split()
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ValueError(
+                f"{_here()} cannot reach node {following} at {host} ({error.strerror or error})"
+                f" through {through}"
+            ) from None
+        listener.accept()[0].close()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one node says of itself."""
+
+    host: str
+    num_ranks: int
+    code: dict[str, str]
+    """Module -> digest of its source, of all that are loaded from this package and from the
+    working directory.
+    """
+    versions: dict[str, str]
+    hardware: str
+    settings: dict[str, Any]
+    """section.name -> value."""
+    clock: tuple[float, float]
+    """When it came to a barrier, and when it left it, by its own clock."""
+
+
+def check_agreement(config: StarPOConfig) -> None:
+    """Raise ValueError, on all ranks, unless all nodes run the same program with the same settings
+    and share the directory of the run. Collective.
+    """
+    come = time.time()
+    distributed.barrier()
+    facts = describe(config, (come, time.time())) if _is_first_of_node() else None
+    everyone = [each for each in distributed.gather_objects(facts) if each is not None]
+    if error := disagreement(everyone):
+        raise ValueError(error)
+    for each in everyone:
+        config.rollout.num_engines(distributed.world_size(), each.num_ranks)
+    _check_shared(config.run_directory.parent, [each.host for each in everyone])
+
+
+def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
+    """What this node says of itself."""
+    packages = [Path(module.__path__[0]) for module in (ragen_mega, ragen_kernels)]
+
+    def is_ours(file: Path) -> bool:
+        is_own = file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts
+        return is_own or any(file.is_relative_to(package) for package in packages)
+
+    files = {
+        name: Path(file)
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None)) and is_ours(Path(file))
+        if Path(file).is_file()
+    }
+    return Facts(
+        host=platform.node(),
+        num_ranks=int(os.environ["LOCAL_WORLD_SIZE"]),
+        code={
+            name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()
+        },
+        versions=versions((*PACKAGES, "tokenizers", "safetensors", "numpy")),
+        hardware=device(),
+        settings={
+            f"{section}.{name}": value
+            for section, values in config.to_dict().items()
+            for name, value in values.items()
+        },
+        clock=clock,
+    )
+
+
+def disagreement(nodes: Sequence[Facts]) -> str | None:
+    """What the first node that differs from node 0 differs in, with the remedy; None if all agree.
+    Modules that only one of two nodes has loaded do not count.
+    """
+    first = nodes[0]
+    for index, other in enumerate(nodes[1:], start=1):
+        for what, ours, theirs, remedy in (
+            ("flags", first.settings, other.settings, "start all nodes with the same flags"),
+            ("code", first.code, first.code | other.code, "give all nodes the same files"),
+            ("packages", first.versions, other.versions, "give all nodes the same environment"),
+            (
+                "hardware",
+                {"device": first.hardware},
+                {"device": other.hardware},
+                "ask for nodes of one kind",
+            ),
+        ):
+            for name, value in ours.items():
+                if value != theirs[name]:
+                    return (
+                        f"all nodes must have the same {what}: {name} is {value} on node 0"
+                        f" ({first.host}) and {theirs[name]} on node {index} ({other.host});"
+                        f" {remedy}"
+                    )
+        # All were in the barrier at one instant, which lies between coming and leaving.
+        skew = max(first.clock[0] - other.clock[1], other.clock[0] - first.clock[1])
+        if skew > MAX_CLOCK_SKEW:
+            return (
+                f"the clocks of the nodes must agree within {MAX_CLOCK_SKEW:g} s: those of node 0"
+                f" ({first.host}) and node {index} ({other.host}) differ by {skew:.0f} s; set them"
+                " by NTP"
+            )
+    return None
+
+
+def _check_shared(directory: Path, hosts: list[str]) -> None:
+    """Raise ValueError unless what each node writes in `directory` is there for rank 0."""
+
+    def make() -> Path:
+        token = directory.absolute() / f".nodes-{secrets.token_hex(8)}"
+        token.mkdir(mode=0o700, parents=True)
+        return token
+
+    token = distributed.on_main(make)
+    failure = None
+    if _is_first_of_node():
+        try:
+            (token / str(node())).touch()
+        except OSError as error:
+            failure = error.strerror
+    failures = distributed.gather_objects(failure)
+
+    def look() -> None:
+        missing = [index for index in range(len(hosts)) if not (token / str(index)).exists()]
+        shutil.rmtree(token)
+        if missing:
+            index = missing[0]
+            why = next(filter(None, failures), "what it writes there does not arrive")
+            raise ValueError(
+                f"the run directory must be on storage that all nodes share: {directory.absolute()}"
+                f" of node 0 ({hosts[0]}) is not that of node {index} ({hosts[index]}): {why};"
+                " choose another --output"
+            )
+
+    distributed.on_main(look)

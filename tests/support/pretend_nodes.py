@@ -1,0 +1,176 @@
+"""Pretend nodes of a cluster on this machine: Linux namespaces, each with an address, a host name,
+processes, /tmp and /dev/shm of its own; everything else of the file system is shared.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.context import ForkProcess as Process
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from tests.support.forked_ranks import fork_ranks
+
+ROOT = Path(__file__).parents[2]
+PORT = 29500
+INTERFACE = "eth0"
+"""Name of the interface by which the nodes reach each other."""
+_PRIVATE = ("/dev/shm", "/tmp")
+_NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
+_UP = """
+set -e
+mount --make-rprivate /
+hostname "$1"
+mkdir -p "$2/tmp"
+for kept in "${@:3}"; do
+    mkdir -p "$2$kept"
+    mount --bind "$kept" "$2$kept"
+done
+mount --rbind "$2/tmp" /tmp
+mount -t tmpfs -o size=4g tmpfs /dev/shm
+ip link set lo up
+echo ready
+read -r address  # once the cable is plugged in
+ip address add "$address" dev eth0
+ip link set eth0 up
+echo up
+exec cat  # until the test is gone, however it ends
+"""
+
+
+def reason_against() -> str | None:
+    """Why this machine cannot pretend to have nodes, None if it can."""
+    for program in ("ip", "unshare", "nsenter", "mount"):
+        if shutil.which(program) is None:
+            return f"needs the program {program}"
+    command = ["unshare", *_NAMESPACES, "--fork", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    return f"needs namespaces: {tried.stderr.strip()}" if tried.returncode else None
+
+
+class Node:
+    """One pretend node, from its start until `kill`."""
+
+    def __init__(self, index: int, shared: Path, stack: ExitStack) -> None:
+        """`shared` is what it shares of /tmp, beside this repository and the interpreter."""
+        self.address = f"10.77.0.{index + 1}"
+        self.name = f"node{index}"
+        self._private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=shared.parent)))
+        kept = {
+            str(path.resolve())
+            for path in (shared, ROOT, Path(sys.prefix), Path(sys.base_prefix))
+            if path.resolve().is_relative_to("/tmp")
+        }
+        self._holder = subprocess.Popen(
+            ["unshare", *_NAMESPACES, "--fork", "--mount-proc", "bash", "-c", _UP, "node",
+             self.name, str(self._private), *sorted(kept)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._expect("ready")
+        (first,) = psutil.Process(self._holder.pid).children()
+        self.pid = first.pid
+        """Of its first process, whose end ends all others."""
+        stack.callback(self.kill)
+
+    def plug_in(self) -> None:
+        """Give it its address, once its end of the cable is there."""
+        self._holder.stdin.write(f"{self.address}/24\n")
+        self._holder.stdin.flush()
+        self._expect("up")
+
+    def start(self, *command: object, **environment: str) -> "subprocess.Popen[str]":
+        """Start a command on the node, with these variables beside those of this process. Its
+        output, of both kinds, is read from its `stdout`.
+        """
+        inside = ["nsenter", "--target", str(self.pid), *_NAMESPACES, f"--wd={os.getcwd()}"]
+        return subprocess.Popen(
+            [*inside, *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | environment,
+        )
+
+    def enter(self) -> None:
+        """Move this thread, and what it forks, to the node; its process ids stay those outside."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name in ("net", "uts", "ipc", "mnt"):
+            with open(f"/proc/{self.pid}/ns/{name}") as namespace:
+                if libc.setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {name} of {self.name}")
+        os.chdir(ROOT)
+
+    def listens_on(self, port: int) -> set[str]:
+        """Addresses on which something on this node listens, as in /proc/net/tcp."""
+        rows = [
+            line.split()
+            for kind in ("tcp", "tcp6")
+            for line in Path(f"/proc/{self.pid}/net/{kind}").read_text().splitlines()[1:]
+        ]
+        places = [row[1].split(":") for row in rows if row[3] == "0A"]  # LISTEN
+        return {address for address, number in places if int(number, 16) == port}
+
+    def kill(self) -> None:
+        """Power off: SIGKILL for every process on it. Safe to call again."""
+        self._holder.communicate()  # ends its first process
+
+    def _expect(self, line: str) -> None:
+        said = self._holder.stdout.readline()
+        assert said == f"{line}\n", f"{self.name} did not come up"
+
+    def unplug(self) -> None:
+        """From now on nothing that it sends arrives, and nothing reaches it."""
+        command = ["nsenter", "--target", str(self.pid), "--net", "ip", "link", "set", INTERFACE]
+        subprocess.run([*command, "down"], check=True)
+
+
+@contextmanager
+def two_nodes(shared: Path) -> Iterator[list[Node]]:
+    """Two nodes with a cable between them; `shared` is on both. At the end all their processes are
+    killed.
+    """
+    with ExitStack() as stack:
+        nodes = [Node(index, shared, stack) for index in range(2)]
+        ends = [
+            argument for node in nodes for argument in ("name", INTERFACE, "netns", str(node.pid))
+        ]  # of either node
+        subprocess.run(
+            ["ip", "link", "add", *ends[:4], "type", "veth", "peer", *ends[4:]], check=True
+        )
+        for node in nodes:
+            node.plug_in()
+        yield nodes
+
+
+def fork_on_nodes(nodes: list[Node], work: Callable[[], None]) -> list[Process]:
+    """Start `work()` on a rank of each node, as launchers there would, but by forks of this
+    process, so that nothing is imported again.
+    """
+
+    def rank() -> None:
+        index = int(os.environ["RANK"])
+        nodes[index].enter()
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        os.environ.update(
+            MASTER_ADDR=nodes[0].address,
+            MASTER_PORT=str(PORT),
+            GROUP_RANK=str(index),
+            GROUP_WORLD_SIZE=str(len(nodes)),
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        if index:
+            return work()
+        store = dist.TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
+        work()
+        store.wait(["nodes_0/done_1"])  # as a launcher waits for the others
+
+    return fork_ranks(rank, len(nodes))
