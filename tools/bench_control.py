@@ -28,8 +28,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from benchmark import OUTPUTS, provenance, publish, table
-from command_line import command, flag
 
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.data import distributed
 from ragen_mega.report.metrics import RunLogger
 from ragen_mega.rollout.all_ranks import engine_metrics

@@ -69,8 +69,10 @@ def measure(
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     renderer = DeafRenderer(load_tokenizer(str(directory)))
-    sizes = {"num_prompts": arguments.groups, "samples_per_prompt": arguments.group_size}
-    groups = evaluation_tasks(environment, ENVIRONMENT, boards=None, **sizes)
+    prompts = [(seed, None) for seed in range(123, 123 + arguments.groups)]
+    groups = evaluation_tasks(
+        environment, ENVIRONMENT, prompts, samples_per_prompt=arguments.group_size
+    )
     tasks = list(itertools.chain(*groups))
     engine = EmbeddedEngine(
         model.config, max_context=arguments.max_context, max_sessions=len(tasks)

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmark import OUTPUTS, interleave, provenance, publish, table
-from command_line import command, flag, read_settings
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ragen_mega.commands.command_line import command, flag, read_settings
 from ragen_mega.config import LossConfig, ModelConfig, ParallelConfig, StarPOConfig, TrainConfig
 from ragen_mega.data.packing import minibatches, pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory

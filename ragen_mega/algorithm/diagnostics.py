@@ -137,8 +137,7 @@ class EchoTrapMonitor:
         return begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to give the same warnings, as plain Python objects.
-        """
+        """Everything that a resumed run needs to give the same warnings, as plain Python objects."""
         return deepcopy(
             {
                 "thresholds": asdict(self.thresholds),

@@ -136,8 +136,7 @@ def filter_groups(
 
 
 def _rank(returns: Returns, keep_zero: bool) -> tuple[list[int], Tensor]:
-    """Candidate groups, largest uncertainty first and ties by index, with their uncertainties.
-    """
+    """Candidate groups, largest uncertainty first and ties by index, with their uncertainties."""
     scores = group_uncertainty(returns)
     ranked = scores.argsort(descending=True, stable=True)
     if not keep_zero:

@@ -11,19 +11,25 @@ held-out tasks, else seeds 123, 124, ...
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ragen_mega.commands.command_line import JSON, command, flag
-from ragen_mega.environments import calls
-from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
+from ragen_mega.config import EnvironmentConfig
+from ragen_mega.environments.boards import (
+    Board,
+    has_packaged_boards,
+    held_out_seeds,
+    load_boards,
+)
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.protocol import Budget
+from ragen_mega.environments.pool import briefly
+from ragen_mega.environments.protocol import Budget, Environment
 from ragen_mega.environments.reference_players import Baselines, baselines
 from ragen_mega.environments.registry import held_out_options, make, names
 from ragen_mega.report.metrics import write_json
 
-_FIRST_SEED = 123  # RAGEN's validation seed
 _DEFAULT_NUM_SEEDS = 256
 BUDGET = ("max_turns", "max_actions_per_turn", "max_actions")
 OPTION = flag(
@@ -61,19 +67,17 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 def choose_prompts(
-    environment_name: str, options: dict[str, Any], path: Path | None, num_prompts: int | None
+    environment_name: str,
+    environment: Environment,
+    options: dict[str, Any],
+    path: Path | None,
+    num_prompts: int | None,
 ) -> tuple[list[int] | list[Board], str]:
     """The prompts and where they come from. Raises ValueError if there are too few."""
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, not {num_prompts}")
-    environment = make(environment_name, **options)
-    calls.close(environment)
     if path is None and not has_packaged_boards(environment):
-        num_tasks = getattr(environment, "num_tasks", None)
-        first = 0 if num_tasks else _FIRST_SEED
-        count = num_prompts or _DEFAULT_NUM_SEEDS
-        count = min(count, num_tasks or count)
-        seeds = range(first, first + count)
+        seeds = held_out_seeds(environment_name, environment, num_prompts or _DEFAULT_NUM_SEEDS)
         return list(seeds), f"seeds {seeds[0]} to {seeds[-1]}"
     boards = load_boards(path, environment_name, **options)
     source = f"packaged boards {boards[0].set}" if path is None else str(path)
@@ -113,13 +117,13 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--json {arguments.json} must be a file in an existing folder")
     options = held_out_options(arguments.environment) | dict(map(parse_option, arguments.option))
     protocol = EpisodeConfig(**{name: getattr(arguments, name) for name in BUDGET})
-    prompts, source = choose_prompts(
-        arguments.environment, options, arguments.boards, arguments.num_prompts
-    )
-    result = baselines(arguments.environment, prompts, protocol, options)
-    environment = make(arguments.environment, **options)
-    budget = protocol.budget(environment)
-    calls.close(environment)
+    name, build = arguments.environment, partial(make, arguments.environment, **options)
+    with briefly(name, build, EnvironmentConfig.environment_timeout) as environment:
+        prompts, source = choose_prompts(
+            name, environment, options, arguments.boards, arguments.num_prompts
+        )
+        budget = protocol.budget(environment)
+    result = baselines(name, prompts, protocol, options)
     limits = {name: getattr(budget, name) for name in BUDGET}
     about = {"protocol": limits, "options": options, "prompts": source}
     write_json(arguments.json, asdict(result) | about)

@@ -192,7 +192,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
         engine=EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
         renderer=ChatRenderer(load_tokenizer(str(base)), think=config.environment.think),
         tasks=TaskSampler(config),
-        boards={},
+        prompts={},
         references=dict.fromkeys(config.environment.shares, unknown),
         logger=RunLogger(directory, is_writer=False),
         console=Console(is_writer=False, num_steps=config.train.num_steps),

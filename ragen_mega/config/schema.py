@@ -25,8 +25,7 @@ from ragen_mega.algorithm.tables import (
     find_filter,
     parse_reward,
 )
-from ragen_mega.environments import calls
-from ragen_mega.environments.pool import Worker
+from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options, make
 
@@ -316,8 +315,8 @@ class EnvironmentConfig(Section):
             )
         for name in self.evaluated:
             build = partial(make, name, **base.get(name, {}) | options.get(name, {}))
-            worker = Worker(self.environment_timeout)  # for it may not return
-            worker.end(partial(calls.close, worker.build(name, build)))
+            with briefly(name, build, self.environment_timeout):
+                pass
 
     @property
     def expected_turns(self) -> int:

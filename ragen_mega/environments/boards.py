@@ -9,13 +9,17 @@ validates on: seeds 123 to 378, without the 29 large rooms whose drawing depende
 
 import json
 from dataclasses import dataclass
+from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import Environment
 from ragen_mega.environments.registry import make
 
 _WORLDS = Path(__file__).parent / "worlds"
+_FIRST_SEED = 123  # RAGEN's validation seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,21 @@ def has_packaged_boards(environment: Environment) -> bool:
     return getattr(environment, "board_set", None) in packaged_sets()
 
 
+def held_out_seeds(name: str, environment: Any, most: int) -> range:
+    """Seeds of at most `most` initial states of environment `name` without boards: 0, 1, ... if it
+    has a number of tasks, else 123 and those that follow. Raises ValueError for a number that is
+    none.
+    """
+    num_tasks = getattr(environment, "num_tasks", None)
+    if num_tasks is None:
+        return range(_FIRST_SEED, _FIRST_SEED + most)
+    if not isinstance(num_tasks, Integral) or num_tasks < 1:
+        raise ValueError(
+            f"num_tasks of environment {name} must be a positive integer, not {num_tasks!r:.60}"
+        )
+    return range(min(num_tasks, most))
+
+
 def load_boards(path: str | Path | None, environment_name: str, **options: Any) -> list[Board]:
     """The boards in `path` (None: the packaged ones) that fit the environment `environment_name`
     with `options`.
@@ -72,7 +91,7 @@ def load_boards(path: str | Path | None, environment_name: str, **options: Any) 
     for number, line in _numbered_lines(path):
         try:
             board = _parse_line(line)
-            if environment.accepts_board(board.rows):
+            if _fits(environment, board):
                 fitting.append(board)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {' '.join(str(error).split())}") from error
@@ -83,6 +102,15 @@ def load_boards(path: str | Path | None, environment_name: str, **options: Any) 
             f" {environment_name} ({name}); choose another file or other options"
         )
     return fitting
+
+
+def _fits(environment: BoardEnvironment, board: Board) -> bool:
+    try:
+        return guarded(partial(environment.accepts_board, board.rows))
+    except EnvironmentFailed as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise ValueError(f"accepts_board failed: {error}") from error
 
 
 def _numbered_lines(path: str | Path) -> list[tuple[int, str]]:

@@ -37,7 +37,7 @@ def reset(
     Raises ValueError for a board if `reset` takes none, and for an observation that is too long or
     not valid Unicode; TypeError if it is neither text nor messages.
     """
-    taken = _keywords(type(environment).reset)
+    taken = _keywords(getattr(environment.reset, "__func__", environment.reset))
     if board is not None and "board" not in taken:
         raise ValueError(f"{type(environment).__name__} does not start from boards; use seeds")
     keywords = {"outcome_seed": outcome_seed, "board": board}
@@ -161,7 +161,10 @@ def _settled(value: Any) -> Any:
         return value
 
     async def settle() -> Any:
-        return await value
+        try:
+            return await value
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all environments
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     with _starting:  # `cache` alone would let two threads start a loop each
         loop = _loop()
@@ -170,8 +173,7 @@ def _settled(value: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop runs in its own thread, so that connections persist across calls from any thread.
-    """
+    """The loop runs in its own thread, so that connections persist across calls from any thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
     return loop

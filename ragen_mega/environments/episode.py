@@ -9,6 +9,7 @@ the prompt announces the budget that is enforced.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, read_response
@@ -82,10 +83,10 @@ class EpisodeConfig:
         """What a malformed answer costs. Raises ValueError unless it is finite and <= 0."""
         own = self._setting("format_penalty", environment)
         penalty = FORMAT_PENALTY if own is None else own
-        if not math.isfinite(penalty) or penalty > 0:
+        if not isinstance(penalty, Real) or not math.isfinite(penalty) or penalty > 0:
             raise ValueError(
                 "format_penalty is added to the reward and must be finite and <= 0, not"
-                f" {penalty}; write -0.1 for a penalty of 0.1"
+                f" {penalty!r:.60}; write -0.1 for a penalty of 0.1"
             )
         return penalty
 
@@ -140,8 +141,7 @@ class Episode:
 
     @property
     def takes_names(self) -> bool:
-        """Whether an answer is a list of action names, not free text or the input of a parser.
-        """
+        """Whether an answer is a list of action names, not free text or the input of a parser."""
         environment = self.environment
         return hasattr(environment, "actions") and not (self.tools or hasattr(environment, "parse"))
 
@@ -302,8 +302,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def is_success(result: StepResult) -> bool:
-    """Whether the task ended well: as the environment says, else by a positive reward."""
-    return result.terminated and bool(result.info.get("success", result.reward > 0))
+    """Whether the task is done if this is the last step: as the environment says, else whether it
+    was terminated with a positive reward.
+    """
+    return bool(result.info.get("success", result.terminated and result.reward > 0))
 
 
 def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult]) -> dict[str, Any]:

@@ -8,11 +8,15 @@ never returns keeps its thread until the process exits, which it does not delay.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
+
+from ragen_mega.environments import calls
 
 MAX_THREADS = 256
 """Most environments of one kind that are open at a time, if each has its own thread."""
@@ -105,3 +109,19 @@ class Worker:
                 future.set_result(guarded(function))
             except EnvironmentFailed as error:
                 future.set_exception(error)
+            # Its own: Ctrl-C comes to the main thread.
+            except (KeyboardInterrupt, GeneratorExit) as error:
+                future.set_exception(EnvironmentFailed(f"{type(error).__name__}: {error}"))
+
+
+@contextlib.contextmanager
+def briefly(name: str, build: Callable[[], T], seconds: float) -> Iterator[T]:
+    """The environment `name`, to see what it declares: built by `build`, within a time limit of
+    `seconds`, and closed on leaving. Raises ValueError as `Worker.build` does.
+    """
+    worker = Worker(seconds)
+    environment = worker.build(name, build)
+    try:
+        yield environment
+    finally:
+        worker.end(partial(calls.close, environment))

@@ -8,6 +8,7 @@ trajectory alone.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -40,9 +41,9 @@ class StepResult:
     enforces the budgets.
     """
     info: dict[str, Any] = field(default_factory=dict)
-    """`success` (bool; default: the last reward of a terminated episode is positive),
-    `is_action_effective` (bool: the state changed) and `is_action_valid` (False: the step was not
-    understood, which costs the format penalty).
+    """`success` (bool; that of the last step counts, however the episode ends; default: the last
+    reward of a terminated episode is positive), `is_action_effective` (bool: the state changed) and
+    `is_action_valid` (False: the step was not understood, which costs the format penalty).
     """
 
 
@@ -90,8 +91,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if (value := getattr(self, item.name)) < 1:
-                raise ValueError(f"{item.name} must be at least 1, not {value}")
+            value = getattr(self, item.name)
+            if not isinstance(value, Integral) or value < 1:
+                rule = "at least 1" if isinstance(value, Integral) else "an integer"
+                raise ValueError(f"{item.name} must be {rule}, not {value!r:.60}")
 
     @property
     def action_budget(self) -> int:

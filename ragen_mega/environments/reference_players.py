@@ -29,6 +29,7 @@ from ragen_mega.environments.random_player import is_drawn, random_steps, write_
 from ragen_mega.environments.registry import make
 
 _EPISODES_PER_PROMPT = 32  # of the random player in environments without a solver
+_RESETS = 5  # of an environment that fails now and then
 MAX_SECONDS = 10.0
 """If measuring the random player takes longer, its rate is unknown."""
 
@@ -83,10 +84,7 @@ def baselines(
         if solver is None:
             solved = [References(_measure_random(name, worker, episode, prompts), None, None)]
         else:
-            solved = []
-            for seed, rows in prompts:
-                calls.reset(environment, seed, board=rows)
-                solved.append(solver.references(environment, episode.budget))
+            solved = [_solve(name, worker, episode, solver, prompt) for prompt in prompts]
     finally:
         worker.end(partial(calls.close, environment))
     random = _mean_if_known([one.random for one in solved])
@@ -148,6 +146,28 @@ def _prompt(prompt: int | Board | Prompt | Sequence[str]) -> Prompt:
     return 0, tuple(prompt)
 
 
+def _solve(
+    name: str, worker: Worker, episode: Episode, solver: Solver, prompt: Prompt
+) -> References:
+    """What the solver says from one initial state. Raises ValueError if it fails, or if `reset`
+    does several times.
+    """
+    environment, (seed, rows) = episode.environment, prompt
+    for attempt in range(1, _RESETS + 1):
+        try:
+            worker.wait(partial(calls.reset, environment, seed, board=rows))
+            break
+        except EnvironmentFailed as error:
+            if attempt == _RESETS:
+                raise ValueError(
+                    f"environment {name} cannot start from seed {seed}: {error}"
+                ) from error
+    try:
+        return guarded(partial(solver.references, environment, episode.budget))
+    except EnvironmentFailed as error:
+        raise ValueError(f"the solver of environment {name} fails: {error}") from error
+
+
 def _measure_random(
     name: str, worker: Worker, episode: Episode, prompts: Sequence[Prompt]
 ) -> float | None:
@@ -202,8 +222,8 @@ def _play_randomly(
         actions = environment.actions
         result = calls.step(environment, actions[int(rng.integers(len(actions)))])
         if result.terminated or result.truncated:
-            return is_success(result)
-    return False
+            break
+    return is_success(result)
 
 
 def _mean_if_known(values: Sequence[float | None]) -> float | None:

@@ -69,9 +69,14 @@ def register(name: str, environment: Any, **options: Any) -> None:
 
 def held_out_options(name: str) -> dict[str, Any]:
     """The options under which environment `name` is evaluated: `split`, set to the second name in
-    its class attribute `splits` (the first is trained on); none if it has no splits.
+    its class attribute `splits` (the first is trained on); none if it has no splits. Raises
+    ValueError for splits that are no sequence.
     """
     splits = getattr(ENVIRONMENTS.get(name), "splits", ())
+    if not isinstance(splits, (tuple, list)):
+        raise ValueError(
+            f"splits of environment {name} must be a sequence of names, not {splits!r:.60}"
+        )
     return {"split": splits[1]} if len(splits) > 1 else {}
 
 
@@ -133,6 +138,13 @@ def _check_members(name: str, environment: Any) -> None:
         ):
             raise ValueError(
                 f"{member} of environment {name} must be a sequence of {rule}, not {values!r:.60}"
+            )
+    for tool in getattr(environment, "tools", ()):
+        function = tool.get("function", tool)
+        if not (isinstance(function, dict) and function.get("name")):
+            raise ValueError(
+                f"every schema in tools of environment {name} must have a name, itself or under"
+                f" function; {tool!r:.60} has none"
             )
 
 

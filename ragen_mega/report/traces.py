@@ -22,7 +22,7 @@ from typing import Any
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments import calls
-from ragen_mega.environments.pool import EnvironmentFailed, guarded, is_instant
+from ragen_mega.environments.pool import EnvironmentFailed, briefly, guarded, is_instant
 from ragen_mega.environments.registry import make
 from ragen_mega.storage.integrity import write_whole
 
@@ -147,7 +147,8 @@ class TraceWriter:
     ) -> list[str]:
         if trajectory.environment in self._undrawn:
             return []
-        if (drawn := pictures(trajectory, board, options)) is None:
+        timeout = self._config.environment_timeout
+        if (drawn := pictures(trajectory, board, options, timeout=timeout)) is None:
             self._undrawn.add(trajectory.environment)
         return drawn or []
 
@@ -173,31 +174,33 @@ def traces(directory: Path) -> list[tuple[Path, str, int, str | None]]:
     return sorted(named, key=lambda item: (item[2], item[1], item[0]))
 
 
-def pictures(trajectory: Trajectory, board: Board, options: Mapping[str, Any]) -> list[str] | None:
+def pictures(
+    trajectory: Trajectory, board: Board, options: Mapping[str, Any], *, timeout: float = 0.0
+) -> list[str] | None:
     """What `render()` of the environment gives at the start and after each turn: text, or SVG;
-    None from an environment without pictures. The trajectory is replayed for it, so only instant
-    environments have them.
+    None from an environment without pictures, or that cannot be built within `timeout` seconds (0:
+    no limit). The trajectory is replayed for it, so only instant environments have them.
     """
 
-    def play() -> list[str] | None:
-        world = make(trajectory.environment, **options)
-        try:
+    def play(world: Any) -> list[str]:
+        calls.reset(world, trajectory.seed, outcome_seed=trajectory.outcome_seed, board=board)
+        drawn = [str(world.render())]
+        for turn in trajectory.turns:
+            for action in turn.info.get("actions", ()):
+                calls.step(world, action)
+            drawn.append(str(world.render()))
+        return drawn
+
+    name = trajectory.environment
+    try:
+        with briefly(name, partial(make, name, **options), timeout) as world:
             if not is_instant(world) or not callable(getattr(world, "render", None)):
                 return None
-            calls.reset(world, trajectory.seed, outcome_seed=trajectory.outcome_seed, board=board)
-            drawn = [str(world.render())]
-            for turn in trajectory.turns:
-                for action in turn.info.get("actions", ()):
-                    calls.step(world, action)
-                drawn.append(str(world.render()))
-            return drawn
-        finally:
-            calls.close(world)
-
-    try:
-        return guarded(play)
+            return guarded(partial(play, world))
     except EnvironmentFailed:
         return []  # a picture is not worth a failed run
+    except ValueError:
+        return None  # nor waiting for the next one
 
 
 def _channels(

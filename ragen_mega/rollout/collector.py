@@ -109,12 +109,22 @@ def collect(
     advance: Advance | None = None,
 ) -> list[TrajectoryGroup]:
     """One trajectory per task, played to the end by an engine of this process. Raises as
-    `Collection.play` does, and WeightsLost if the engine has lost its weights.
+    `Collection.play` and `check_starts` do, and WeightsLost if the engine has lost its weights.
     """
     with Collection(engine, renderer, tasks, settings, advance=advance) as collection:
         if not collection.play():
             raise WeightsLost("the rollout engine has lost its weights")
-        return collection.groups()
+        trajectories = collection.trajectories()
+    check_starts(trajectories)
+    return in_groups(trajectories)
+
+
+def check_starts(trajectories: Sequence[Trajectory]) -> None:
+    """Raise ValueError if no trajectory of a rollout could be played: its environments fail
+    whatever is done.
+    """
+    if trajectories and not any(one.num_sampled_tokens for one in trajectories):
+        raise ValueError(trajectories[0].turns[0].info.get(ERROR, "no token sampled"))
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
@@ -205,8 +215,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         Returns False if the engine has lost its weights: give it weights and call this again.
         Trajectories then continue where they were.
 
-        Raises ValueError if no episode can start or has room to answer its first prompt,
-        EngineError if the engine fails, FloatingPointError if its weights have diverged, and
+        Raises EngineError if the engine fails, FloatingPointError if its weights have diverged, and
         whatever `advance` raises.
         """
         return _apart(self._runner.run, self._play(steps))
@@ -214,10 +223,6 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     def trajectories(self) -> list[Trajectory]:
         """The finished trajectories, in order of the tasks."""
         return [trajectory for _, trajectory in sorted(self._trajectories.items())]
-
-    def groups(self) -> list[TrajectoryGroup]:
-        """The finished trajectories as groups, in order of their first tasks."""
-        return in_groups(self.trajectories())
 
     async def _play(self, steps: int | None) -> bool:
         self._sent_again.set()
@@ -228,15 +233,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._players.done():
             self._players.result()
-            self._check_starts()
         return self._players.done() or not self._lost.done()
-
-    def _check_starts(self) -> None:
-        """Raise ValueError if no trajectory could be played: that is a systematic error."""
-        played = self._trajectories.values()
-        if played and not any(trajectory.num_sampled_tokens for trajectory in played):
-            first = min(self._trajectories)
-            raise ValueError(self._trajectories[first].turns[0].info.get(ERROR, "no token sampled"))
 
     def _seat_new(self) -> list[asyncio.Task[None]]:
         """Start a player for every new task; at most `MAX_THREADS` players of a kind that needs
@@ -258,9 +255,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         return players
 
     def _first(self, task: Task) -> _Kind:
-        """A new kind, with a first environment, built in the thread that will call it."""
+        """A new kind, with a first environment, built in the thread that will call it. If that
+        fails, every player tries for itself: a server may be away for a moment.
+        """
         worker = Worker(self._settings.environment_timeout)
-        episode = worker.build(task.environment, task.make_episode)
+        try:
+            episode = worker.build(task.environment, task.make_episode)
+        except ValueError:
+            return _Kind(None, is_instant=False)
         if is_instant(episode.environment):
             worker.end(lambda: None)
             return _Kind(_Seat(episode, None), is_instant=True)

@@ -12,14 +12,19 @@ from typing import Any
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.environments.boards import Board
-from ragen_mega.environments.reference_players import Baselines, baselines, wilson_interval
+from ragen_mega.environments.reference_players import (
+    Baselines,
+    Prompt,
+    baselines,
+    wilson_interval,
+)
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
-from ragen_mega.rollout.collector import Advance, PlaySettings
+from ragen_mega.rollout.collector import Advance, PlaySettings, check_starts
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_config, evaluation_prompts, evaluation_tasks
+from ragen_mega.rollout.summary import environment_errors
+from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class EvaluationResult:
     optimum: float | None
     reward: float
     valid_format_rate: float
+    environment_errors: int
+    """Episodes that the environment ended by an error or was too slow for; they count as failed."""
     pass_at_k: dict[str, float]
     prompt_success: list[float]
     """Success rate of each prompt, in order, so that runs can be compared prompt by prompt."""
@@ -50,9 +57,11 @@ class EvaluationResult:
 
     def __str__(self) -> str:
         known = ["-" if rate is None else f"{rate:.1%}" for rate in (self.random, self.optimum)]
+        errors = self.environment_errors
         return (
             f"success {self.success:.1%} [{self.ci_low:.1%}, {self.ci_high:.1%}]"
             f"  random {known[0]}  optimum {known[1]}"
+            + (f"  ended by environment errors: {errors}" if errors else "")
         )
 
 
@@ -64,7 +73,7 @@ class HeldOut:
 
     config: EnvironmentConfig
     settings: PlaySettings
-    boards: Sequence[Board] | None
+    prompts: Sequence[Prompt]
     reference: Baselines | None = None
 
 
@@ -74,7 +83,6 @@ def evaluate_each(
     console: Console,
     sets: Mapping[str, HeldOut],
     *,
-    num_prompts: int,
     samples_per_prompt: int,
     send_again: Callable[[], None] | None = None,
     watch: Callable[[str, Sequence[TrajectoryGroup]], None] | None = None,
@@ -82,9 +90,9 @@ def evaluate_each(
     """`evaluate` for every environment in `sets`, with its progress on the console; the engine has
     the weights.
     """
-    num_here = -(-num_prompts * samples_per_prompt // count_engines(engine))
     results = {}
     for name, of in sets.items():
+        num_here = -(-len(of.prompts) * samples_per_prompt // count_engines(engine))
         max_turns = of.config.expected_turns
         with console.progress(f"evaluate {name}", num_here, max_turns=max_turns) as progress:
             results[name] = evaluate(
@@ -93,8 +101,7 @@ def evaluate_each(
                 of.config,
                 name,
                 of.settings,
-                boards=of.boards,
-                num_prompts=num_prompts,
+                prompts=of.prompts,
                 samples_per_prompt=samples_per_prompt,
                 reference=of.reference,
                 advance=progress.turn,
@@ -111,30 +118,27 @@ def evaluate(
     name: str,
     settings: PlaySettings,
     *,
-    boards: Sequence[Board] | None,
-    num_prompts: int,
+    prompts: Sequence[Prompt],
     samples_per_prompt: int,
     reference: Baselines | None = None,
     advance: Advance | None = None,
     send_again: Callable[[], None] | None = None,
     watch: Callable[[Sequence[TrajectoryGroup]], None] | None = None,
 ) -> EvaluationResult:
-    """Play `samples_per_prompt` episodes from each of `num_prompts` initial states of environment
-    `name`.
+    """Play `samples_per_prompt` episodes of environment `name` from each of these initial states.
 
     `reference` saves computing the random and the optimal player again; `watch` gets the groups
-    that were played. Raises what `collect_on_all_ranks` does.
+    that were played. Raises what `collect_on_all_ranks` and `check_starts` do.
     """
-    groups = evaluation_tasks(
-        config, name, boards=boards, num_prompts=num_prompts, samples_per_prompt=samples_per_prompt
-    )
-    reference = reference or reference_players(config, name, boards, num_prompts)
+    groups = evaluation_tasks(config, name, prompts, samples_per_prompt=samples_per_prompt)
+    reference = reference or reference_players(config, name, prompts)
     played = collect_on_all_ranks(
         engine, renderer, groups, settings, advance=advance, send_again=send_again
     )
+    trajectories = [trajectory for group in played for trajectory in group.trajectories]
+    check_starts(trajectories)
     if watch is not None:
         watch(played)
-    trajectories = [trajectory for group in played for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     successes = [[t.success for t in group.trajectories] for group in played]
     success, ci_low, ci_high = success_interval(successes)
@@ -151,18 +155,16 @@ def evaluate(
         reward=sum(trajectory.total_reward for trajectory in trajectories) / len(trajectories),
         valid_format_rate=sum(bool(turn.info.get("is_format_valid")) for turn in turns)
         / max(1, len(turns)),
+        environment_errors=len(environment_errors(played)),
         pass_at_k=pass_at_k(successes),
         prompt_success=[sum(row) / len(row) for row in successes],
     )
 
 
-def reference_players(
-    config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
-) -> Baselines:
+def reference_players(config: EnvironmentConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
     """The uniform-random and the optimal player on the same initial states under the same
     budget.
     """
-    prompts = evaluation_prompts(config, name, boards, num_prompts)
     return baselines(name, prompts, episode_config(config), config.evaluation_options(name))
 
 

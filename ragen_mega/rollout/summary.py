@@ -78,7 +78,8 @@ def describe_errors(groups: Sequence[TrajectoryGroup]) -> str | None:
         return None
     trajectory, reason = errors[0]
     return (
-        f"environment errors closed {len(errors)} trajectories as truncated; the first:"
+        f"environment errors closed {len(errors)} of"
+        f" {sum(len(group.trajectories) for group in groups)} trajectories as truncated; the first:"
         f" {trajectory.environment} with seed {trajectory.seed} and outcome seed"
         f" {trajectory.outcome_seed}: {' '.join(reason.split())[:_MAX_REASON]}"
     )

@@ -10,8 +10,9 @@ import numpy as np
 
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.environments import calls
-from ragen_mega.environments.boards import Board, has_packaged_boards, load_boards
+from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.processes import HostedEnvironment
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import make
@@ -123,41 +124,24 @@ def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = Non
 
 def held_out_states(config: EnvironmentConfig, name: str) -> frozenset[str]:
     """First observations of the packaged evaluation boards of `name`; empty if it has none."""
-    boards = evaluation_boards(config, name)
-    if not boards:
-        return frozenset()
+    options = config.evaluation_options(name)
+    with briefly(name, partial(make, name, **options), config.environment_timeout) as environment:
+        if not has_packaged_boards(environment):
+            return frozenset()
+    boards = load_boards(None, name, **options)
     episode = episode_maker(config, name)()
     return frozenset(initial_state(episode, board.seed, board.rows) for board in boards)
-
-
-def evaluation_boards(
-    config: EnvironmentConfig, name: str, path: str | None = None
-) -> list[Board] | None:
-    """Boards to evaluate environment `name` on: those of the file `path`, the packaged ones, or
-    None where it has none.
-
-    Raises ValueError if a file is given that holds none for this environment.
-    """
-    options = config.evaluation_options(name)
-    if path is None:
-        environment = make(name, **options)
-        calls.close(environment)
-        if not has_packaged_boards(environment):
-            return None
-    return load_boards(path, name, **options)
 
 
 def evaluation_tasks(
     config: EnvironmentConfig,
     name: str,
+    prompts: Sequence[Prompt],
     *,
-    boards: Sequence[Board] | None,
-    num_prompts: int,
     samples_per_prompt: int = 1,
 ) -> list[list[Task]]:
-    """Groups of tasks from the initial states of `evaluation_prompts`."""
+    """Groups of tasks from these initial states."""
     maker = episode_maker(config, name, options=config.evaluation_options(name))
-    prompts = evaluation_prompts(config, name, boards, num_prompts)
     return [
         tasks_for_group(index, name, seed, maker, group_size=samples_per_prompt, board=rows)
         for index, (seed, rows) in enumerate(prompts)
@@ -165,15 +149,17 @@ def evaluation_tasks(
 
 
 def evaluation_prompts(
-    config: EnvironmentConfig, name: str, boards: Sequence[Board] | None, num_prompts: int
+    config: EnvironmentConfig, name: str, num_prompts: int, boards: str | None = None
 ) -> list[Prompt]:
-    """Seeds and rows of at most `num_prompts` initial states: the given boards; the seeds 0, 1, ...
-    of an environment that has a number of tasks (`num_tasks`); or the seeds 123, 124, ...
+    """At most `num_prompts` initial states to evaluate environment `name` on: the boards of the
+    file `boards`, the packaged ones, or what `held_out_seeds` says.
+
+    Raises ValueError if the environment cannot be built or none of the file's boards is for it.
     """
-    if boards:
-        return [(board.seed, board.rows) for board in boards[:num_prompts]]
-    environment = make(name, **config.evaluation_options(name))
-    num_tasks = getattr(environment, "num_tasks", None)
-    calls.close(environment)
-    seeds = range(min(num_tasks, num_prompts)) if num_tasks else range(123, 123 + num_prompts)
-    return [(seed, None) for seed in seeds]
+    options = config.evaluation_options(name)
+    with briefly(name, partial(make, name, **options), config.environment_timeout) as environment:
+        seeds = held_out_seeds(name, environment, num_prompts)
+        takes_boards = boards is not None or has_packaged_boards(environment)
+    if not takes_boards:
+        return [(seed, None) for seed in seeds]
+    return [(one.seed, one.rows) for one in load_boards(boards, name, **options)[:num_prompts]]

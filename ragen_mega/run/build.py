@@ -33,7 +33,7 @@ from ragen_mega.report.provenance import describe_start
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import TaskSampler, evaluation_boards
+from ragen_mega.rollout.tasks import TaskSampler, evaluation_prompts
 from ragen_mega.run.check import check, sizes_without_effect
 from ragen_mega.run.nodes import meet
 from ragen_mega.run.placement import ACTOR, CRITIC, PLACEMENTS, Placement
@@ -67,19 +67,19 @@ def build(config: StarPOConfig) -> Run:
     names, trained = config.environment.evaluated, config.environment.shares
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
-    boards = {
-        name: evaluation_boards(
-            config.environment, name, config.evaluation.boards if name in trained else None
+    prompts = {
+        name: evaluation_prompts(
+            config.environment,
+            name,
+            config.evaluation.eval_prompts,
+            config.evaluation.boards if name in trained else None,
         )
         for name in names
     }
     check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
     references = known_references(config, checkpoint) or {
-        name: reference_players(
-            config.environment, name, boards[name], config.evaluation.eval_prompts
-        )
-        for name in names
+        name: reference_players(config.environment, name, prompts[name]) for name in names
     }
     logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
     console = Console(
@@ -112,7 +112,7 @@ def build(config: StarPOConfig) -> Run:
         engine=build_engine(config, hf),
         renderer=renderer,
         tasks=TaskSampler(config),
-        boards=boards,
+        prompts=prompts,
         references=references,
         logger=logger,
         console=console,

@@ -16,7 +16,7 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import CONFIG_FILE
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import evaluation_boards, play_settings
+from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
 from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
 
@@ -77,11 +77,11 @@ def evaluate_sets(
     for name in environments:
         directory, config, rollout = _settings(load, name, rules or {})
         settings = play_settings(rollout, config, temperature=temperature, seed=seed)
-        sets[name] = HeldOut(config, settings, evaluation_boards(config, name, boards))
+        prompts = evaluation_prompts(config, name, num_prompts, boards)
+        sets[name] = HeldOut(config, settings, prompts)
     reader = open_model(directory)
-    found = [len(one.boards or range(num_prompts)) for one in sets.values()]
-    num_states = min(max(found), num_prompts)
-    per_rank = -(-num_states * samples_per_prompt // distributed.world_size())
+    num_tasks = max(len(one.prompts) for one in sets.values()) * samples_per_prompt
+    per_rank = -(-num_tasks // distributed.world_size())
     engine = EmbeddedEngine(
         load_config(str(directory)),
         max_context=rollout.max_context_length,
@@ -92,8 +92,7 @@ def evaluate_sets(
     with engine.awake():
         engine.load_weights((name, reader(name)) for name in reader.names())
         engine.start()
-        counts = {"num_prompts": num_prompts, "samples_per_prompt": samples_per_prompt}
-        return evaluate_each(engine, renderer, console, sets, **counts)
+        return evaluate_each(engine, renderer, console, sets, samples_per_prompt=samples_per_prompt)
 
 
 def _settings(

@@ -27,8 +27,7 @@ from ragen_mega.data.checksums import checksum_each
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.packing import count_minibatches, minibatches
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
-from ragen_mega.environments.boards import Board
-from ragen_mega.environments.reference_players import Baselines
+from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
@@ -78,7 +77,7 @@ class Run:
     engine: RolloutEngine
     renderer: ChatRenderer
     tasks: TaskSampler
-    boards: dict[str, list[Board] | None]
+    prompts: dict[str, list[Prompt]]
     references: dict[str, Baselines]
     logger: RunLogger
     console: Console
@@ -425,7 +424,7 @@ class Run:
         )
         sets = {
             name: HeldOut(
-                self.config.environment, settings, self.boards[name], self.references[name]
+                self.config.environment, settings, self.prompts[name], self.references[name]
             )
             for name in self.config.environment.evaluated
         }
@@ -438,7 +437,6 @@ class Run:
                 self.renderer,
                 self.console,
                 sets,
-                num_prompts=config.eval_prompts,
                 samples_per_prompt=samples,
                 send_again=self.send_weights_again,
                 watch=partial(self._trace_evaluation, step),
@@ -470,8 +468,7 @@ class Run:
         if not self.config.logging.trace_groups:
             return
         shown = [replace(g, trajectories=g.trajectories[:1]) for g in groups[:_PROBES]]
-        boards = [board.rows for board in (self.boards[name] or [])[: len(shown)]]
-        boards = boards or [None] * len(shown)
+        boards = [rows for _, rows in self.prompts[name][: len(shown)]]
         on_main(lambda: self.traces.write_evaluation(step, name, shown, boards))
         played = [one for group in shown for one in group.trajectories]
         decode = self.renderer.tokenizer.decode

@@ -3,7 +3,9 @@ play.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,14 +18,17 @@ from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
-from ragen_mega.environments import calls
+from ragen_mega.environments.episode import Episode
+from ragen_mega.environments.pool import briefly
+from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.registry import make
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.rollout.tasks import episode_config, episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE
@@ -98,9 +103,8 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
             skill=config.warm_start.warm_start_skill,
             timeout=config.environment.environment_timeout,
         )
-        environment = make_episode().environment
-        vocabulary += getattr(environment, "vocabulary", ())
-        calls.close(environment)
+        with _declared(config, name) as environment:
+            vocabulary += getattr(environment, "vocabulary", ())
     tokenizer = train_tokenizer(texts, vocabulary=vocabulary)
     # Rounded so that no layout needs padded vocabulary rows.
     rows = config.parallel.tensor_model_parallel_size * 8
@@ -109,6 +113,12 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     hf.bos_token_id = None
     weights = random_weights(hf, config.train.seed)
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
+
+
+def _declared(config: StarPOConfig, name: str) -> AbstractContextManager[Environment]:
+    """Environment `name`, for what it declares of itself."""
+    build = partial(make, name, **config.environment.options(name))
+    return briefly(name, build, config.environment.environment_timeout)
 
 
 def warm_start(
@@ -135,9 +145,9 @@ def warm_start(
     )
     student.load_weights(open_model(config.run_directory / BASE))
     for name in config.environment.shares:
-        episode = episode_maker(config.environment, name)()
-        calls.close(episode.environment)
-        if note := narration_note(name, episode):
+        with _declared(config, name) as environment:
+            note = narration_note(name, Episode(environment, episode_config(config.environment)))
+        if note:
             console.say(note)
     first_turns = scripted_play(
         config,

@@ -5,6 +5,7 @@ late.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from ragen_mega.data import distributed
 from ragen_mega.data.types import Completion, SamplingParams, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks
-from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
+from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.support.forked_ranks import on_ranks
@@ -78,6 +80,7 @@ def play_on_ranks(
     check: Callable[[Callable[[], list[TrajectoryGroup]], ForgetfulEngine], None],
     *,
     advance: Callable[[int, bool], None] | None = None,
+    groups: list[list[Task]] = GROUPS,
 ) -> None:
     """`check(play, engine)` on every rank, whose engine has the faults of that rank."""
     model, renderer = build()
@@ -97,7 +100,7 @@ def play_on_ranks(
             engine.load_weights(model.state_dict().items())
             check(
                 lambda: collect_on_all_ranks(
-                    engine, renderer, GROUPS, SETTINGS, advance=advance, send_again=send_again
+                    engine, renderer, groups, SETTINGS, advance=advance, send_again=send_again
                 ),
                 engine,
             )
@@ -183,3 +186,26 @@ def test_an_interruption_is_everybodys_also_while_weights_are_lost() -> None:
             play()
 
     play_on_ranks({0: {"forgets": (2,)}, 2: {"fails": 5}}, check, advance=interrupt)
+
+
+class NoLake(Episode):
+    """Its server is away."""
+
+    def start(self, *arguments: Any, **keywords: Any) -> list[Message]:
+        raise ConnectionError("no server")
+
+
+def test_a_rank_none_of_whose_trajectories_can_begin_does_not_end_the_rollout() -> None:
+    away = [
+        replace(task, make_episode=lambda: NoLake(make("frozen_lake"), EpisodeConfig()))
+        for task in GROUPS[0]
+    ]
+
+    def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
+        trajectories = [one for group in play() for one in group.trajectories]
+        failed = [one for one in trajectories if not one.num_sampled_tokens]
+        assert (engine.num_asked == 0) == (distributed.rank() == 0)
+        assert (len(trajectories), len(failed)) == (12, 4)
+        assert all("no server" in one.turns[-1].info["error"] for one in failed)
+
+    play_on_ranks({}, check, groups=[away, *GROUPS[1:]])  # a third for each rank, in order

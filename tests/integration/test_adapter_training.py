@@ -5,13 +5,15 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import gymnasium
 import pytest
 
+from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from tests.support.training import ROOT, launch, read_metrics
 
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
@@ -77,11 +79,32 @@ class Unreliable:
 '''
 
 
+LONG = '''
+import pathlib
+import time
+
+
+class Long:
+    """A tenth of a second a step, each of which leaves a mark."""
+
+    actions = ("left", "right")
+
+    def reset(self, seed):
+        return "Left or right?"
+
+    def step(self, action):
+        with pathlib.Path("steps").open("a") as marks:
+            marks.write(".")
+        time.sleep(0.1)
+        return "Again?", float(action == "left"), False, False, {}
+'''
+
+
 @contextmanager
-def served(environment: str, folder: Path) -> Iterator[str]:
+def served(environment: str, folder: Path, port: int = 0) -> Iterator[str]:
     """Its name while tools/serve_environment.py serves it from a folder."""
     command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
-    flags = ["--environment", environment, "--port", "0"]
+    flags = ["--environment", environment, "--port", str(port)]
     log = folder / "server.log"  # a pipe that nobody empties would stop the server
     with (
         log.open("w") as output,
@@ -92,7 +115,7 @@ def served(environment: str, folder: Path) -> Iterator[str]:
                 time.sleep(0.1)
             yield f"openenv:ws://127.0.0.1:{log.read_text().split('127.0.0.1:')[1].split()[0]}"
         finally:
-            server.terminate()
+            server.kill()
 
 
 @pytest.mark.slow
@@ -114,3 +137,42 @@ def test_a_server_that_fails_and_hangs_costs_trajectories_only(tmp_path: Path) -
     for line in steps:
         assert line["rollout/num_trajectories"] == 8
         assert line["rollout/truncated_rate"] == 1.0
+
+
+def wait_until(is_so: Callable[[], bool], run: Future[Path]) -> None:
+    while not is_so():
+        assert not run.done(), run.result()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_server(tmp_path: Path) -> None:
+    """Killed in the middle of a rollout and started again on its port: what was being played is
+    counted and closed, the run goes on, and can be resumed.
+    """
+    pytest.importorskip("openenv.core", reason="needs the extra openenv")
+    (tmp_path / "long.py").write_text(LONG)
+    flags = [*TINY, "--save-interval", "1", "--keep-rollouts", "0", "--filter-keep-zero"]
+    with ThreadPoolExecutor() as pool:
+        with served("long:Long", tmp_path) as name:
+            flags += ["--environments", f"{name}:4"]
+            run = pool.submit(launch, tmp_path, 1, *flags)
+            metrics, steps = tmp_path / "run" / "metrics.jsonl", tmp_path / "steps"
+            wait_until(lambda: metrics.exists() and "\n" in metrics.read_text(), run)
+            before = steps.stat().st_size
+            wait_until(lambda: steps.stat().st_size >= before + 3, run)  # in the next rollout
+        with served("long:Long", tmp_path, int(name.rpartition(":")[2])):
+            lines = read_metrics(run.result())
+            launch(tmp_path, 1, *flags, "--resume", "--num-steps", "4")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    errors = [line["rollout/environment_errors"] for line in lines]
+    assert sum(errors) > 0 and errors[-1] == 0, errors
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    rollouts = RolloutStore(tmp_path / "run" / ROLLOUTS)
+    played = [
+        (one.group_id, one.outcome_seed)
+        for step in rollouts.steps()
+        for group in rollouts.read(step).groups
+        for one in group.trajectories
+    ]
+    assert len(played) == len(set(played)) == 4 * 8, "none is trained on twice"

@@ -405,6 +405,6 @@ def test_a_run_goes_on_with_a_broken_environment(
         assert trajectory.truncated and trajectory.turns[-1].info["error"] == reason
     said = capfd.readouterr().out
     assert (
-        f"step 0: environment errors closed {len(failed)} trajectories as truncated; the first:"
-        f" {__name__}:Flaky with seed " in said
+        f"step 0: environment errors closed {len(failed)} of 8 trajectories as truncated; the"
+        f" first: {__name__}:Flaky with seed " in said
     )

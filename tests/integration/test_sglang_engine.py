@@ -30,7 +30,7 @@ from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
 from ragen_mega.engines.sglang.weights import Message, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import Collection, PlaySettings, tasks_for_group
+from ragen_mega.rollout.collector import Collection, PlaySettings, in_groups, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.support.processes import command_of, is_alive, wait_until
 from tests.support.sglang_server import (
@@ -350,7 +350,7 @@ def test_a_rollout_survives_sigkill_of_the_server(
         with Collection(engine, renderer, tasks, settings, advance=kill_once) as collection:
             while not collection.play():
                 send_again()
-            groups = collection.groups()
+            groups = in_groups(collection.trajectories())
         assert len(sent_again) == num_sent_again
         assert engine.counts.restarts == restarts + 1 and engine.counts.reissued > 0
         assert engine.weight_version == version

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ragen_mega.environments import calls
@@ -157,7 +158,8 @@ def test_a_server_that_comes_back_is_found_again() -> None:
         calls.reset(world, 5)
     with pytest.raises(Exception, match=".+"):
         calls.step(world, "anybody?")
-    world = make(f"openenv:ws://127.0.0.1:{port}", timeout=2.0)  # as the pool does
+    name = f"openenv:ws://127.0.0.1:{port}"
+    world = make(name, timeout=2.0, attempts=3)  # as the pool does
     with pytest.raises(ConnectionError, match="no episode began in 3 attempts"):
         calls.reset(world, 5)
     with serving(shop(Say), port):
@@ -168,7 +170,7 @@ def test_a_server_that_comes_back_is_found_again() -> None:
 def test_sessions_are_given_back() -> None:
     with serving(shop(Say, sessions=2)) as port:
         name = f"openenv:ws://127.0.0.1:{port}"
-        worlds = [make(name) for _ in range(3)]
+        worlds = [make(name, attempts=2) for _ in range(3)]
         for world in worlds[:2]:
             calls.reset(world, 1)
         with pytest.raises(ConnectionError, match="has it room for another session"):
@@ -290,15 +292,77 @@ def test_many_sessions_keep_apart() -> None:
             assert all(all(seen) for seen in pool.map(play, range(48)))
 
 
-def test_the_tool_serves_on_loopback() -> None:
+@contextmanager
+def served_by_the_tool(environment: str, folder: Path, port: int = 0) -> Iterator[tuple[str, Any]]:
+    """Name of the environment, and the process of tools/serve_environment.py."""
     command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
-    flags = ["--environment", "bandit", "--port", "0"]
-    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as server:
+    flags = ["--environment", environment, "--port", str(port), "--max-sessions", "300"]
+    log = folder / f"{len(list(folder.glob('*.log')))}.log"
+    with log.open("w") as output, subprocess.Popen([*command, *flags], stderr=output) as server:
         try:
-            line = next(line for line in server.stderr if "running on" in line)
-            address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
-            world = make(f"openenv:{address}")
-            assert "Phoenix" in calls.reset(world, 0)
-            calls.close(world)
+            while "running on" not in log.read_text() and server.poll() is None:
+                time.sleep(0.1)
+            address = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())[0]
+            yield f"openenv:{address}", psutil.Process(server.pid)
         finally:
             server.terminate()
+
+
+def open_sessions(processes: Iterable[psutil.Process]) -> int:
+    """WebSocket connections of clients, as the servers see them."""
+    return sum(
+        connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port in listening(one)
+        for one in processes
+        for connection in one.net_connections("tcp")
+    )
+
+
+def listening(process: psutil.Process) -> set[int]:
+    connections = process.net_connections("tcp")
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def play_at_once(names: list[str], num_sessions: int, servers: list[psutil.Process]) -> None:
+    """All sessions are open together; every one plays its own episode, and all are closed."""
+    worlds = [make(names[place % len(names)]) for place in range(num_sessions)]
+    near = make("sokoban")
+    with ThreadPoolExecutor(num_sessions) as pool:
+        seen = list(pool.map(lambda item: calls.reset(item[1], item[0]), enumerate(worlds)))
+        assert seen == [near.reset(seed) for seed in range(num_sessions)]
+        assert open_sessions(servers) == num_sessions
+        results = list(pool.map(lambda world: calls.step(world, "up"), worlds))
+        for seed, result in enumerate(results):
+            near.reset(seed)
+            assert result == calls.step(near, "up")
+        list(pool.map(calls.close, worlds))
+    while open_sessions(servers):  # a server notices a moment later
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "num_sessions"), [(1, 40), pytest.param(4, 1000, marks=pytest.mark.slow)]
+)
+def test_sessions_leave_nothing_behind(tmp_path: Path, num_servers: int, num_sessions: int) -> None:
+    """Neither files nor threads, here or on the servers; nor memory from one round to the next."""
+    with ExitStack() as stack:
+        served = [
+            stack.enter_context(served_by_the_tool("sokoban", tmp_path)) for _ in range(num_servers)
+        ]
+        names, servers = [name for name, _ in served], [process for _, process in served]
+        everybody = [psutil.Process(), *servers]
+        play_at_once(names, num_sessions, servers)  # the event loop, caches, pools of the servers
+        before = [(one.num_fds(), one.num_threads()) for one in everybody]
+        memory = [one.memory_info().rss for one in everybody]
+        for _ in range(2):
+            play_at_once(names, num_sessions, servers)
+        assert [(one.num_fds(), one.num_threads()) for one in everybody] == before
+        grown = [one.memory_info().rss - old for one, old in zip(everybody, memory)]
+        assert max(grown) < 2 * num_sessions * 20_000 + 20e6, "less than 20 kB a session"
+
+
+def test_the_tool_serves_on_loopback(tmp_path: Path) -> None:
+    with served_by_the_tool("bandit", tmp_path) as (name, _):
+        assert name.startswith("openenv:http://127.0.0.1:")
+        world = make(name)
+        assert "Phoenix" in calls.reset(world, 0)
+        calls.close(world)

@@ -10,25 +10,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from ragen_mega.config import EnvironmentConfig
-from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments import calls
-from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
 from ragen_mega.environments.pool import MAX_THREADS
-from ragen_mega.environments.protocol import StepResult
+from ragen_mega.environments.protocol import Solver, StepResult
 from ragen_mega.environments.reference_players import baselines
-from ragen_mega.environments.registry import make, names, register
+from ragen_mega.environments.registry import held_out_options, make, names, register
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
-from ragen_mega.rollout.collector import Collection, PlaySettings, collect, tasks_for_group
+from ragen_mega.report.traces import pictures
+from ragen_mega.rollout.collector import (
+    Collection,
+    PlaySettings,
+    collect,
+    in_groups,
+    tasks_for_group,
+)
 from ragen_mega.rollout.evaluate import mean_references, reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.rollout.tasks import episode_maker, evaluation_prompts
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
@@ -148,7 +157,7 @@ class Unlicensed(Bare):
 def test_mistakes_are_one_line_at_the_start(kind: str, message: str) -> None:
     name = f"{__name__}:{kind}"
     with pytest.raises(ValueError, match=message) as caught:
-        reference_players(EnvironmentConfig(name), name, None, 2)
+        reference_players(EnvironmentConfig(name), name, [(0, None)])
     assert "\n" not in str(caught.value)
 
 
@@ -170,6 +179,89 @@ def test_three_members_are_enough() -> None:
     lake = baselines("frozen_lake", range(4), COMPACT)
     both = mean_references({"bare": known, "frozen_lake": lake}, {"bare": 1, "frozen_lake": 3})
     assert both == {"random": pytest.approx((known.random + 3 * lake.random) / 4)}
+
+
+def test_success_is_what_the_last_step_says_however_the_episode_ends() -> None:
+    class Graded(Bare):
+        max_turns = 2
+        max_actions_per_turn = 1
+
+        def reset(self, seed):
+            self.num_steps = 0
+            return "Go on."
+
+        def step(self, action):
+            self.num_steps += 1
+            return "Go on.", 1.0, False, False, {"success": self.num_steps == 2}
+
+    episode = Episode(Graded(), COMPACT)
+    episode.start(1)
+    first, last = (episode.respond("</think><answer>yes</answer>") for _ in range(2))
+    assert not first.info["success"] and last.info["success"] and last.truncated
+    register("graded", Graded)
+    assert baselines("graded", [(1, None)], COMPACT).random == 1.0
+    assert baselines("graded", [(1, None)], EpisodeConfig(max_turns=1)).random == 0.0
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "rule"),
+    [
+        ("max_turns", "8", "max_turns must be an integer, not '8'"),
+        ("format_penalty", "0.1", "format_penalty .* must be finite and <= 0, not '0.1'"),
+        ("splits", "train", "must be a sequence of names, not 'train'"),
+        ("tools", [{"type": "function"}], "must have a name"),
+        ("solver", Solver(lambda world, budget: 1 / 0, None), "the solver .* ZeroDivisionError"),
+    ],
+)
+def test_what_an_environment_declares_wrongly_is_one_line(
+    member: str, value: object, rule: str
+) -> None:
+    class Wrong(Bare):
+        pass
+
+    setattr(Wrong, member, value)
+    register(name := f"wrong_{member}", Wrong)
+    with pytest.raises(ValueError, match=rule):
+        baselines(name, [1], COMPACT, held_out_options(name))
+
+
+def test_a_reset_that_fails_now_and_then_does_not_stop_the_solver() -> None:
+    class Moody(FrozenLake):
+        num_resets = 0
+
+        def reset(self, seed, *, outcome_seed=None, board=None) -> str:
+            Moody.num_resets += 1
+            if Moody.num_resets % 3 == 0:
+                raise OSError("away")
+            return super().reset(seed, outcome_seed=outcome_seed, board=board)
+
+    register("moody", Moody)
+    assert baselines("moody", range(4), COMPACT) == replace(
+        baselines("frozen_lake", range(4), COMPACT), environment="moody"
+    )
+
+
+def test_an_object_with_functions_is_an_environment() -> None:
+    def build() -> SimpleNamespace:
+        return SimpleNamespace(
+            reset=lambda seed: "Yes?", step=lambda text: ("", float(text == "yes"), True, False, {})
+        )
+
+    register("namespace", build)
+    episode = Episode(make("namespace"), COMPACT)
+    assert "Yes?" in episode.start(1)[0].content
+    assert episode.respond("</think><answer>yes</answer>").info["success"]
+
+
+@pytest.mark.parametrize("num_tasks", [0, -1, 2.5, "ten"])
+def test_a_number_of_tasks_that_is_none_is_one_line(num_tasks: object) -> None:
+    class Tasks(Bare):
+        pass
+
+    Tasks.num_tasks = num_tasks
+    register(f"tasks_{num_tasks}", Tasks)
+    with pytest.raises(ValueError, match="num_tasks of environment .* must be a positive integer"):
+        evaluation_prompts(EnvironmentConfig(f"tasks_{num_tasks}"), f"tasks_{num_tasks}", 4)
 
 
 def test_an_optimum_of_zero_is_zero() -> None:
@@ -389,6 +481,104 @@ def test_samples_do_not_depend_on_delays(
     assert len(set(digests)) == 1
     monkeypatch.delattr(EmbeddedEngine, "meanwhile")
     assert digest(play(lambda: DelayedEpisode(Delayed(), COMPACT))) != digests[0]
+
+
+@pytest.mark.parametrize("sessions", [32, 12])
+def test_a_rollout_in_parts_is_the_same_to_the_bit_whatever_the_delays(
+    tokenizer: PreTrainedTokenizerFast, sessions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of three steps of the engine, as between two deals, and tasks that are added between
+    them; answers come while the engine pauses, too.
+    """
+    model = tiny_qwen2(len(tokenizer))
+
+    def maker() -> Episode:
+        return DelayedEpisode(Delayed(), COMPACT)
+
+    tasks = [
+        task
+        for group in range(4)
+        for task in tasks_for_group(group, "lake", 50 + group, maker, group_size=8)
+    ]
+    digests = set()
+    for seed, longest in enumerate((0.0, 0.01, 0.05)):
+        monkeypatch.setattr(Delayed, "longest", longest)
+        monkeypatch.setattr(Delayed, "clock", random.Random(seed))
+        engine = EmbeddedEngine(model.config, max_context=512, max_sessions=sessions)
+        settings, renderer = PlaySettings(20, 512, 1.0, 3), ChatRenderer(tokenizer, think=True)
+        with engine.awake(), Collection(engine, renderer, tasks[:20], settings) as collection:
+            engine.load_weights(model.state_dict().items())
+            assert collection.play(3) and collection.num_unfinished == 20
+            collection.add(tasks[20:])
+            num_parts = 1
+            while collection.num_unfinished:
+                time.sleep(longest / 5)
+                collection.play(3)
+                num_parts += 1
+            digests.add(digest(in_groups(collection.trajectories())))
+        assert num_parts > 20
+    assert len(digests) == 1
+
+
+def test_a_constructor_that_fails_now_and_then_costs_its_trajectory_alone(play: Callable) -> None:
+    """Also if it is the first one, from which the kind of the environment is read."""
+
+    class Licensed(FrozenLake):
+        num_built = 0
+
+        def __init__(self) -> None:
+            Licensed.num_built += 1
+            if Licensed.num_built in (1, 5):
+                raise OSError("no licence")
+            super().__init__()
+
+    groups = play(lambda: Episode(Licensed(), COMPACT))
+    errors = [
+        one.turns[-1].info["error"]
+        for group in groups
+        for one in group.trajectories
+        if not one.num_sampled_tokens
+    ]
+    assert len(errors) == 1 and "OSError: no licence" in errors[0]
+
+
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_environment_that_ends_its_thread_costs_its_trajectory_alone(
+    play: Callable, ending: type[BaseException], is_async: bool
+) -> None:
+    def answer(world: FrozenLake, action: str) -> StepResult:
+        Ending.num_steps += 1
+        if Ending.num_steps == 3:
+            raise ending("over")
+        return FrozenLake.step(world, action)
+
+    async def later(world: FrozenLake, action: str) -> StepResult:
+        return answer(world, action)
+
+    class Ending(FrozenLake):
+        num_steps = 0
+        step = later if is_async else answer
+
+    class Talking(Episode):
+        def respond(self, text: str) -> TurnResult:
+            return super().respond("</think><answer>Up</answer>")
+
+    groups = play(lambda: Talking(Ending(), COMPACT))
+    errors = [one.turns[-1].info.get("error") for group in groups for one in group.trajectories]
+    (error,) = filter(None, errors)
+    assert f"{ending.__name__}: over" in error
+
+
+def test_a_picture_does_not_wait_for_a_constructor_that_hangs() -> None:
+    class Hanging(FrozenLake):
+        is_instant = True
+
+        def __init__(self) -> None:
+            threading.Event().wait()
+
+    register("hanging", Hanging)
+    assert pictures(Trajectory(0, "hanging", 1, 2), None, {}, timeout=0.05) is None
 
 
 def test_environments_are_reset_and_used_again_beyond_the_bound(

@@ -19,6 +19,7 @@ _TEXTS = ("text", "message", "content", "prompt", "observation", "result", "outp
 """Fields of observations that may hold the text, the preferred ones first."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _PATIENCE = 30.0  # seconds
+_LONGEST_PAUSE = 5.0  # seconds
 _MAX_NUMBERS = 64  # actions of a bounded number
 _TROUBLES = (OSError, RuntimeError, TimeoutError, ValueError)
 """What openenv-core raises if a server is gone, refuses, times out or answers nonsense."""
@@ -31,9 +32,10 @@ class OpenEnvWorld:
     is a string, the answer is free text; otherwise it is a tool call with the fields as arguments.
     """
 
-    def __init__(self, url: str, /, *, timeout: float = 20.0, attempts: int = 3) -> None:
+    def __init__(self, url: str, /, *, timeout: float = 20.0, attempts: int = 6) -> None:
         """`timeout`: seconds for one answer of the server; `attempts`: how often to try to begin an
-        episode. Raises ValueError if the server does not answer or openenv-core is not installed.
+        episode, with pauses that outlast the restart of a server. Raises ValueError if the server
+        does not answer or openenv-core is not installed.
         """
         core = required("openenv.core", "openenv")
         from websockets.exceptions import WebSocketException
@@ -68,7 +70,7 @@ class OpenEnvWorld:
                         f" ({str(error) or type(error).__name__}); is the server up, and has it"
                         " room for another session?"
                     ) from error
-                await asyncio.sleep(0.1 * 4 ** (attempt - 1))
+                await asyncio.sleep(min(0.1 * 4 ** (attempt - 1), _LONGEST_PAUSE))
         raise ValueError(f"attempts must be at least 1, not {self._attempts}")
 
     async def step(self, action: Any) -> StepResult:

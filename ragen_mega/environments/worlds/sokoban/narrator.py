@@ -1,5 +1,4 @@
-"""Thoughts about a room: where to stand for a push and what moves do, never which move is best.
-"""
+"""Thoughts about a room: where to stand for a push and what moves do, never which move is best."""
 
 from collections.abc import Sequence
 from typing import Any
