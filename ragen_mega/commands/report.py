@@ -2,8 +2,10 @@
 and stability signals.
 
     ragen-mega report runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
+    ragen-mega report runs/webshop-seed* --title webshop --return-of random=0.15 --return-of oracle=1
 
-Writes <output>/<title>.md, <title>.json and <title>.svg. The 95% interval of a run allows for
+Writes <output>/<title>.md, <title>.json and <title>.svg. With --return-of the report is of mean
+returns as well, beside those of the players that it names. The 95% interval of a run allows for
 samples of one prompt being alike; mean and standard deviation are over runs whose model and
 settings differ by their seed only, each set of prompts by itself.
 """
@@ -11,7 +13,7 @@ settings differ by their seed only, each set of prompts by itself.
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
             "warm_start": summary["warm_start"][name]["success"],
             "random": result["random"],
             "optimum": result["optimum"],
+            "return": result.get("reward"),
+            "warm_start_return": summary["warm_start"][name].get("reward"),
             "num_prompts": result["num_prompts"],
             "steps": summary["steps"],
             "minutes": summary["seconds"] / 60,
@@ -60,8 +64,8 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and standard deviation of success over the runs of each model, settings and set that
+def means(rows: Sequence[dict[str, Any]], measure: str = "success") -> list[dict[str, Any]]:
+    """Mean and standard deviation of a measure over the runs of each model, settings and set that
     more than one run has.
     """
     alike = defaultdict(list)
@@ -71,16 +75,20 @@ def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "set": name,
             "runs": [row["run"] for row in group],
-            "mean": statistics.mean(row["success"] for row in group),
-            "standard_deviation": statistics.stdev(row["success"] for row in group),
+            "mean": statistics.mean(row[measure] for row in group),
+            "standard_deviation": statistics.stdev(row[measure] for row in group),
         }
         for (_, name), group in alike.items()
         if len(group) > 1
     ]
 
 
-def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The report as text: where each run was made, a row of each, and the means."""
+def markdown(
+    title: str, rows: Sequence[dict[str, Any]], players: Mapping[str, float] | None = None
+) -> str:
+    """The report as text: where each run was made, a row of each, and the means; of returns as well
+    beside those of `players`, if there are such.
+    """
     places = defaultdict(dict)
     for row in rows:
         places[row["hardware"]][row["run"]] = None
@@ -110,6 +118,25 @@ def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
     ]
     head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
     parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]
+    if players:
+        head = ("run", "set", "mean return", "warm start", *players)
+        cells = [
+            (
+                row["run"],
+                row["set"],
+                *(
+                    f"{value:.3f}"
+                    for value in (row["return"], row["warm_start_return"], *players.values())
+                ),
+            )
+            for row in rows
+        ]
+        said = [
+            f"Mean return {of['mean']:.3f}, standard deviation over {len(of['runs'])} runs"
+            f" {of['standard_deviation']:.3f}: {of['set']}, {', '.join(of['runs'])}."
+            for of in means(rows, "return")
+        ]
+        parts += [table(head, cells), *said]
     return "\n\n".join([*parts, f"![learning curves]({title}.svg)\n"])
 
 
@@ -123,24 +150,31 @@ def warnings(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(["", "## Warnings", "", *lines, ""]) if lines else ""
 
 
-def plot(runs: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(
+    runs: Sequence[dict[str, Any]],
+    rows: Sequence[dict[str, Any]],
+    path: Path,
+    players: Mapping[str, float] | None = None,
+) -> None:
     """Success in training (per step) and on the held-out boards (marked), beside random and optimal
-    play; and SIGNALS.
+    play, or mean returns beside those of `players`; and SIGNALS.
     """
+    measure = "reward" if players else "success"
+    lines = players or {key: rows[0][key] for key in ("random", "optimum")}
     figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
     axes, panels = grid[0, 0], dict(zip(SIGNALS, grid.flat[1:]))
     for run in runs:
-        (line,) = axes.plot(*series(run, "rollout/success"), alpha=0.35)
+        (line,) = axes.plot(*series(run, f"rollout/{measure}"), alpha=0.35)
         marks = {"marker": "o", "color": line.get_color(), "label": run["name"]}
-        before, after = (series(run, f"eval/{key}") for key in ("initial_success", "success"))
+        before, after = (series(run, f"eval/{key}{measure}") for key in ("initial_", ""))
         axes.plot(*(one + other for one, other in zip(before, after)), **marks)
         for key, panel in panels.items():
             panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
-    for key, style in (("random", ":"), ("optimum", "--")):
-        if rows[0][key] is not None:
-            axes.axhline(rows[0][key], color="black", linestyle=style, linewidth=1, label=key)
-    axes.set(ylabel="success", ylim=(0, 1.02))
+    for (key, value), style in zip(lines.items(), (":", "--", "-.")):
+        if value is not None:
+            axes.axhline(value, color="black", linestyle=style, linewidth=1, label=key)
+    axes.set(ylabel="mean return" if players else "success", ylim=(None if players else 0, 1.02))
     axes.legend(fontsize="small")
     for panel in grid[1]:
         panel.set_xlabel("step")
@@ -156,22 +190,42 @@ def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in logged], [value for _, value in logged]
 
 
+def _player(text: str) -> tuple[str, float]:
+    """`oracle=1` as name and number."""
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ValueError(f"--return-of takes PLAYER=RETURN, not {text!r}") from None
+
+
 @command(
     __doc__,
     ("runs", {"nargs": "+", "type": Path, "help": "run directories"}),
     flag("--output", "folder of the report", Path("docs/results")),
     flag("--title", "name of the files and heading of the report", required=True),
+    flag(
+        "--return-of",
+        "mean return of a player on the same prompts, may be repeated: then returns are reported",
+        [],
+        type=str,
+        action="append",
+        metavar="PLAYER=RETURN",
+    ),
 )
 def main(arguments: argparse.Namespace) -> None:
     runs = [read_run(directory) for directory in arguments.runs]
     rows = [row for run in runs for row in rows_of(run)]
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text = markdown(arguments.title, rows) + warnings(runs)
+    players = dict(map(_player, arguments.return_of))
+    text = markdown(arguments.title, rows, players) + warnings(runs)
     target = arguments.output / arguments.title
     Path(f"{target}.md").write_text(text)
     shown = [{key: row[key] for key in row if key != "alike"} for row in rows]
     hardware = ", ".join({row["hardware"]: None for row in rows})
     report = {"hardware": hardware, "runs": shown, "means": means(rows)}
+    if players:
+        report |= {"mean_returns": means(rows, "return"), "returns_of_players": players}
     write_json(f"{target}.json", report)
-    plot(runs, rows, Path(f"{target}.svg"))
+    plot(runs, rows, Path(f"{target}.svg"), players)
     print(text)

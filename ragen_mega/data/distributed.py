@@ -5,7 +5,6 @@ trajectories, metrics, per-token results that every rank needs - travels over gl
 kernel spins while engines generate.
 """
 
-import ctypes
 import datetime
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _control_group: dist.ProcessGroup | None = None
 
 
@@ -29,8 +27,6 @@ def start(timeout_minutes: float = 30.0) -> None:
     if dist.is_initialized():
         return
     has_gpu = torch.cuda.is_available()
-    if not has_gpu:
-        _keep_freed_memory()
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if "RANK" not in os.environ:
         os.environ.update(
@@ -54,19 +50,6 @@ def start(timeout_minutes: float = 30.0) -> None:
         timeout=timeout,
     )
     _control_group = dist.new_group(backend="gloo") if has_gpu else dist.group.WORLD
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc keep what tensors free, up to 1 GiB, for the next ones.
-
-    By default it gives it back to the kernel, and every step faults in the pages of its activations
-    again: 37,000 of them, a tenth of the CPU seconds of a step of the small model. Tensors above 32
-    MiB, the most that glibc takes for this bound, still come and go as mappings of their own.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc alone
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def _take_device(local_rank: int, num_gpus: int) -> None:

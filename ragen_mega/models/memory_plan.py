@@ -219,6 +219,8 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
         "full": shape.hidden_size * setting.itemsize // sp,
     }[layout.recompute]
     per_position = kept * (shape.num_layers // pp)
+    if layout.recompute == "full":
+        per_position += shape.head_dim * FP32  # angles of the rotary embedding, for all layers
     if stage == 0:
         per_position += 8  # token ids of the embedding
     if stage == pp - 1:  # the final norm; the loss keeps its output

@@ -164,6 +164,19 @@ def test_ratio_exactly_at_the_clip_bound_keeps_its_gradient(token_losses, advant
     assert stats.ratio.isfinite().all()
 
 
+def test_cispo_bounds_the_ratio_whatever_the_sign(token_losses):
+    lose, device = token_losses
+    ones = torch.ones(4, device=device)
+    old = torch.tensor([-2.0, -2.0, 0.0, 0.0], device=device)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], device=device)
+    terms = TokenTerms(old, advantages, ones, None, None)
+    outputs, slopes, _ = lose(-ones, ones, terms, PolicyObjective(0.2, 0.3, surrogate="cispo"))
+    torch.testing.assert_close(slopes.cpu(), torch.tensor([-1.3, 1.3, -0.8, 0.8]))
+    stats = PolicyStats(*outputs[1:])
+    assert stats.is_clipped_high.tolist() == [1, 1, 0, 0]
+    assert stats.is_clipped_low.tolist() == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_beyond_the_clamp_the_reference_gives_no_gradient(token_losses, kind):
     lose, device = token_losses

@@ -31,7 +31,7 @@ def finished(
     sets = {
         name: {
             "success": value, "ci_low": 0.0, "ci_high": 1.0, "random": 0.2, "optimum": None,
-            "num_prompts": 16,
+            "num_prompts": 16, "reward": value - 0.25,
         }
         for name, value in success.items()
     }  # fmt: skip
@@ -102,6 +102,32 @@ def test_hardware_is_that_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     result = json.loads((tmp_path / "out" / "mine.json").read_text())
     assert result["hardware"] == "another machine, unknown hardware"
     assert [row["run"] for row in result["runs"]] == ["new", "old"]
+
+
+def test_returns_stand_beside_those_of_named_players(tmp_path: Path) -> None:
+    runs = [
+        finished(tmp_path / f"run{seed}", {"bandit": value}, "--seed", str(seed))
+        for seed, value in enumerate((0.5, 0.75))
+    ]
+    flags = [*map(str, runs), "--output", str(tmp_path), "--title", "mine"]
+    report.main(flags)
+    assert "return" not in (tmp_path / "mine.md").read_text()
+    report.main([*flags, "--return-of", "rule=0.125", "--return-of", "oracle=1"])
+    text = (tmp_path / "mine.md").read_text()
+    assert "| run1 | bandit | 0.500 | 0.500 | 0.125 | 1.000 |" in text
+    assert "Mean return 0.375, standard deviation over 2 runs 0.177: bandit, run0, run1." in text
+    result = json.loads((tmp_path / "mine.json").read_text())
+    assert result["returns_of_players"] == {"rule": 0.125, "oracle": 1.0}
+    assert result["mean_returns"][0]["mean"] == 0.375 and result["means"][0]["mean"] == 0.625
+
+
+def test_a_player_without_a_number_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished(tmp_path / "run", {"bandit": 0.5})
+    with pytest.raises(SystemExit):
+        report.main([str(run), "--title", "mine", "--return-of", "oracle"])
+    assert "PLAYER=RETURN, not 'oracle'" in capsys.readouterr().err
 
 
 def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

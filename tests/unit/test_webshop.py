@@ -223,7 +223,7 @@ def test_pages(shopper: WebShop) -> None:
         ("Reviews", ""),
     ):
         opened = shopper.step(f"click[{button}]").observation
-        assert opened == f"Back to Search [SEP] < Prev{text}"
+        assert opened == f"{head(shopper)}Back to Search [SEP] < Prev{text}"
         assert shopper.step("click[< Prev]").observation == item
     for value in ("dark red", "blue", "8 oz"):  # chosen options are not shown
         assert shopper.step(f"click[{value}]").observation == item
@@ -417,29 +417,61 @@ def test_the_random_player_draws_from_the_page(generated: WebShop) -> None:
             assert generated.step(action).info["is_action_valid"], action
 
 
+def test_the_random_player_searches_for_all_keywords_or_some(shopper: WebShop) -> None:
+    draw = random.Random(0)
+    searches = [shopper.random_answer(draw) for _ in range(2000)]
+    words = ["mug", "color", "blue", "size", "8", "oz"]
+    assert 0.5 < searches.count("search[mug color blue size 8 oz]") / 2000 < 0.65
+    queries = {tuple(search[len("search[") : -1].split()) for search in searches}
+    assert len(queries) == 2 ** len(words) - 1
+    assert all(query == tuple(word for word in words if word in query) for query in queries)
+
+
 def test_the_thought_is_true_and_says_what_is_taken(shopper: WebShop) -> None:
     describe = shopper.narrator.describe
-    assert describe(shopper, ["search[mug]"]) == "go one"
-    assert describe(shopper, ["search[mug blue]"]) == "go all"
+    assert describe(shopper, ["search[mug blue]"]) == "go: some"
+    assert describe(shopper, ["search[mug color blue size 8 oz]"]) == "go: all"
     shopper.step("search[blue stone mug]")
-    first, second, *_, last = describe(shopper, ["click[B000000000]"]).split("; ")
-    assert (first, second) == ("B07XYZ1234 two/within", "B000000000 one/within")
-    assert last == "go one/within"
+    asins = [product.asin for product in shopper.page.products]
+    for number, place in ((0, "first"), (1, "second"), (2, "third"), (3, "later"), (9, "later")):
+        said = describe(shopper, [f"click[{asins[number]}]"])
+        assert said == f"go: {place} {asins[number]}"
+    assert describe(shopper, ["click[Next >]"]) == "go: page"
     shopper.step("click[b07xyz1234]")
-    assert describe(shopper, ["click[dark red]"]) == "blue asked; 8 oz asked; go other"
+    offered = "blue offered | 8 oz offered"
+    assert describe(shopper, ["click[dark red]"]) == f"{offered} | go: other dark red"
+    assert describe(shopper, ["click[8 oz]"]) == f"{offered} | go: offered 8 oz"
     shopper.step("click[blue]")
-    assert describe(shopper, ["click[Buy Now]"]) == "blue chosen; 8 oz asked; go buy"
-    assert describe(shopper, ["click[< Prev]"]).endswith("; go page")
+    bought = describe(shopper, ["click[Buy Now]"])
+    assert bought == "blue chosen | 8 oz offered | go: buy"
+    shopper.step("click[Features]")
+    assert describe(shopper, ["click[< Prev]"]) == "go: page"
 
 
-def test_the_thought_says_of_a_range_only_what_the_page_shows(shopper: WebShop) -> None:
-    """What the product really costs is drawn, and not shown."""
-    dear = replace(MUG, price=1.0, price_text="$1.0 to $999.0")
-    shopper.shop.engine = SearchEngine([dear])
-    shopper.step("search[mug]")
-    assert shopper.narrator.describe(shopper, ["click[B07XYZ1234]"]) == (
-        "B07XYZ1234 two/over; go two/over"  # blue and mug
-    )
+def test_the_thought_says_what_a_product_lacks(shopper: WebShop) -> None:
+    shopper.step("search[grey mug]")
+    shopper.step("click[b000000000]")
+    lacking = "blue missing | 8 oz missing"
+    assert shopper.narrator.describe(shopper, ["click[Reviews]"]) == f"{lacking} | go: page"
+
+
+def test_the_thought_leaves_out_what_the_instruction_does_not_say(shopper: WebShop) -> None:
+    """Of a person's request the values are known, but only what is visible is told."""
+    request = "i need a blue mug, and price lower than 30.00 dollars"
+    shopper.enter(replace(shopper.goal, instruction=request, options=("blue", "8 oz")))
+    shopper.step("search[blue stone mug]")
+    shopper.step("click[b07xyz1234]")
+    said = shopper.narrator.describe(shopper, ["click[8 oz]"])
+    assert said == "blue offered | go: other 8 oz"
+
+
+def test_all_that_is_seen_and_said_has_few_tokens(generated: WebShop) -> None:
+    """Whatever the size of a generated catalogue, its identifiers are pairs of the same texts."""
+    larger = WebShop(num_products=2000, departments=2)
+    own = {text for text in generated.vocabulary if len(text) == 5 and text.isalnum()}
+    assert own <= set(larger.vocabulary)
+    for asin in (*generated.shop.products, *larger.shop.products):
+        assert len(asin) == 10 and {asin[:5], asin[5:]} <= own
 
 
 # The user's files.

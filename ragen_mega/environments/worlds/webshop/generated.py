@@ -14,10 +14,19 @@ from typing import NamedTuple
 from ragen_mega.environments.worlds.webshop.catalogue import Product, Request
 from ragen_mega.environments.worlds.webshop.reward import CATEGORY_SEPARATOR
 
-_ASIN_LENGTH = 10
+_NUM_HALVES = 128
 _PRICES = [dollars + 0.99 for dollars in range(4, 60, 5)]
 _ATTRIBUTES_PER_PRODUCT, _ATTRIBUTES_ASKED_FOR = 3, 2
 _BRANDS = "alder bravo cedar delta ember fjord gusto heron indra juno koral lumen".split()
+
+
+def _halves(prefix: str, generator: random.Random) -> list[str]:
+    """Distinct halves of identifiers, five characters each."""
+    size, signs = 5 - len(prefix), string.ascii_uppercase + string.digits
+    halves: dict[str, None] = {}
+    while len(halves) < _NUM_HALVES:
+        halves[prefix + "".join(generator.choices(signs, k=size))] = None
+    return list(halves)
 
 
 class Department(NamedTuple):
@@ -30,6 +39,10 @@ class Department(NamedTuple):
     options: dict[str, tuple[str, ...]]
 
 
+ASIN_HALVES = (_halves("B", random.Random(1)), _halves("", random.Random(2)))
+"""First and second halves of all generated identifiers, so that those of any catalogue are pairs of
+the same 256 texts.
+"""
 _COLOURS = ("black", "white", "red", "blue", "green", "yellow", "grey", "brown")
 DEPARTMENTS = (
     Department(
@@ -125,8 +138,7 @@ def _some(values: tuple[str, ...], generator: random.Random) -> list[str]:
 
 def _fresh_asin(taken: set[str], generator: random.Random) -> str:
     while True:
-        rest = generator.choices(string.ascii_uppercase + string.digits, k=_ASIN_LENGTH - 1)
-        asin = "B" + "".join(rest)
+        asin = "".join(map(generator.choice, ASIN_HALVES))
         if asin not in taken:
             taken.add(asin)
             return asin

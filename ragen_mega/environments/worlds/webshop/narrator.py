@@ -1,8 +1,7 @@
-"""Thoughts about a page: what on it matches the instruction, never which action is best.
+"""Thoughts about a page: what became of the options that are asked for, and what the next action
+clicks, never which action is best.
 
-A listed product is described by how many keywords of the instruction are in its title and whether
-its price is within the limit; an option by whether it is asked for or chosen. The thought ends with
-the same description of what the next action clicks.
+A result is described by its place on the page. What is clicked is named before it is clicked.
 """
 
 import re
@@ -10,49 +9,47 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragen_mega.environments.protocol import Narrator
-from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
+from ragen_mega.environments.worlds.webshop.catalogue import Goal
 from ragen_mega.environments.worlds.webshop.pages import BUY, Page
 from ragen_mega.environments.worlds.webshop.players import keywords, keywords_of
 
-_COUNTS = ("none", "one", "two", "three", "more")
-_PRICES = ("within", "over")
+_PLACES = ("first", "second", "third")
 WORDS = (
-    *(f"{count}/{price}" for count in _COUNTS for price in _PRICES),
-    *("go", "all", "one", "asked", "chosen", "other", "buy", "page"),
+    *(f" {word} " for word in (*_PLACES, "later", "offered", "chosen", "missing", "other")),
+    *(" all", " some", " buy", " page", "| ", "go:"),
 )
-"""The words of thoughts, besides identifiers and options."""
+"""The texts that thoughts consist of, besides identifiers and options."""
 _ARGUMENT = re.compile(r"\[(.+)\]")
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """A line such as `B7KVUT98FN two/within; B6IOAHWSBF three/over; go three/over`."""
+    """A line such as `go: second B7KVUT98FN` or `red offered | small missing | go: offered red`."""
     facts = environment.facts()
-    page, goal = facts["page"], facts["goal"]
-    told = _told(page, goal, facts["chosen"])
-    chosen = [_ARGUMENT.search(action)[1] for action in actions]
+    page: Page = facts["page"]
+    (clicked,) = (_ARGUMENT.search(action)[1] for action in actions)
     if page.kind == "start":
-        going = ["all" if " " in query else "one" for query in chosen]
-    else:
-        going = [told.get(name, "buy" if name == BUY else "page") for name in chosen]
-    parts = [f"{name} {word}" for name, word in told.items() if word != "other"]
-    return "; ".join([*parts, *(f"go {word}" for word in going)])
+        return f"go: {'all' if clicked.split() == keywords(facts['goal']) else 'some'}"
+    told = _told_options(page, facts["goal"], facts["chosen"])
+    parts = [f"{value} {word}" for value, word in told.items()]
+    if clicked in page.buttons:
+        return " | ".join([*parts, f"go: {'buy' if clicked == BUY else 'page'}"])
+    words = told | dict(zip((one.asin for one in page.products), _PLACES))
+    word = words.get(clicked, "later" if page.products else "other")
+    return " | ".join([*parts, f"go: {word} {clicked}"])
 
 
-def _told(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Name of a product or option on the page -> its description."""
-    wanted = keywords(goal)
-    told = {product.asin: _fit(product, wanted, goal) for product in page.products}
-    for value, name in (page.option_names or {}).items():
-        is_wanted = set(keywords_of(value)) <= set(wanted)
-        told[value] = "chosen" if chosen.get(name) == value else "asked" if is_wanted else "other"
+def _told_options(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
+    """Value of an option that the instruction names -> what became of it, on a product's page."""
+    if page.option_names is None:
+        return {}
+    named = set(keywords(goal))
+    told = {}
+    for option in goal.options:
+        value = option if isinstance(option, str) else option[1]
+        if set(keywords_of(value)) <= named:
+            offer = "offered" if value in page.option_names else "missing"
+            told[value] = "chosen" if value in chosen.values() else offer
     return told
-
-
-def _fit(product: Product, wanted: Sequence[str], goal: Goal) -> str:
-    count = len(set(wanted) & set(keywords_of(product.title)))
-    highest = float(product.price_text.rpartition("$")[2])  # of a range, as the page shows it
-    price = _PRICES[highest > goal.price_limit]
-    return f"{_COUNTS[min(count, len(_COUNTS) - 1)]}/{price}"
 
 
 NARRATOR = Narrator(describe)

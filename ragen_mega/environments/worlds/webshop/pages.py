@@ -64,10 +64,10 @@ def item_page(goal: Goal, product: Product) -> Page:
     return _page("item", [*texts, *SUB_PAGES, BUY], buttons, option_names=names)
 
 
-def sub_page(product: Product, name: str) -> Page:
+def sub_page(goal: Goal, product: Product, name: str) -> Page:
     """The description, the features or the reviews, of which there are none."""
     texts = {"Description": (product.description,), "Features": product.bullets, "Reviews": ()}
-    return _page("sub", [BACK, PREVIOUS, *texts[name]], (BACK, PREVIOUS))
+    return _page("sub", [*_head(goal), BACK, PREVIOUS, *texts[name]], (BACK, PREVIOUS))
 
 
 def done_page(product: Product, chosen: Mapping[str, str], score: float) -> Page:

@@ -31,13 +31,18 @@ def keywords_of(text: str) -> list[str]:
     return list(dict.fromkeys(word for word in words if word not in _NO_KEYWORDS))
 
 
-def possible_actions(shopper: Any) -> list[str]:
-    """Actions that the open page offers. A search is for all keywords, or for one of them."""
+def random_action(shopper: Any, generator: random.Random) -> str:
+    """One of the clicks that the open page offers; on the start page, a search for all keywords or,
+    as likely, for a random part of them.
+    """
     page = shopper.page
-    if page.kind == "start":
-        words = keywords(shopper.goal)
-        return [f"search[{query}]" for query in (" ".join(words), *words)]
-    return [f"click[{name}]" for name in page.clickable]
+    if page.kind != "start":
+        return f"click[{generator.choice(page.clickable)}]"
+    words = keywords(shopper.goal)
+    if generator.random() < 0.5:
+        places = sorted(generator.sample(range(len(words)), generator.randint(1, len(words))))
+        words = [words[place] for place in places]
+    return f"search[{' '.join(words)}]"
 
 
 def optimal_actions(shopper: Any, actions_left: int) -> list[str]:

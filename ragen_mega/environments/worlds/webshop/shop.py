@@ -16,37 +16,54 @@ from ragen_mega.environments.worlds.webshop.catalogue import (
     split_goals,
 )
 from ragen_mega.environments.worlds.webshop.data_folder import GoalKind, read_folder
-from ragen_mega.environments.worlds.webshop.generated import generate_catalogue
+from ragen_mega.environments.worlds.webshop.generated import ASIN_HALVES, generate_catalogue
 from ragen_mega.environments.worlds.webshop.narrator import WORDS
 from ragen_mega.environments.worlds.webshop.search import SearchEngine
 
 _WORD = re.compile(r"[\w'.-]*\w")
-_MARKS = (pages.SEPARATOR, "Instruction:", "Price: ", "Rating: N.A.")
-_MARKS += ("; ", ": ", " click[", " search[")
+_SEP = pages.SEPARATOR
+_MARKS = (
+    *(_SEP, "Price: ", " click[", " search[", f"WebShop{_SEP}", f"{_SEP}Search"),
+    *(f"Instruction:{_SEP}i need a", " with", ": ", ", and", ", and price lower than", " dollars"),
+    *(f"{_SEP}{pages.BACK}{_SEP}Page ", " (Total results: ", f"){_SEP}{pages.NEXT}"),
+    f"{_SEP}{pages.BACK}{_SEP}{pages.PREVIOUS}",
+    _SEP.join(("", "Rating: N.A.", *pages.SUB_PAGES, pages.BUY)),
+)
+"""Texts that many pages share."""
 
 
 class Shop:
     """Products by identifier, the search engine, and goals by split."""
 
     def __init__(
-        self, entries: Sequence[tuple[Product, Sequence[Request]]], *, label: str, seed: int
+        self,
+        entries: Sequence[tuple[Product, Sequence[Request]]],
+        *,
+        label: str,
+        seed: int,
+        asin_parts: Sequence[str] = (),
     ) -> None:
+        """`asin_parts`: texts that all identifiers consist of, if there are such."""
         self.label = label
         """How results on this shop are to be labelled."""
         self.products = {product.asin: product for product, _ in entries}
+        self._asins = asin_parts or tuple(self.products)
         self.engine = SearchEngine([product for product, _ in entries])
         self.goals: Splits = split_goals(make_goals(entries, seed=seed))
 
     @cached_property
     def vocabulary(self) -> list[str]:
-        """Identifiers, words (with and without a space before them), prices, buttons and marks."""
+        """Identifiers or their parts, words (with and without a space before them), prices, buttons
+        and marks.
+        """
         products = self.products.values()
         texts = {text for one in products for text in (one.title, *one.options, *_values(one))}
         texts |= {goal.instruction for split in self.goals for goal in split}
-        words = {*WORDS, *(word for text in texts for word in _WORD.findall(text))}
+        words = {word for text in texts for word in _WORD.findall(text)}
         prices = {product.price_text for product in products}
         spaced = {f" {word}" for word in words}
-        return sorted({*_MARKS, *pages.BUTTONS}.union(self.products, words, spaced, prices))
+        said = {*WORDS, *_MARKS, *pages.BUTTONS}
+        return sorted(said.union(self._asins, words, spaced, prices))
 
 
 @lru_cache(maxsize=4)
@@ -55,7 +72,8 @@ def generated_shop(num_products: int, num_departments: int, seed: int) -> Shop:
     entries = list(
         generate_catalogue(num_products=num_products, num_departments=num_departments, seed=seed)
     )
-    return Shop(entries, label=f"WebShop-compatible, {num_products} generated products", seed=seed)
+    label = f"WebShop-compatible, {num_products} generated products"
+    return Shop(entries, label=label, seed=seed, asin_parts=sum(ASIN_HALVES, []))
 
 
 @lru_cache(maxsize=2)

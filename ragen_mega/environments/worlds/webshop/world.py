@@ -16,7 +16,7 @@ from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
 from ragen_mega.environments.worlds.webshop.data_folder import GoalKind
 from ragen_mega.environments.worlds.webshop.narrator import NARRATOR
 from ragen_mega.environments.worlds.webshop.pages import Page
-from ragen_mega.environments.worlds.webshop.players import SOLVER, possible_actions
+from ragen_mega.environments.worlds.webshop.players import SOLVER, random_action
 from ragen_mega.environments.worlds.webshop.reward import reward
 from ragen_mega.environments.worlds.webshop.shop import Shop, folder_shop, generated_shop
 
@@ -98,8 +98,8 @@ class WebShop:
         return StepResult(self.page.text, paid, is_done, False, info)
 
     def random_answer(self, generator: random.Random) -> str:
-        """One of the actions that the page offers, drawn uniformly."""
-        return generator.choice(possible_actions(self))
+        """What the random shopper does on the open page."""
+        return random_action(self, generator)
 
     @property
     def num_tasks(self) -> int:
@@ -167,7 +167,7 @@ class WebShop:
         elif button == pages.BUY:
             self._page = pages.done_page(self._product, self._chosen, self.score)
         elif button in pages.SUB_PAGES:
-            self._page = pages.sub_page(self._product, button)
+            self._page = pages.sub_page(self.goal, self._product, button)
         elif kind == "sub":
             self._open_item()
         elif kind == "item":
