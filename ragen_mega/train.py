@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 from ragen_mega.algorithm.credit import estimate_advantages
-from ragen_mega.algorithm.diagnostics import diagnose
 from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.distributed import device, is_main
@@ -87,8 +86,7 @@ def starpo(run: Run) -> None:
         interval = config.logging.diagnose_interval
         if interval and step % interval == 0:
             with run.timed("diagnose"):
-                length = run.renderer.thought_length
-                metrics.add("collapse", diagnose(groups, policy.logprobs, reasoning_length=length))
+                metrics.add("collapse", run.diagnose(groups))
 
         # Update: first the critic, then the actor, which do not depend on each other. Clipped
         # surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times.

@@ -6,10 +6,11 @@ arXiv:2604.06268.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import fmean, median, pvariance, variance
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ SIGNALS = ("reward_std", "entropy", "grad_norm", "success_rate")
 """What `EchoTrapMonitor.observe` understands: in-group reward std, token-mean policy entropy in
 nats, gradient norm before clipping, success rate in [0, 1].
 """
+
+_OPENING, _NGRAM = 16, 4
+"""Tokens of an opening, and of what two responses may share."""
 
 _REMEDIES = {
     "reward_std_cliff": "keep fewer groups (filter_value), drop the KL term, raise clip_ratio_high",
@@ -48,6 +52,50 @@ def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
         if trajectory.turns
     ]
     return len(set(responses)) / max(1, len(responses))
+
+
+def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """How alike the first responses to different prompts are, judged by one trajectory of each.
+
+    distinct_openings: share of distinct ones among their first 16 tokens. ngram_overlap:
+    probability that a 4-gram of one prompt's response is in that of another prompt too. Both are
+    free, and both are missing where fewer than two prompts were answered.
+    """
+    responses = [
+        one.tokens[one.turns[0].start : one.turns[0].end]
+        for group in groups
+        for one in group.trajectories[:1]
+        if one.turns
+    ]
+    if len(responses) < 2:
+        return {}
+    openings = {tuple(response[:_OPENING]) for response in responses}
+    owners = Counter(
+        gram
+        for response in responses
+        for gram in set(zip(*(response[shift:] for shift in range(_NGRAM))))
+    )
+    shared = sum(count * (count - 1) for count in owners.values())
+    return {
+        "distinct_openings": len(openings) / len(responses),
+        "ngram_overlap": shared / max(1, owners.total() * (len(responses) - 1)),
+    }
+
+
+def entropy_by_prompt(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Entropy of what was sampled, estimated for each prompt by the mean of -log p of its tokens.
+
+    entropy: its mean over prompts, nats a token. entropy_variance: its variance over prompts; near
+    0, the policy is as sure or unsure whatever it is asked. Nothing if no token was sampled.
+    """
+    surprises = [
+        -sum(map(sum, (one.rollout_logprobs for one in group.trajectories))) / num_sampled
+        for group in groups
+        if (num_sampled := sum(one.num_sampled_tokens for one in group.trajectories))
+    ]
+    if not surprises:
+        return {}
+    return {"entropy": fmean(surprises), "entropy_variance": pvariance(surprises)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +185,9 @@ class EchoTrapMonitor:
         return begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to give the same warnings, as plain Python objects."""
+        """Everything that a resumed run needs to give the same warnings, as plain Python
+        objects.
+        """
         return deepcopy(
             {
                 "thresholds": asdict(self.thresholds),
@@ -197,6 +247,130 @@ class EchoTrapMonitor:
 
     def _window(self, name: str) -> list[float]:
         return self._recent[name][-self.thresholds.window :]
+
+
+COLLAPSE_SIGNALS = ("success_rate", "entropy", "reward_std", "grad_norm", "distinct_openings")
+"""What `CollapseDetector.observe` reads: success rate, entropy in nats, in-group reward std and
+distinct openings of everything that was sampled; the gradient norm before clipping.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CollapseThresholds:
+    """When success has collapsed: levels are means over `window` steps, compared with those at the
+    best level of success so far. docs/results/guard.md has the false alarms and misses.
+    """
+
+    window: int = 10
+    fall: float = 5.0
+    """Collapse: success fell by this many standard errors."""
+    fall_with_sign: float = 1.5
+    """Collapse: it fell by this many, and one of the signs below holds too."""
+    fall_at_end: float = 4.0
+    """Collapse at the last step: it fell by this many."""
+    least_fall: float = 0.05
+    """A smaller fall is never a collapse."""
+    entropy_rise: float = 2.0
+    """Sign: entropy above this multiple of its level at the best success."""
+    entropy_fall: float = 0.25
+    """Sign: entropy below this share."""
+    reward_std_fall: float = 0.5
+    """Sign: the in-group reward std below this share."""
+    grad_norm_rise: float = 3.0
+    """Sign: the gradient norm above this multiple."""
+    openings_fall: float = 0.5
+    """Sign: distinct openings below this share."""
+
+
+class CollapseDetector:
+    """Tells, step by step, whether success has fallen from its best level for good.
+
+    Success of a step is noisy, for a few prompts are drawn for it, so a fall counts in standard
+    errors: of a difference of two means over a window, from the variance of steps within each.
+    """
+
+    def __init__(self, thresholds: CollapseThresholds = CollapseThresholds()) -> None:
+        self.thresholds = thresholds
+        self._recent: dict[str, list[float]] = {name: [] for name in COLLAPSE_SIGNALS}
+        self._best: dict[str, float] = {}
+        """Levels at the best success so far, and the variance of its steps."""
+
+    @property
+    def success_level(self) -> float | None:
+        """Mean success over the window; None until it is full."""
+        return self._levels().get("success_rate")
+
+    def observe(self, signals: Mapping[str, float], *, is_last: bool = False) -> str | None:
+        """Record a step; returns what has collapsed, in words, None if nothing has.
+
+        Args:
+            signals: any of `COLLAPSE_SIGNALS`; those that are not finite are left out.
+            is_last: no step follows in which a fall could be made good or become plain.
+        """
+        for name in COLLAPSE_SIGNALS:
+            if math.isfinite(value := signals.get(name, math.nan)):
+                past = self._recent[name][1 - self.thresholds.window :]
+                self._recent[name] = [*past, value]
+        now = self._levels()
+        if "success_rate" not in now:
+            return None
+        fall = self._best.get("success_rate", -math.inf) - now["success_rate"]
+        if fall <= 0:
+            self._best = now
+            return None
+        signs = self._signs(now)
+        bound = self.thresholds.fall_at_end if is_last else self.thresholds.fall
+        bound = min(bound, self.thresholds.fall_with_sign) if signs else bound
+        spread = self._best["variance"] + now["variance"]
+        error = math.sqrt(spread / self.thresholds.window)
+        if fall < max(self.thresholds.least_fall, bound * error):
+            return None
+        return (
+            f"success fell from {self._best['success_rate']:.1%} to {now['success_rate']:.1%}"
+            f" (means of {self.thresholds.window} steps, standard error {error:.1%})"
+            + "".join(f", {sign}" for sign in signs)
+        )
+
+    def forget_recent(self) -> None:
+        """Begin the window anew, since other weights follow; the best level stays."""
+        self._recent = {name: [] for name in COLLAPSE_SIGNALS}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to decide alike, as plain Python objects."""
+        return deepcopy({"recent": self._recent, "best": self._best})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._recent, self._best = deepcopy(state["recent"]), dict(state["best"])
+
+    def _levels(self) -> dict[str, float]:
+        full = {
+            name: values
+            for name, values in self._recent.items()
+            if len(values) == self.thresholds.window
+        }
+        levels = {name: fmean(values) for name, values in full.items()}
+        if "success_rate" in levels:
+            levels["variance"] = variance(full["success_rate"])
+        return levels
+
+    def _signs(self, now: Mapping[str, float]) -> list[str]:
+        limits = self.thresholds
+        rules = (
+            ("entropy", "rose", limits.entropy_rise),
+            ("entropy", "fell", limits.entropy_fall),
+            ("reward_std", "fell", limits.reward_std_fall),
+            ("grad_norm", "rose", limits.grad_norm_rise),
+            ("distinct_openings", "fell", limits.openings_fall),
+        )
+        signs = []
+        for name, how, limit in rules:
+            if name in now and name in self._best:
+                before, level = self._best[name], now[name]
+                is_beyond = level > limit * before if how == "rose" else level < limit * before
+                if is_beyond:
+                    signs.append(f"{name} {how} from {before:.3g} to {level:.3g}")
+        return signs
 
 
 def diagnose(
@@ -267,7 +441,8 @@ def mutual_information(
         maxima. max_mutual_information: its upper bound, log G, or less if inputs repeat.
         conditional_entropy: H(Z | X) = -mean matched. entropy: H(Z) = -mean marginal.
         retrieval_accuracy: share of reasonings whose own input explains them best (ties count as
-        fractions). retrieval_chance: the same for a random guess.
+        fractions). retrieval_chance: the same for a random guess. score: the mutual information in
+        standard deviations of the marginals (RAGEN-2's z-score), comparable between maxima.
     """
     num_inputs = cross_logprobs.shape[1]
     keys = list(range(num_inputs) if input_keys is None else input_keys)
@@ -278,7 +453,8 @@ def mutual_information(
     scores = cross_logprobs.double()[:, columns]  # [M, D]
     own = scores.gather(1, merged[input_ids].unsqueeze(1))  # [M, 1]
     matched = own.mean().item()
-    marginal = torch.logsumexp(scores + frequencies.log(), dim=1).mean().item()
+    marginals = torch.logsumexp(scores + frequencies.log(), dim=1)  # [M]
+    marginal = marginals.mean().item()
     is_best = (scores <= own).all(1)  # [M]
     num_tied = (scores == own).sum(1)  # [M], own input included
     return {
@@ -288,7 +464,13 @@ def mutual_information(
         "entropy": -marginal,
         "retrieval_accuracy": (is_best / num_tied).mean().item(),
         "retrieval_chance": 1 / len(distinct),
+        "score": (matched - marginal) / (marginals.std(correction=0).item() + 1e-3),
     }
+
+
+def moving_average(before: float | None, value: float, decay: float = 0.9) -> float:
+    """An exponential moving average after one more value; it begins with the first."""
+    return value if before is None else decay * before + (1 - decay) * value
 
 
 def _continue(tokens: Sequence[int], reasoning: Sequence[int]) -> Trajectory:

@@ -1,19 +1,22 @@
 """Which initial states a StarPO step trains on: groups ranked by the spread of their raw returns.
 
-StarPO-S, arXiv:2504.20073 Eq. 7 (uncertainty, top fraction); SNR-adaptive selection (top-p, min-p):
-RAGEN-2, arXiv:2604.06268. Returns must be raw: after normalisation by group every group has the
-same standard deviation. `ragen_mega.algorithm.tables` lists the filters; each is a function
+StarPO-S, arXiv:2504.20073 Eq. 7 (uncertainty, top fraction); SNR-adaptive selection (top-p, min-p)
+and its controls (percentile range, within group): RAGEN-2, arXiv:2604.06268. Returns must be raw:
+after normalisation by group every group has the same standard deviation.
+`ragen_mega.algorithm.tables` lists the filters; each is a function
 
     filter(returns, *, value, keep_zero) -> indices of the groups to keep
 
 of P sequences of raw returns R(tau), the value of the filter, and whether constant groups (all
-trajectories earned the same) may be kept.
+trajectories earned the same) may be kept. `within_group` selects trajectories instead.
 """
 
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
+from statistics import pvariance
 
 import torch
 from torch import Tensor
@@ -95,6 +98,34 @@ def min_p(returns: Returns, *, value: float, keep_zero: bool) -> list[int]:
     return ranked[: int((scores >= bound).sum())]
 
 
+def percentile_range(returns: Returns, *, value: tuple[float, float], keep_zero: bool) -> list[int]:
+    """The groups from one share of the ranking to another, the largest uncertainty first: (0, 0.25)
+    is the top quarter, (0.75, 1) the bottom one (the quartiles of RAGEN-2).
+
+    Constant groups count in the ranking, so that the ranges of one step do not overlap.
+    """
+    ranked, _ = _rank(returns, keep_zero=True)
+    first, last = (math.floor(share * len(returns) + ROUNDING) for share in value)
+    return ranked[first:last]
+
+
+def within_group(returns: Returns, *, value: float, keep_zero: bool) -> list[list[int]]:
+    """Of every group the max(2, floor(value N)) trajectories whose returns spread most: its lowest
+    and its highest (the control of RAGEN-2, which trains on as many trajectories as a filter of
+    groups, from all of them).
+    """
+    return [_widest(group, max(2, math.floor(value * len(group) + ROUNDING))) for group in returns]
+
+
+def _widest(returns: Sequence[float], size: int) -> list[int]:
+    """Indices of the `size` values of largest variance. Some of the lowest with some of the highest
+    are always among the best choices, for the variance is convex in every value.
+    """
+    order = sorted(range(len(returns)), key=lambda index: (returns[index], index))
+    choices = [order[:low] + order[len(order) - (size - low) :] for low in range(size, -1, -1)]
+    return sorted(max(choices, key=lambda chosen: pvariance([returns[i] for i in chosen])))
+
+
 def soft_reweighting(group_scores: Sequence[float] | Tensor) -> Tensor:
     """[P] float64 weight of each group's advantages: its score over the highest one, in [0, 1]
     (RAGEN-2).
@@ -108,9 +139,14 @@ def soft_reweighting(group_scores: Sequence[float] | Tensor) -> Tensor:
 
 
 def filter_groups(
-    groups: Sequence[TrajectoryGroup], *, strategy: str, value: float | None, keep_zero: bool
+    groups: Sequence[TrajectoryGroup],
+    *,
+    strategy: str,
+    value: float | tuple[float, float] | None,
+    keep_zero: bool,
 ) -> list[TrajectoryGroup]:
-    """The groups that the filter `strategy` keeps by their raw returns, in the given order.
+    """The groups that the filter `strategy` keeps by their raw returns, in the given order; with a
+    filter within groups, their trajectories that it keeps.
 
     Constant groups are dropped in any case, unless `keep_zero` is set or the filter has
     `drops_constant=False`. Raises PlugInError, in one line, if a user's filter fails or returns
@@ -120,19 +156,33 @@ def filter_groups(
     found.check(strategy, value, len(groups))
     returns = [group.total_rewards for group in groups]
     answer = call(FILTERS, strategy, found.function, returns, value=value, keep_zero=keep_zero)
+    if found.within_groups:
+        rows = answer if isinstance(answer, Sequence) and len(answer) == len(groups) else [None]
+        kept = [
+            replace(group, trajectories=[group.trajectories[index] for index in chosen])
+            for group, row in zip(groups, rows)
+            if (chosen := _indices(strategy, row, len(group.trajectories)))
+        ]
+    else:
+        kept = [groups[index] for index in _indices(strategy, answer, len(groups))]
+    if kept and found.drops_constant and not keep_zero:
+        scores = group_uncertainty([group.total_rewards for group in kept])
+        kept = [group for group, score in zip(kept, scores) if score > CONSTANT_SCORE]
+    return kept
+
+
+def _indices(strategy: str, answer: object, size: int) -> list[int]:
+    """A filter's answer in order. Raises PlugInError unless it is distinct indices below `size`."""
     try:
         kept = sorted(operator.index(index) for index in answer)
     except TypeError:
         kept = [-1]
-    if len(set(kept)) < len(kept) or not set(kept) <= set(range(len(groups))):
+    if len(set(kept)) < len(kept) or not set(kept) <= set(range(size)):
         raise PlugInError(
-            f"group filter {strategy} must return distinct indices in 0..{len(groups) - 1}, not"
+            f"group filter {strategy} must return distinct indices in 0..{size - 1}, not"
             f" {answer!r:.200}; return those of the groups to keep"
         )
-    if kept and found.drops_constant and not keep_zero:
-        scores = group_uncertainty(returns)
-        kept = [index for index in kept if scores[index] > CONSTANT_SCORE]
-    return [groups[index] for index in kept]
+    return kept
 
 
 def _rank(returns: Returns, keep_zero: bool) -> tuple[list[int], Tensor]:

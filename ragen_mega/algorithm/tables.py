@@ -70,20 +70,33 @@ class Filter:
     Attributes:
         function: `function(returns, *, value, keep_zero) -> indices of the groups to keep`, or its
             import path; `returns` are P sequences of raw returns.
-        value: what --filter-value means: nothing, a share in (0, 1], a number of groups, or
-            anything that the filter accepts, including None.
+        value: what --filter-value means: nothing, a share in (0, 1], a number of groups, a range of
+            shares (--filter-start, --filter-value), or anything that the filter accepts, including
+            None.
         default: the value without --filter-value; a share or count without a default is required.
         drops_constant: groups whose trajectories all earned the same are dropped, unless
             --filter-keep-zero.
+        within_groups: the function instead returns, for each group, the indices of its trajectories
+            that stay.
     """
 
     function: Callable[..., Any] | str
-    value: Literal["none", "share", "count", "any"] = "any"
+    value: Literal["none", "share", "count", "range", "any"] = "any"
     default: float | None = None
     drops_constant: bool = True
+    within_groups: bool = False
 
-    def check(self, name: str, value: float | None, num_groups: int) -> None:
+    def check(self, name: str, value: float | tuple[float, float] | None, num_groups: int) -> None:
         """Raise ValueError unless `value` is valid for `num_groups` groups."""
+        if self.value == "range":
+            low, high = value
+            if high is None or not low < high <= 1.0 or (high - low) * num_groups < 1:
+                raise ValueError(
+                    f"{name} keeps the groups between two shares of the ranking, filter_start <"
+                    f" filter_value <= 1, at least one of {num_groups}, not {low} to {high}; the"
+                    " middle half is --filter-start 0.25 --filter-value 0.75"
+                )
+            return
         if value is None and self.value in ("share", "count"):
             raise ValueError(f"filter_strategy {name} needs its value; add --filter-value")
         if self.value == "count" and (value != int(value) or not 1 <= value <= num_groups):
@@ -136,6 +149,8 @@ FILTERS = Registry(
         "top_p_softmax": Filter(f"{_FILTERS}:top_p_softmax", "share"),
         "top_k": Filter(f"{_FILTERS}:top_k", "count"),
         "min_p": Filter(f"{_FILTERS}:min_p", "share"),
+        "percentile_range": Filter(f"{_FILTERS}:percentile_range", "range"),
+        "within_group": Filter(f"{_FILTERS}:within_group", "share", within_groups=True),
     },
 )
 REWARDS = Registry(

@@ -2,7 +2,8 @@
 and stability signals.
 
     ragen-mega report runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
-    ragen-mega report runs/webshop-seed* --title webshop --return-of random=0.15 --return-of oracle=1
+    ragen-mega report runs/webshop-seed* --title webshop --return-of random=0.16 \\
+        --return-of oracle=1
 
 Writes <output>/<title>.md, <title>.json and <title>.svg. With --return-of the report is of mean
 returns as well, beside those of the players that it names. The 95% interval of a run allows for

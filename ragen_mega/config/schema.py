@@ -357,6 +357,11 @@ class EnvironmentConfig(Section):
         latest = max((key for key in entries if int(key) <= step), key=int, default=None)
         return self.options(name) | entries.get(latest, {}).get(name, {})
 
+    @property
+    def curriculum_steps(self) -> set[int]:
+        """Steps from which on other tasks are played."""
+        return set(map(int, json.loads(self.curriculum)))
+
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
@@ -487,10 +492,16 @@ class FilterConfig(Section):
 
     filter_strategy: str = "top_fraction"
     """How groups are kept, by the standard deviation of their raw returns: top_fraction (StarPO-S),
-    top_p_linear, top_p_softmax, top_k, min_p or none; or a filter of your own, my_module:my_filter.
+    top_p_linear, top_p_softmax, top_k, min_p, percentile_range (a part of the ranking),
+    within_group (the most different trajectories of every group) or none; or a filter of your own,
+    my_module:my_filter.
     """
     filter_value: float | None = None
     """Fraction, probability mass or count of the strategy (default of top_fraction: 0.25)."""
+    filter_start: Share = 0.0
+    """Share of the ranking, largest standard deviation first, at which percentile_range begins; it
+    ends at the filter value.
+    """
     filter_keep_zero: bool = False
     """Keep groups whose trajectories all earned the same."""
     soft_reweighting: bool = False
@@ -505,6 +516,11 @@ class FilterConfig(Section):
                 " --filter-value or name another strategy",
             ),
             (
+                declared.value != "range" and self.filter_start > 0,
+                f"filter_start {self.filter_start} does nothing with filter_strategy {name}; drop"
+                " --filter-start or set --filter-strategy percentile_range",
+            ),
+            (
                 self.filter_keep_zero and not declared.drops_constant,
                 f"filter_keep_zero does nothing with filter_strategy {name}, which keeps such"
                 " groups; drop the flag",
@@ -515,13 +531,19 @@ class FilterConfig(Section):
         """Groups that are kept if none is constant, None where it depends on the returns."""
         if self.filter_strategy == "top_fraction":
             return max(1, math.floor(self.value * num_groups + 1e-9))
+        if self.filter_strategy == "percentile_range":
+            first, last = (math.floor(share * num_groups + 1e-9) for share in self.value)
+            return last - first
         return {"top_k": self.value, "none": num_groups}.get(self.filter_strategy)
 
     @property
-    def value(self) -> float | None:
-        """The value of the filter: as set, else the default that the filter declares."""
-        default = find_filter(self.filter_strategy).default
-        return default if self.filter_value is None else self.filter_value
+    def value(self) -> float | tuple[float, float | None] | None:
+        """The value of the filter: as set, else the default that the filter declares; for a range
+        both of its ends.
+        """
+        declared = find_filter(self.filter_strategy)
+        value = declared.default if self.filter_value is None else self.filter_value
+        return (self.filter_start, value) if declared.value == "range" else value
 
 
 @dataclass(frozen=True)
@@ -656,6 +678,10 @@ class LossConfig(Section):
         "token-mean"
     )
     """Mean over tokens of the minibatch, or over trajectories of their token mean or token sum."""
+    loss_mask: Literal["sampled", "legacy"] = "sampled"
+    """Tokens that are trained on: those that the policy sampled, or (legacy) everything behind the
+    first message, states and rewards included, as in the runs published as arXiv:2504.20073.
+    """
     old_logprobs: Literal["auto", "recompute", "engine"] = "auto"
     """What the ratio divides by: log-probabilities that the policy computes for all trajectories
     before the update; those that the engine sampled with, which saves that pass, so that the ratio
@@ -686,6 +712,11 @@ class LossConfig(Section):
                 (self.kl_kind == "none") != (self.kl_coef == 0.0),
                 f"kl_kind ({self.kl_kind}) and kl_coef ({self.kl_coef}) need each other; set both"
                 " or none",
+            ),
+            (
+                self.old_logprobs == "engine" and self.loss_mask == "legacy",
+                "loss_mask legacy trains on tokens that no engine sampled; drop --old-logprobs"
+                " engine",
             ),
             (
                 self.old_logprobs == "engine" and self.importance_cap is not None,
@@ -846,11 +877,39 @@ class CheckpointConfig(Section):
     """Write a checkpoint whenever an evaluation is the best so far, and keep that one too."""
     keep_rollouts: Natural | None = None
     """Newest rollouts that stay on the disk (0: all; default: those since the oldest checkpoint
-    that is kept).
+    that is kept, the one that the guard may go back to left aside).
     """
     resume: bool = False
     """Go on from the newest intact checkpoint of the run of this name; begin it if there is none.
     """
+
+
+@dataclass(frozen=True)
+class GuardConfig(Section):
+    """What a run does when its success collapses, as in the Echo Trap."""
+
+    guard: Literal["off", "warn", "react"] = "off"
+    """Nothing; say so (warn); or also go back to the checkpoint with the best success and continue
+    from there on a lower learning rate and with a stronger filter (react).
+    """
+    guard_rollbacks: Count = 3
+    """How often a run may go back."""
+    guard_lr: Annotated[float, Bounds("above 0, at most 1", 0, 1, is_open=True)] = 0.5
+    """Factor of both learning rates at every rollback."""
+    guard_filter: Annotated[float, Bounds("above 0, at most 1", 0, 1, is_open=True)] = 0.5
+    """Share of the groups that the filter keeps, those whose returns vary most, which is trained on
+    after a rollback; again of these at every further one.
+    """
+
+    def rules(self) -> Sequence[tuple[bool, str]]:
+        return [
+            (
+                self.guard != "react" and getattr(self, item.name) != item.default,
+                f"{item.name} does nothing with guard {self.guard}; drop it or set --guard react",
+            )
+            for item in dataclasses.fields(self)
+            if item.name != "guard"
+        ]
 
 
 @dataclass(frozen=True)
@@ -915,6 +974,7 @@ class StarPOConfig(Section):
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def rules(self) -> Sequence[tuple[bool, str]]:
@@ -947,6 +1007,7 @@ class StarPOConfig(Section):
                 self.checkpoint.resume and self.logging.overwrite,
                 "resume continues a run and overwrite deletes it; drop --resume or --overwrite",
             ),
+            *self._guard_rules(),
             (
                 self.checkpoint.keep_best and self.evaluation.eval_interval == 0,
                 "keep_best compares evaluations during training; drop it or set --eval-interval",
@@ -975,6 +1036,11 @@ class StarPOConfig(Section):
                 f" them constant, and filter_strategy is {self.filter.filter_strategy}"
                 f"{' with filter_keep_zero' if self.filter.filter_keep_zero else ''}; set"
                 " --filter-strategy top_fraction, with --filter-value 1 for all of them",
+            ),
+            (
+                advantage.estimator.level == "turn" and self.loss.loss_mask == "legacy",
+                f"{name} works on sampled turns, and loss_mask legacy spreads over states; drop"
+                " --loss-mask",
             ),
             (
                 not advantage.uses_critic and self.parallel.offload == "turns",
@@ -1013,6 +1079,22 @@ class StarPOConfig(Section):
                 window > 0 and (is_gspo or self.loss.importance_level == "sequence"),
                 f"context_window {window} cuts a trajectory into samples, and policy_loss gspo and"
                 " importance_level sequence need it whole; drop --context-window",
+            ),
+        )
+
+    def _guard_rules(self) -> Sequence[tuple[bool, str]]:
+        return (
+            (
+                self.guard.guard == "react" and self.checkpoint.save_interval == 0,
+                "guard react goes back to a checkpoint, and save_interval 0 writes none; set"
+                " --save-interval",
+            ),
+            (
+                self.guard.guard == "react"
+                and self.rollout.group_size == 1
+                and self.guard.guard_filter < 1,
+                "guard_filter ranks groups by the spread of their returns, but group_size is 1;"
+                " raise --group-size or set --guard-filter 1",
             ),
         )
 

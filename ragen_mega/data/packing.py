@@ -81,6 +81,16 @@ def _of_turns(
     return turn_ids, rewards
 
 
+def behind_first_message(batch: TokenBatch, end_of_message: int) -> Tensor:
+    """[T] whether a label comes after the first `end_of_message` of its trajectory, which in a chat
+    closes the system message; for a batch without padding.
+    """
+    is_end = (batch.labels == end_of_message).long()
+    ends_before = is_end.cumsum(0) - is_end
+    at_start = ends_before[batch.cu_seqlens[:-1].long()]  # [S]
+    return ends_before > at_start.repeat_interleave(batch.lengths.long())
+
+
 def flatten(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
     """The values of all rows in one tensor, several times faster than torch.tensor of a list."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))

@@ -119,6 +119,13 @@ class Trainer:
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, module)
 
+    def set_lr_factor(self, factor: float) -> None:
+        """Let the learning rate be this share of what the schedule says, now and later."""
+        for group in self.optimizer.param_groups:
+            group["max_lr"] = self.schedule.max_lr * factor
+            group["min_lr"] = self.schedule.min_lr * factor
+        self.schedule.step(0)
+
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns."""
         self.memory.require("parameters", "optimizer")

@@ -6,7 +6,15 @@ GLOSSARY = {
     "rollout/optimum": "Success of the best possible player under the same budget.",
     "rollout/reward": "Mean total reward of a trajectory, as the environment gave it.",
     "rollout/in_group_std": "Standard deviation of total rewards within a group, mean over groups"
-    " (StarPO Eq. 7). A cliff is the first sign of the Echo Trap.",
+    " (StarPO Eq. 7; RAGEN-2's reward variance). A cliff is the first sign of the Echo Trap.",
+    "rollout/entropy": "Entropy of everything that was sampled, kept or not, estimated by the mean"
+    " of -log p: nats a token, mean over prompts.",
+    "rollout/entropy_variance": "Variance over prompts of that entropy. Near 0, the policy is as"
+    " sure or unsure whatever it is asked.",
+    "rollout/distinct_openings": "Share of distinct ones among the first 16 tokens of the first"
+    " answers, one of each prompt. It falls when answers no longer look at their prompt.",
+    "rollout/ngram_overlap": "Probability that four tokens in a row of one prompt's first answer"
+    " are in another prompt's too. A template drives it to 1.",
     "rollout/response_length": "Sampled tokens a turn.",
     "rollout/thought_length": "Words of the thought a turn; 0 for a turn without one.",
     "rollout/valid_format_rate": "Share of turns that could be parsed.",
@@ -39,6 +47,9 @@ GLOSSARY = {
     "collapse/entropy": "Nats a thought varies by over all prompts.",
     "collapse/retrieval_accuracy": "How often the thought's own prompt explains it best.",
     "collapse/retrieval_chance": "What guessing the prompt would reach.",
+    "collapse/score": "Mutual information in standard deviations of the thoughts' marginal"
+    " log-probabilities (RAGEN-2's z-score).",
+    "collapse/score_average": "Exponential moving average of that score, decay 0.9 an estimate.",
     "critic/loss": "Value loss, after clipping if there is any.",
     "critic/clip_fraction": "Share of tokens whose value left the clip range.",
     "critic/explained_variance": "1 - Var(return - value) / Var(return): 1 is perfect, 0 is as good"
@@ -65,6 +76,8 @@ GLOSSARY = {
     "actor/skipped": "Share of updates that were skipped as not finite.",
     "actor/computed_share": "Share of the tokens that updates computed; the others were shared.",
     "actor/lr": "Learning rate of the actor.",
+    "guard/rollbacks": "How often --guard react has gone back to a checkpoint so far.",
+    "guard/filter_share": "Share of the groups that the filter keeps which the guard leaves.",
     "update/nonfinite": "Updates whose loss or gradient was not finite; they changed nothing.",
     "update/tokens_per_second": "Tokens a second that advantages and updates went through.",
     "update/computed_tokens_per_second": "Of them those that the actor's updates computed.",

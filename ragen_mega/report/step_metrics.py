@@ -9,7 +9,12 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
-from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, EchoTrapWarning
+from ragen_mega.algorithm.diagnostics import (
+    COLLAPSE_SIGNALS,
+    SIGNALS,
+    EchoTrapMonitor,
+    EchoTrapWarning,
+)
 from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty, soft_reweighting
 from ragen_mega.algorithm.tables import METRICS, PlugInError, call
 from ragen_mega.config import FilterConfig
@@ -76,11 +81,21 @@ def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
 
 def observe(monitor: EchoTrapMonitor, metrics: Metrics) -> list[EchoTrapWarning]:
     """Feed a step's numbers to the monitor; returns the new warnings."""
+    return monitor.observe(_signals(metrics, SIGNALS, entropy="actor/entropy"))
+
+
+def collapse_signals(metrics: Metrics) -> dict[str, float]:
+    """The numbers of a step that `CollapseDetector` reads."""
+    return _signals(metrics, COLLAPSE_SIGNALS, entropy="rollout/entropy")
+
+
+def _signals(metrics: Metrics, names: Iterable[str], *, entropy: str) -> dict[str, float]:
     result = metrics.result()
     sources = {
-        "reward_std": "rollout/in_group_std",
-        "entropy": "actor/entropy",
-        "grad_norm": "actor/grad_norm",
         "success_rate": "rollout/success",
+        "reward_std": "rollout/in_group_std",
+        "entropy": entropy,
+        "grad_norm": "actor/grad_norm",
+        "distinct_openings": "rollout/distinct_openings",
     }
-    return monitor.observe({name: result[key] for name, key in sources.items() if key in result})
+    return {name: result[sources[name]] for name in names if sources[name] in result}

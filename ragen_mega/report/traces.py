@@ -38,7 +38,8 @@ _CHANNELS = {
 """Fields of a batch that a trace holds for every sampled token, and their names in the viewer."""
 _MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8; each may be a token of its own
 Board = Sequence[str] | None
-Rows = Mapping[tuple[int, int], int]
+Rows = Mapping[int, int]
+"""Identity of a trajectory -> its place in the batch."""
 
 
 class TraceWriter:
@@ -66,10 +67,8 @@ class TraceWriter:
         """What a step played: `groups`, of which it was trained on those of `kept`, packed in this
         order in `batch`. Raises OSError.
         """
-        rows: dict[tuple[int, int], int] = {}
-        for group in kept:
-            for place in range(len(group.trajectories)):
-                rows[group.group_id, place] = len(rows)
+        trained = (id(one) for group in kept for one in group.trajectories)
+        rows = {identity: row for row, identity in enumerate(trained)}
         boards = [None] * len(groups)
         options = partial(self._config.training_options, step=step)
         self._write(f"step_{step:08d}", step, groups, boards, options, rows, batch)
@@ -105,16 +104,16 @@ class TraceWriter:
             first = group.trajectories[0]
             members = [
                 self._member(one, strings)
-                | {"channels": _channels(one, batch, rows.get((group.group_id, place)))}
+                | {"channels": _channels(one, batch, rows.get(id(one)))}
                 | {"pictures": self._pictures(one, board, options(one.environment))}
-                for place, one in enumerate(group.trajectories)
+                for one in group.trajectories
             ]
             entries.append(
                 {
                     "id": group.group_id,
                     "environment": first.environment,
                     "seed": first.seed,
-                    "kept": (group.group_id, 0) in rows,
+                    "kept": any(id(one) in rows for one in group.trajectories),
                     "members": members,
                 }
             )
@@ -215,7 +214,7 @@ def _channels(
         span = slice(*batch.cu_seqlens[row : row + 2].tolist())
         for field, name in _CHANNELS.items():
             if (values := getattr(batch, field)) is not None:
-                channels[name] = values[span][batch.loss_mask[span]].tolist()
+                channels[name] = values[span][batch.turn_ids[span] >= 0].tolist()
     return {name: [_short(value) for value in values] for name, values in channels.items()}
 
 

@@ -7,6 +7,7 @@ response length).
 from collections.abc import Sequence
 from statistics import fmean
 
+from ragen_mega.algorithm.diagnostics import entropy_by_prompt, repetition_across_prompts
 from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR
@@ -23,7 +24,8 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     one. num_turns: mean per trajectory. response_length: sampled tokens per turn. thought_length:
     words of the thought per turn, 0 for a turn without one. valid_format_rate, valid_action_rate:
     share of turns. num_trajectories, sampled_tokens: counts. environment_errors: trajectories that
-    were ended by an error or the time limit of their environment. Without groups, no metrics.
+    were ended by an error or the time limit of their environment. entropy, entropy_variance,
+    distinct_openings, ngram_overlap: see `algorithm.diagnostics`. Without groups, no metrics.
     """
     if not groups:
         return {}
@@ -56,6 +58,8 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "num_trajectories": float(len(trajectories)),
         "sampled_tokens": float(sum(trajectory.num_sampled_tokens for trajectory in trajectories)),
         "environment_errors": float(len(environment_errors(groups))),
+        **entropy_by_prompt(groups),
+        **repetition_across_prompts(groups),
     }
 
 

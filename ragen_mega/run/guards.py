@@ -1,12 +1,16 @@
-"""Work that taught nothing: updates skipped for a non-finite loss or gradient, and steps of which
-the filter kept no group. Each is reported and counted; too many in a row end the run.
+"""What a run does when training goes wrong: updates skipped for a non-finite loss or gradient,
+steps of which the filter kept no group, success that collapses.
+
+The first two are reported and counted, and too many in a row end the run; a collapse can be undone.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ragen_mega.config import StarPOConfig
+from ragen_mega.algorithm.diagnostics import CollapseDetector
+from ragen_mega.config import GuardConfig, StarPOConfig
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.rollout.summary import environment_errors
@@ -78,6 +82,92 @@ class UpdateGuard:
             path, dict(minibatch.tensors()), {"step": step, "model": model, "result": dict(result)}
         )
         return path
+
+
+class CollapseGuard:
+    """Decides, alike on all ranks, when `--guard` reacts, which checkpoint to go back to, and what
+    changes from then on.
+    """
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self.detector = CollapseDetector()
+        self.good_step: int | None = None
+        """The regular checkpoint at which success was best; the one to go back to."""
+        self.rollbacks = 0
+        self._good_level = -math.inf
+        self._is_told = False  # that success has collapsed
+
+    @property
+    def lr_factor(self) -> float:
+        """What learning rates are multiplied by, after the rollbacks so far."""
+        return self.config.guard_lr**self.rollbacks
+
+    @property
+    def filter_share(self) -> float:
+        """Share of the groups that the filter keeps which is trained on."""
+        return self.config.guard_filter**self.rollbacks
+
+    @property
+    def pinned(self) -> list[int]:
+        """Steps of checkpoints that must stay."""
+        is_needed = self.config.guard == "react" and self.good_step is not None
+        return [self.good_step] if is_needed else []
+
+    @property
+    def may_react(self) -> bool:
+        """Whether a collapse is undone: there is a checkpoint, and a rollback left."""
+        return bool(self.pinned) and self.rollbacks < self.config.guard_rollbacks
+
+    def observe(self, signals: Mapping[str, float], *, is_last: bool) -> str | None:
+        """Record a step; returns what has collapsed, if that is news or can be undone."""
+        found = self.detector.observe(signals, is_last=is_last)
+        is_known, self._is_told = self._is_told, found is not None
+        return None if is_known and not self.may_react else found
+
+    def task_changed(self) -> None:
+        """From the next step on other tasks are played, which success cannot be compared with."""
+        self.detector = CollapseDetector()
+        self._good_level = -math.inf
+
+    def checkpoint_at(self, step: int) -> None:
+        """A regular checkpoint is about to be written. One at the end of a process must not count:
+        the run would go on otherwise than without that end.
+        """
+        level = self.detector.success_level
+        level = -math.inf if level is None else level
+        if self.good_step is None or level >= self._good_level:
+            self.good_step, self._good_level = step, level
+
+    def go_back(self, step: int) -> str:
+        """The run goes back, and a checkpoint of that follows after `step` steps. Returns what
+        changes from here on.
+        """
+        self.rollbacks += 1
+        self.good_step = step
+        self.detector.forget_recent()
+        return (
+            f"rollback {self.rollbacks} of {self.config.guard_rollbacks}; from here on learning"
+            f" rates x {self.lr_factor:g}, and of the groups that the filter keeps the"
+            f" {self.filter_share:.4g} that vary most"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to go on alike, as JSON takes it."""
+        return {
+            "detector": self.detector.state_dict(),
+            "good_step": self.good_step,
+            "good_level": self._good_level if math.isfinite(self._good_level) else None,
+            "rollbacks": self.rollbacks,
+            "is_told": self._is_told,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.detector.load_state_dict(state["detector"])
+        self.good_step, self.rollbacks = state["good_step"], state["rollbacks"]
+        self._good_level = -math.inf if state["good_level"] is None else state["good_level"]
+        self._is_told = state["is_told"]
 
 
 def nothing_to_learn(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ragen_mega import __version__
-from ragen_mega.algorithm.diagnostics import EchoTrapMonitor
+from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average
 from ragen_mega.algorithm.filters import CONSTANT_SCORE, filter_groups, group_uncertainty
 from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.algorithm.tables import PlugInError, is_judge
@@ -25,7 +25,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import checksum_each
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.packing import count_minibatches, minibatches
+from ragen_mega.data.packing import behind_first_message, count_minibatches, minibatches
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.megatron import checkpoint
@@ -34,7 +34,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
-from ragen_mega.report.step_metrics import engine_vs_policy, observe
+from ragen_mega.report.step_metrics import collapse_signals, engine_vs_policy, observe
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
@@ -45,7 +45,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.rollout.verifier import Verifiers
-from ragen_mega.run.guards import FAULTS, UpdateGuard
+from ragen_mega.run.guards import FAULTS, CollapseGuard, UpdateGuard
 from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
@@ -92,6 +92,8 @@ class Run:
     warm_start: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the policy could do before reinforcement learning, by environment."""
     best_success: float | None = None
+    score_average: float | None = None
+    """Of the diagnoses so far (collapse/score_average)."""
     empty_steps: int = 0
     """Steps in a row, the last one included, that trained on nothing."""
     evaluated: dict[str, EvaluationResult] = field(default_factory=dict)
@@ -119,6 +121,7 @@ class Run:
             max_consecutive=config.train.max_nonfinite_updates,
             report=self.console.say,
         )
+        self.collapse_guard = CollapseGuard(config.guard)
         self.trainers = {"actor": self.policy.trainer}
         if self.critic:
             self.trainers["critic"] = self.critic.trainer
@@ -230,8 +233,10 @@ class Run:
 
         def write() -> None:
             self.rollouts.write(step, groups, origin)
-            keep = self.config.checkpoint.keep_rollouts
-            self.rollouts.prune(oldest_kept(step, keep, self.checkpoints.steps()))
+            keep, saved = self.config.checkpoint.keep_rollouts, self.checkpoints.steps()
+            # The one to go back to may be old; what followed it is not repeated.
+            saved = [one for one in saved if one not in self.collapse_guard.pinned] or saved
+            self.rollouts.prune(oldest_kept(step, keep, saved))
 
         with self.timed("rollout_files"):
             on_main(write)
@@ -288,16 +293,32 @@ class Run:
         return summarize(groups) | rounds | references
 
     def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Apply the configured filter to raw returns. Of several rounds it keeps as many groups as
-        of one.
+        """Apply the configured filter to raw returns, and after a rollback the guard's to what is
+        left. Of several rounds it keeps as many groups as of one.
         """
         config, rollout = self.config.filter, self.config.rollout
         strategy, value = config.filter_strategy, config.value
         if rollout.max_sampling_rounds > 1:
             strategy, value = "top_k", config.num_kept(rollout.num_groups)
-        return filter_groups(
+        kept = filter_groups(
             groups, strategy=strategy, value=value, keep_zero=config.filter_keep_zero
         )
+        share = self.collapse_guard.filter_share
+        if share == 1.0 or not kept:
+            return kept
+        return filter_groups(kept, strategy="top_fraction", value=share, keep_zero=False)
+
+    def diagnose(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """How much thoughts depend on their prompts, under the weights that sampled them, with the
+        moving average of the score.
+        """
+        found = diagnose(
+            groups, self.policy.logprobs, reasoning_length=self.renderer.thought_length
+        )
+        if found:
+            self.score_average = moving_average(self.score_average, found["score"])
+            found["score_average"] = self.score_average
+        return found
 
     def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
         """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added
@@ -305,6 +326,8 @@ class Run:
         computes here are compared with the engine's.
         """
         config = self.config
+        if config.loss.loss_mask == "legacy":
+            return self._unmasked(batch, metrics)
         if config.loss.old_logprobs == "engine":
             return batch.with_fields(old_logprobs=batch.rollout_logprobs)
         updates = count_minibatches(batch, config.train.minibatch_size)
@@ -315,6 +338,17 @@ class Run:
         logprobs, entropies = self.policy.logprobs_and_entropies(batch)
         metrics.add("mismatch", engine_vs_policy(batch, logprobs))
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
+
+    def _unmasked(self, batch: TokenBatch, metrics: Metrics) -> TokenBatch:
+        """`batch` with the legacy loss mask. What was not sampled has the policy's own
+        log-probabilities as the engine's, and is no part of their comparison.
+        """
+        mask = behind_first_message(batch, self.renderer.end_of_turn) | batch.loss_mask
+        wide = batch.with_fields(loss_mask=mask)
+        logprobs = self.policy.logprobs(wide)
+        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
+        of_engine = torch.where(batch.loss_mask, batch.rollout_logprobs, logprobs)
+        return wide.with_fields(old_logprobs=logprobs, rollout_logprobs=of_engine)
 
     def learners(self, step: int) -> dict[str, MegatronPolicy | MegatronCritic]:
         """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
@@ -353,10 +387,11 @@ class Run:
         self.advance(metrics)
         for warning in observe(self.monitor, metrics):
             self.note(step, str(warning))
+        is_last = step + 1 == self.config.train.num_steps
+        is_back = self._guard_from_collapse(step, metrics, is_last)
         self.timers.close_step(metrics)
         metrics.add("memory", self.placement.take_ledger())
         self.console.step(step, metrics.result())  # evaluation says its own lines below
-        is_last = step + 1 == self.config.train.num_steps
         interval, success = self.config.evaluation.eval_interval, None
         if step == 0:
             metrics.add("eval", self._scores(self.warm_start, "initial_"))
@@ -376,7 +411,8 @@ class Run:
         on_main(lambda: self.logger.log(step, result))
         self.step = step + 1
         self._count_empty(empty)
-        if not is_last and self._is_checkpoint_due(success):
+        if not is_last and (is_back or self._is_checkpoint_due(success)):
+            self.collapse_guard.checkpoint_at(self.step)
             self.save(success)
         self._write_timeline(step)
         self.stop_if_asked()
@@ -387,6 +423,42 @@ class Run:
             ranks = distributed.gather_objects(spans)
             path = self.logger.directory / TIMELINE
             on_main(lambda: append_spans(path, step, ranks))
+
+    def _guard_from_collapse(self, step: int, metrics: Metrics, is_last: bool) -> bool:
+        """What `--guard` does at the end of a step; returns whether the run went back."""
+        guard, is_back = self.collapse_guard, False
+        if guard.config.guard == "off":
+            return False
+        signals = on_main(lambda: collapse_signals(metrics))  # the same numbers on all ranks
+        reason = guard.observe(signals, is_last=is_last)
+        if reason is not None and guard.may_react:
+            try:
+                saved = self.checkpoints.read(guard.good_step)
+            except ValueError as error:  # on all ranks
+                guard.good_step = None
+                reason += f"; the run goes on, for its good checkpoint cannot be read: {error}"
+            else:
+                change = guard.go_back(step + 1)
+                self._go_back(saved)
+                reason += f"; back to the weights after {saved.step} steps, {change}"
+                is_back = True
+        if reason is not None:
+            self.note(step, f"collapse: {reason}")
+        if step + 1 in self.config.environment.curriculum_steps:
+            guard.task_changed()
+        metrics.add("guard", rollbacks=guard.rollbacks, filter_share=guard.filter_share)
+        return is_back
+
+    def _go_back(self, saved: Checkpoint) -> None:
+        """Give the trainers what a checkpoint holds, except for the time on their schedules, and
+        the guard's learning rate. The engine gets the weights with the next rollout.
+        """
+        with self.timed("rollback"):
+            times = {name: trainer.schedule.num_steps for name, trainer in self.trainers.items()}
+            checkpoint.load(saved.directory, self.trainers)
+            for name, trainer in self.trainers.items():
+                trainer.schedule.num_steps = times[name]
+                trainer.set_lr_factor(self.collapse_guard.lr_factor)
 
     def _count_empty(self, why: str | None) -> None:
         self.empty_steps = self.empty_steps + 1 if why else 0
@@ -517,6 +589,7 @@ class Run:
             self.best_success = success
         state = {
             "monitor": self.monitor.state_dict(),
+            "collapse_guard": self.collapse_guard.state_dict(),
             "totals": self.timers.state_dict(),
             "seconds": time.monotonic() - self.started,
             "warm_start": self.warm_start,
@@ -525,10 +598,15 @@ class Run:
             "weight_version": self.engine.weight_version,
             "nonfinite": self.guard.consecutive,
             "empty_steps": self.empty_steps,
+            "score_average": self.score_average,
         }
         with self.timed("checkpoint"):
             self.checkpoints.save(
-                self.step, partial(checkpoint.stage, trainers=self.trainers), state, success
+                self.step,
+                partial(checkpoint.stage, trainers=self.trainers),
+                state,
+                success,
+                self.collapse_guard.pinned,
             )
 
     def restore(self, saved: Checkpoint) -> None:
@@ -545,6 +623,11 @@ class Run:
         self.engine.weight_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
         self.empty_steps = state.get("empty_steps", 0)
+        self.score_average = state.get("score_average")
+        if "collapse_guard" in state:
+            self.collapse_guard.load_state_dict(state["collapse_guard"])
+        for trainer in self.trainers.values():
+            trainer.set_lr_factor(self.collapse_guard.lr_factor)
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:

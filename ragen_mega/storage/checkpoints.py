@@ -14,7 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -126,7 +126,8 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time, and deletes those that are not to be kept.
     Used by every rank.
 
-    `keep_last` newest ones stay (0: all); with `keep_best` also the one with the highest score. An
+    `keep_last` newest ones stay (0: all); with `keep_best` also the one with the highest score, and
+    always those that a checkpoint which stays has pinned, since its run may go back to them. An
     error of the writing thread, such as a full disk, is raised by the next `save` or `wait`.
     """
 
@@ -141,9 +142,16 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: str | None = None
 
-    def save(self, step: int, stage: Stage, state: Mapping[str, Any], score: float | None) -> None:
-        """Copy the state and write it in the background. Waits for the previous one.
-        Collective.
+    def save(
+        self,
+        step: int,
+        stage: Stage,
+        state: Mapping[str, Any],
+        score: float | None,
+        pinned: Sequence[int] = (),
+    ) -> None:
+        """Copy the state and write it in the background; the checkpoints of the steps `pinned` stay
+        as long as this one. Waits for the previous one. Collective.
         """
         self.wait()
         temporary = self.directory / f".{_name(step)}.tmp"
@@ -153,7 +161,7 @@ class CheckpointWriter:
         self.saved_step = step
         self._thread = threading.Thread(
             target=self._write,
-            args=(write, temporary, step, text, score),
+            args=(write, temporary, {"step": step, "score": score, "pinned": [*pinned]}, text),
             name="checkpoint",
             daemon=True,
         )
@@ -175,6 +183,13 @@ class CheckpointWriter:
                 f"cannot write a checkpoint to {self.directory}: {errors[0]}; free space or choose"
                 " another --output"
             )
+
+    def read(self, step: int) -> Checkpoint:
+        """The checkpoint of a step, verified, on all ranks. Collective. Raises ValueError if it is
+        missing or damaged.
+        """
+        self.wait()
+        return distributed.on_main(lambda: read_checkpoint(self.directory / _name(step)))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, newest first."""
@@ -200,7 +215,7 @@ class CheckpointWriter:
         temporary.mkdir(mode=0o700)
 
     def _write(
-        self, write: Callable[[], Path], temporary: Path, step: int, state: str, score: float | None
+        self, write: Callable[[], Path], temporary: Path, facts: Mapping[str, Any], state: str
     ) -> None:
         try:
             path = write()
@@ -208,11 +223,11 @@ class CheckpointWriter:
             write_whole(_marker(temporary, distributed.rank()), described.encode())
             if distributed.is_main():
                 write_whole(temporary / STATE, state.encode())
-                self._publish(temporary, step, score)
+                self._publish(temporary, facts)
         except OSError as error:
             self._error = str(error)
 
-    def _publish(self, temporary: Path, step: int, score: float | None) -> None:
+    def _publish(self, temporary: Path, facts: Mapping[str, Any]) -> None:
         """Rank 0: once every rank's file is there, write the manifest and give the directory its
         name.
         """
@@ -232,14 +247,13 @@ class CheckpointWriter:
                 files[path.name] = describe_file(path)
         facts = {
             "format": FORMAT,
-            "step": step,
-            "score": score,
+            **facts,
             "score_is": "mean success over the environments in the evaluation at this step",
             "config": self.config,
         }
         write_manifest(temporary, facts, files)
         sync(temporary)
-        final = self.directory / _name(step)
+        final = self.directory / _name(facts["step"])
         if final.exists():  # a damaged one that was skipped, or one of a run that went back
             _discard(final)
         temporary.rename(final)
@@ -250,10 +264,12 @@ class CheckpointWriter:
         published = _published(self.directory)
         kept = set(published[: self.keep_last] if self.keep_last else published)
         if self.keep_best:
-            scores = {path: score for path in published if (score := _score(path)) is not None}
+            scored = ((path, _fact(path, "score")) for path in published)
+            scores = {path: score for path, score in scored if score is not None}
             kept |= {max(scores, key=lambda path: (scores[path], path.name))} if scores else set()
+        pinned = {_name(step) for path in kept for step in _fact(path, "pinned") or ()}
         for path in published:
-            if path not in kept:
+            if path not in kept and path.name not in pinned:
                 _discard(path)
 
 
@@ -267,10 +283,11 @@ def _published(directory: Path) -> list[Path]:
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
 
-def _score(path: Path) -> float | None:
+def _fact(path: Path, name: str) -> Any:
+    """What the manifest of a checkpoint says; None if it does not, or is damaged."""
     try:
-        return read_manifest(path, format=FORMAT)["score"]
-    except ValueError:  # damaged: it is no candidate for the best
+        return read_manifest(path, format=FORMAT).get(name)
+    except ValueError:
         return None
 
 

@@ -6,6 +6,7 @@ watched through the minibatches that its policy and critic get.
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_loss_and_gradient_of_the_policy(start: Path, batch) -> None:
     gaps = [abs(a - b) + abs(c - d) for i, (a, c) in enumerate(seen) for b, d in seen[:i]]
     assert min(gaps) > 1e-3
     flags = {item.name for item in dataclasses.fields(LossConfig)}
-    flags -= {"value_clip", "old_logprobs"}
+    flags -= {"value_clip", "old_logprobs", "loss_mask"}
     assert flags == {name for options in LOSSES for name in options}
 
 
@@ -500,6 +501,7 @@ def test_the_filter_ranks_raw_returns(start: Path, tmp_path: Path) -> None:
         ("--filter-strategy top_k --filter-value 1", 1),
         ("--filter-strategy top_k --filter-value 3 --soft-reweighting --minibatch-size 4", 3),
         ("--filter-strategy top_fraction", 1),
+        ("--filter-strategy percentile_range --filter-value 0.25 --filter-start 0", 1),
         ("--filter-strategy none", 4),
     ):
         run = Watched(start, tmp_path, *grpo, *flags.split())
@@ -514,6 +516,43 @@ def test_the_filter_ranks_raw_returns(start: Path, tmp_path: Path) -> None:
             mean = statistics.mean(returns[group])
             expected = sorted(share * (one - mean) for one in returns[group])
             assert advantages[group] == pytest.approx(expected, abs=1e-4), flags
+
+
+def test_within_group_trains_on_parts_of_groups(start: Path, tmp_path: Path) -> None:
+    flags = "--advantage-estimator dr_grpo --num-steps 1 --keep-rollouts 0".split()
+    flags += "--filter-strategy within_group --filter-value 0.5".split()
+    run = Watched(start, tmp_path, *flags)
+    returns, advantages = returns_by_group(run), trained(run)
+    for group, own in returns.items():
+        pairs = [(max(pair) - min(pair), pair) for pair in itertools.combinations(own, 2)]
+        widest = max(pairs)[0]
+        if widest:
+            assert advantages[group] == pytest.approx([-widest / 2, widest / 2], abs=1e-4)
+
+
+def test_the_legacy_mask_trains_on_all_behind_the_first_message(
+    start: Path, tmp_path: Path
+) -> None:
+    """Log-probabilities of states too, as the model in float64 says; the same advantage on them."""
+    flags = "--advantage-estimator dr_grpo --num-steps 1 --loss-mask legacy --minibatch-size 16"
+    run = Watched(start, tmp_path, *flags.split())
+    (batch,) = run.of("actor", 0)
+    end, model = run.run.renderer.end_of_turn, exact_model(start)
+    sampled = batch.turn_ids >= 0
+    for i, span in enumerate(map(slice, batch.cu_seqlens, batch.cu_seqlens[1:])):
+        labels = batch.labels[span].tolist()
+        mask = [end in labels[:at] for at in range(len(labels))]
+        assert batch.loss_mask[span].tolist() == mask and any(mask), i
+        assert bool(sampled[span].any()) and not bool(sampled[span][batch.loss_mask[span]].all())
+        assert len(set(batch.advantages[span][batch.loss_mask[span]].tolist())) == 1
+        with torch.no_grad():
+            logits = model(batch.tokens[span][None]).logits[0] / run.run.policy.temperature
+        exact = logits.log_softmax(-1).gather(1, batch.labels[span][:, None])[:, 0]
+        for field in (batch.old_logprobs, batch.rollout_logprobs):
+            found = field[span][batch.loss_mask[span]].double()
+            assert found == pytest.approx(exact[batch.loss_mask[span]], abs=1e-4)
+    with pytest.raises(ValueError, match="no engine sampled"):
+        parse([*FLAGS, "--loss-mask", "legacy", "--old-logprobs", "engine"])
 
 
 def test_constant_groups_are_trained_on_only_if_asked(start: Path, tmp_path: Path) -> None:
@@ -583,8 +622,13 @@ def test_reasoning_is_diagnosed_when_due(start: Path, tmp_path: Path) -> None:
             "entropy",
             "retrieval_accuracy",
             "retrieval_chance",
+            "score",
+            "score_average",
         )
     }
+    scores = [run.rows[step]["collapse/score"] for step in (0, 2)]
+    average = run.rows[2]["collapse/score_average"]
+    assert average == pytest.approx(0.9 * scores[0] + 0.1 * scores[1])
     # Six tokens of a random model: log 512 nats each, whatever stands before them.
     assert estimate["collapse/conditional_entropy"] == pytest.approx(
         estimate["collapse/entropy"], abs=1.0

@@ -183,6 +183,16 @@ def test_keep_last_and_keep_best(tmp_path: Path) -> None:
     assert names(tmp_path / "none") == ["step_00000003"]
 
 
+def test_what_a_kept_checkpoint_has_pinned_stays(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, keep_last=1)
+    left = {}
+    for step, pinned in ((1, [1]), (2, [1]), (3, [1]), (4, [4]), (5, [4]), (6, [])):
+        writer.save(step, stage_bytes(b"x"), {}, None, pinned)
+        writer.wait()
+        left[step] = sorted(writer.steps())
+    assert left == {1: [1], 2: [1, 2], 3: [1, 3], 4: [4], 5: [4, 5], 6: [6]}
+
+
 def test_a_failed_write_is_an_error_and_no_checkpoint(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
 

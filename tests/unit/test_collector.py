@@ -388,6 +388,8 @@ def test_summary_by_hand() -> None:
         "num_trajectories": 2.0,
         "sampled_tokens": 19.0,
         "environment_errors": 0.0,
+        "entropy": 0.0,  # these trajectories have no log-probabilities
+        "entropy_variance": 0.0,
     }
     assert summarize([lake]) == pytest.approx(expected)
     both = summarize([lake, bandit])

@@ -2,17 +2,23 @@
 
 import json
 import math
+import random
 import statistics
 
 import pytest
 import torch
 
 from ragen_mega.algorithm.diagnostics import (
+    CollapseDetector,
+    CollapseThresholds,
     EchoTrapMonitor,
     EchoTrapThresholds,
     diagnose,
     distinct_responses,
+    entropy_by_prompt,
+    moving_average,
     mutual_information,
+    repetition_across_prompts,
 )
 from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
@@ -226,6 +232,26 @@ GRAD_NORM = {
 }
 
 
+# Success of the same runs, Fig. 5.
+SUCCESS = {
+    "Bandit PPO": [
+        0.172, 0.270, 0.391, 0.283, 0.372, 0.477, 0.573, 0.632, 0.692, 0.748, 0.634, 0.493, 0.384,
+        0.358, 0.284, 0.416, 0.417, 0.403, 0.293, 0.198,
+    ],
+    "Bandit GRPO": [0.191, 0.098, 0.008, 0.083, 0.059, 0.021, 0.002, 0.0, 0.0, 0.0],
+    "Sokoban PPO": [
+        0.098, 0.090, 0.121, 0.104, 0.109, 0.107, 0.103, 0.090, 0.064, 0.042, 0.025, 0.011, 0.0,
+    ],
+    "FrozenLake PPO": [
+        0.129, 0.172, 0.187, 0.148, 0.180, 0.191, 0.169, 0.137, 0.096, 0.057, 0.020, 0.009, 0.003,
+    ],
+    "FrozenLake GRPO": [
+        0.152, 0.203, 0.172, 0.154, 0.188, 0.201, 0.201, 0.206, 0.204, 0.206, 0.205, 0.214, 0.223,
+        0.231, 0.234, 0.237, 0.232, 0.227, 0.219, 0.211,
+    ],
+}  # fmt: skip
+
+
 def per_step(curve):
     """Linear between the points of step 10, 20, ...; the first value before step 10."""
     steps = [curve[0]] * 10
@@ -390,6 +416,98 @@ def test_in_group_reward_std():
     )
 
 
+def collapse_of(signals, **thresholds):
+    """(step, what was said) of the first collapse of per-step signals, None if there is none."""
+    detector = CollapseDetector(CollapseThresholds(**thresholds))
+    for step in range(max(map(len, signals.values()))):
+        now = {name: values[step] for name, values in signals.items() if step < len(values)}
+        if said := detector.observe(now):
+            return step, said
+    return None
+
+
+@pytest.mark.parametrize("run", SUCCESS)
+def test_collapses_of_the_paper(run):
+    """Found before success is at a third of its peak; the run that stays up is left alone."""
+    curves = {"success_rate": SUCCESS, "entropy": ENTROPY, "grad_norm": GRAD_NORM}
+    curves |= {"reward_std": REWARD_STD}
+    signals = {name: per_step(curve[run]) for name, curve in curves.items() if run in curve}
+    found, success = collapse_of(signals), signals["success_rate"]
+    if run == "FrozenLake GRPO":
+        assert found is None
+    else:
+        assert success[found[0]] > max(success) / 3
+
+
+def noisy(rng, *levels):
+    """Success of ten steps at each level, as a few prompts a step show it."""
+    return [min(1.0, max(0.0, rng.gauss(level, 0.15))) for level in levels for _ in range(10)]
+
+
+def test_noise_is_no_collapse_and_a_fall_is():
+    rng = random.Random(0)
+    steady = [collapse_of({"success_rate": noisy(rng, *[0.5] * 8)}) for _ in range(100)]
+    assert sum(found is not None for found in steady) <= 5
+    falls = [collapse_of({"success_rate": noisy(rng, *[0.5] * 4, *[0.1] * 2)}) for _ in range(100)]
+    assert all(found and found[0] < 60 for found in falls)
+    small = [0.5, 0.501] * 10 + [0.46, 0.461] * 10  # certain, and less than five points
+    assert collapse_of({"success_rate": small}) is None
+    assert collapse_of({"success_rate": small}, least_fall=0.03) is not None
+
+
+@pytest.mark.parametrize(
+    ("signal", "later"),
+    [
+        ("entropy", 2.5),
+        ("entropy", 0.2),
+        ("reward_std", 0.4),
+        ("grad_norm", 4.0),
+        ("distinct_openings", 0.4),
+    ],
+)
+def test_a_sign_makes_a_smaller_fall_a_collapse(signal, later):
+    success = noisy(random.Random(1), 0.5, 0.5, 0.35, 0.35)
+    assert collapse_of({"success_rate": success}) is None
+    step, said = collapse_of({"success_rate": success, signal: [1.0] * 20 + [later] * 20})
+    windows = [success[at - 9 : at + 1] for at in range(9, step + 1)]
+    best, now = max(windows, key=statistics.mean), windows[-1]
+    error = math.sqrt((statistics.variance(best) + statistics.variance(now)) / 10)
+    how = "rose" if later > 1 else "fell"
+    assert (
+        f"from {statistics.mean(best):.1%} to {statistics.mean(now):.1%} (means of 10 steps,"
+        f" standard error {error:.1%}), {signal} {how} from 1 to" in said
+    )
+    assert statistics.mean(best) - statistics.mean(now) >= 1.5 * error
+    steady = {"success_rate": noisy(random.Random(1), 0.5, 0.5, 0.5), signal: [1.0] * 20 + [later]}
+    assert collapse_of(steady) is None, "a sign alone is none"
+
+
+def test_the_last_step_takes_less():
+    success = [0.5, 0.7] * 10 + [0.29, 0.49] * 5  # a fall of 4.5 standard errors
+    detector, other = CollapseDetector(), CollapseDetector()
+    for value in success[:-1]:
+        assert detector.observe({"success_rate": value}) is None
+        other.observe({"success_rate": value})
+    assert other.observe({"success_rate": success[-1]}) is None
+    assert detector.observe({"success_rate": success[-1]}, is_last=True) is not None
+
+
+def test_a_detector_goes_on_from_its_state_and_forgets_what_was_undone():
+    success = noisy(random.Random(3), 0.5, 0.5, 0.1)
+    detector = CollapseDetector()
+    for value in success[:21]:
+        assert detector.observe({"success_rate": value, "entropy": math.nan}) is None
+    state = json.loads(json.dumps(detector.state_dict()))
+    resumed = CollapseDetector()
+    resumed.load_state_dict(state)
+    said = [[one.observe({"success_rate": v}) for v in success[21:]] for one in (detector, resumed)]
+    assert said[0] == said[1] and any(said[0])
+    detector.forget_recent()
+    assert detector.success_level is None
+    again = [detector.observe({"success_rate": 0.1}) for _ in range(10)]
+    assert not any(again[:9]) and "success fell from" in again[9], "the best is still known"
+
+
 def trajectory(group_id, prompt, *turns):
     one = Trajectory(group_id)
     for response in turns:
@@ -404,6 +522,55 @@ def test_distinct_responses_are_those_of_first_turns():
     other = TrajectoryGroup(1, [trajectory(1, [1], [5])])
     assert distinct_responses([TrajectoryGroup(0, same), other]) == 0.5
     assert distinct_responses([]) == 0.0
+
+
+def test_repetition_compares_one_first_response_of_each_prompt():
+    long = list(range(20))
+    groups = [
+        TrajectoryGroup(0, [trajectory(0, [1], long, [7]), trajectory(0, [1], [3])]),
+        TrajectoryGroup(1, [trajectory(1, [2], [*long[:16], 90, 91, 92, 93])]),
+        TrajectoryGroup(2, [trajectory(2, [3], [50, 51, 52])]),
+        TrajectoryGroup(3, [trajectory(3, [4], [*long[:8], 60])]),
+    ]
+    first = [g.trajectories[0] for g in groups]
+    answers = [one.tokens[one.turns[0].start : one.turns[0].end] for one in first]
+    grams = [{tuple(a[i : i + 4]) for i in range(len(a) - 3)} for a in answers]
+    shared = [gram in other for i, own in enumerate(grams) for gram in own
+              for j, other in enumerate(grams) if i != j]  # fmt: skip
+    assert repetition_across_prompts(groups) == {
+        "distinct_openings": 3 / 4,  # the first two differ behind their 16th token
+        "ngram_overlap": pytest.approx(statistics.mean(shared)),
+    }
+    same = [TrajectoryGroup(i, [trajectory(i, [i], long)]) for i in range(3)]
+    assert repetition_across_prompts(same) == {"distinct_openings": 1 / 3, "ngram_overlap": 1.0}
+    assert repetition_across_prompts(groups[:1]) == {} == repetition_across_prompts([])
+    brief = [TrajectoryGroup(i, [trajectory(i, [i], [i])]) for i in range(2)]
+    assert repetition_across_prompts(brief)["ngram_overlap"] == 0.0
+
+
+def test_entropy_by_prompt_weighs_tokens_within_and_prompts_between():
+    def sampled(*logprobs):
+        one = Trajectory(0)
+        one.append_observation([1, 2])
+        one.append_action(Completion([0] * len(logprobs), list(logprobs), "stop"))
+        return one
+
+    groups = [
+        TrajectoryGroup(0, [sampled(-1.0, -2.0, -3.0), sampled(-6.0)]),  # 12 nats, 4 tokens
+        TrajectoryGroup(1, [sampled(-0.5, -0.5)]),
+        TrajectoryGroup(2, [Trajectory(2)]),
+    ]
+    assert entropy_by_prompt(groups) == pytest.approx(
+        {"entropy": 1.75, "entropy_variance": statistics.pvariance([3.0, 0.5])}
+    )
+    assert entropy_by_prompt(groups[2:]) == {}
+
+
+def test_the_average_of_the_score_begins_with_the_first():
+    average, values = None, [2.0, 4.0, 0.0]
+    for value in values:
+        average = moving_average(average, value)
+    assert average == pytest.approx(0.81 * 2 + 0.09 * 4)
 
 
 def test_reasoning_that_ignores_its_input():
@@ -473,6 +640,9 @@ def test_mutual_information_against_a_loop():
         hits.append(row[own] == max(row))
     assert estimate["mutual_information"] == pytest.approx(statistics.mean(gaps), abs=1e-9)
     assert estimate["retrieval_accuracy"] == pytest.approx(statistics.mean(hits))
+    marginals = [row[own] - gap for row, own, gap in zip(cross.tolist(), ids.tolist(), gaps)]
+    score = statistics.mean(gaps) / (statistics.pstdev(marginals) + 1e-3)
+    assert estimate["score"] == pytest.approx(score, abs=1e-9)
 
 
 VOCABULARY = 11
@@ -554,6 +724,8 @@ def test_diagnose_scores_every_reasoning_behind_every_prompt(cut):
         "retrieval_chance": 1 / 3,
         # Groups 0 and 3 have one prompt: five of the eight reasonings come from it.
         "max_mutual_information": (5 * math.log(2) + 3 * math.log(4)) / 8,
+        "score": (statistics.mean(matched) - statistics.mean(marginal))
+        / (statistics.pstdev(marginal) + 1e-3),
     }
     assert estimate == pytest.approx(expected, abs=1e-5)
 

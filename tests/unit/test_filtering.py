@@ -2,6 +2,7 @@
 RAGEN's filter.
 """
 
+import itertools
 import math
 import random
 import statistics
@@ -124,6 +125,37 @@ def test_dynamic_sampling_keeps_all_but_constant_groups():
     assert select([0.0, 1.0, 0.2, 0.0], "top_fraction", 1.0) == [1, 2]
 
 
+@given(SCORES, st.integers(0, 3))
+def test_quarters_of_the_ranking_are_disjoint_and_complete(scores, quarter):
+    """Each quarter against a sort; together they are all groups that vary."""
+    scores = scores * 4
+    ranked = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    size = len(scores) // 4
+    value = (quarter / 4, (quarter + 1) / 4)
+    expected = ranked[quarter * size : (quarter + 1) * size]
+    assert select(scores, "percentile_range", value, keep_zero=True) == sorted(expected)
+    assert select(scores, "percentile_range", value) == sorted(i for i in expected if scores[i] > 0)
+
+
+@given(st.lists(st.sampled_from([-0.5, 0.0, 0.1, 1.0, 9.7]), min_size=2, max_size=7), st.data())
+def test_within_group_keeps_the_trajectories_that_vary_most(returns, data):
+    """Against every choice of that size."""
+    value = data.draw(st.sampled_from([0.25, 0.5, 0.75, 1.0]))
+    size = max(2, math.floor(value * len(returns)))
+    (kept,) = filters.within_group([returns], value=value, keep_zero=False)
+    assert kept == sorted(set(kept)) and len(kept) == size
+    best = max(map(statistics.pvariance, itertools.combinations(returns, size)))
+    assert statistics.pvariance([returns[i] for i in kept]) == pytest.approx(best, abs=1e-12)
+
+
+def test_within_group_leaves_parts_of_groups_and_drops_constant_ones():
+    groups = [group(0, 0.0, 3.0, 1.0, 2.0), group(1, 5.0, 5.0, 5.0, 5.0)]
+    (kept,) = filter_groups(groups, strategy="within_group", value=0.5, keep_zero=False)
+    assert kept.trajectories == groups[0].trajectories[:2]
+    both = filter_groups(groups, strategy="within_group", value=0.5, keep_zero=True)
+    assert [len(one.trajectories) for one in both] == [2, 2]
+
+
 def test_none_keeps_everything():
     assert select([0.0, 1.0], "none", 0.25) == [0, 1]
     groups = [group(0, 1.0), group(1, 2.0)]  # one trajectory each: no spread to compute
@@ -167,6 +199,11 @@ def test_soft_reweighting():
         ("top_fraction", math.nan),
         ("top_k", None),
         ("best", 1.0),
+        ("within_group", 0.0),
+        ("percentile_range", (0.0, None)),
+        ("percentile_range", (0.5, 0.5)),
+        ("percentile_range", (0.5, 1.1)),
+        ("percentile_range", (0.0, 0.3)),  # less than one of three groups
     ],
 )
 def test_values_out_of_range(strategy, value):

@@ -1,0 +1,217 @@
+"""--guard react undoes a collapse: the weights, moments and schedule that follow, on several ranks,
+and through an end of the process before, at and after it.
+
+Success is luck here, and the thresholds take any fall for a collapse, so that a run of a few steps
+has one.
+"""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragen_mega.algorithm.diagnostics import CollapseThresholds
+from ragen_mega.config import parse
+from ragen_mega.environments.registry import register
+from ragen_mega.rollout.engine import Interrupted
+from ragen_mega.run.build import build
+from ragen_mega.run.run import Run
+from ragen_mega.train import starpo
+from ragen_mega.warm_start.small_model import write_small_model
+from tests.support.forked_ranks import fork_ranks, join_ranks
+from tests.support.runs import finish, metrics, state
+
+pytestmark = pytest.mark.forks
+FLAGS = """
+    --environments parity --prompt-style compact --max-turns 1 --max-response-length 6
+    --max-context-length 120 --hidden-size 16 --ffn-hidden-size 32 --num-groups 4 --group-size 4
+    --minibatch-size 8 --filter-strategy none --num-steps 8 --eval-prompts 2 --eval-samples 1
+    --eval-interval 0 --save-interval 2 --lr 1e-3 --critic-lr 1e-3 --lr-decay linear
+    --no-think --diagnose-interval 0 --guard react --guard-rollbacks 2
+""".split()
+
+ANY_FALL = CollapseThresholds(window=2, fall=0.0, fall_at_end=0.0, least_fall=0.0)
+
+
+class Parity:
+    """Solved by an answer with an even number of characters."""
+
+    def reset(self, seed):
+        return f"Say {seed % 7}."
+
+    def parse(self, text):
+        return [text or "-"]
+
+    def step(self, text):
+        is_even = len(text) % 2 == 0
+        return "", float(is_even) + len(text) / 100, True, False, {"success": is_even}
+
+
+register("parity", Parity)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with random weights."""
+    directory = tmp_path_factory.mktemp("start")
+    write_small_model(parse(FLAGS), directory)
+    return directory
+
+
+def open_run(output: Path, start: Path, *flags: str) -> Run:
+    argv = [*FLAGS, "--load", str(start), "--output", str(output), "--name", "run", *flags]
+    run = build(parse(argv))
+    run.collapse_guard.detector.thresholds = ANY_FALL
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps in one go; every checkpoint stays."""
+    return finish(open_run(tmp_path_factory.mktemp("straight"), start, "--keep-last", "0"))
+
+
+def rollbacks(run: Path) -> dict[int, int]:
+    """Steps that a run went back after -> number of steps after which it had those weights."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return {
+        event["step"]: int(event["text"].split("after ")[1].split()[0])
+        for event in events
+        if "back to the weights" in event["text"]
+    }
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert metrics(one) == metrics(other) and rollbacks(one) == rollbacks(other)
+    last, others = state(one, 8), state(other, 8)
+    assert last.keys() == others.keys()
+    assert all(torch.equal(last[key], others[key]) for key in last)
+
+
+def test_a_rollback_brings_weights_and_moments_back(straight: Path) -> None:
+    rows, went = metrics(straight), rollbacks(straight)
+    assert 1 <= len(went) <= 2 and [row["guard/rollbacks"] for row in rows][-1] == len(went)
+    for step, good in went.items():
+        before, after = state(straight, good), state(straight, step + 1)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    first = min(went)
+    assert (
+        not all(
+            torch.equal(value, state(straight, went[first])[key])
+            for key, value in state(straight, first - first % 2).items()
+        )
+        or went[first] == first - first % 2
+    )
+    for row in rows:  # linear decay goes on by the steps that were taken
+        count = sum(step < row["step"] for step in went)
+        for model, lr in (("actor", 1e-3), ("critic", 1e-3)):
+            if f"{model}/lr" in row:
+                expected = lr * (1 - row["step"] / 8) * 0.5**count
+                assert row[f"{model}/lr"] == pytest.approx(expected), row["step"]
+        assert row["filter/kept_groups"] <= max(1, 4 * 0.5**count)
+
+
+def stopped(run: Run, step: int) -> None:
+    """Train until SIGTERM comes while `step` is logged."""
+    before, log = signal.getsignal(signal.SIGTERM), run.logger.log
+
+    def logging(at: int, values: dict) -> None:
+        log(at, values)
+        if at == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.logger.log = logging
+    run.stop.listen()
+    try:
+        with pytest.raises(Interrupted), run:
+            starpo(run)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("distance", [-1, 0, 1])
+def test_stopped_around_a_rollback_equals_straight(
+    start: Path, straight: Path, tmp_path: Path, distance: int
+) -> None:
+    """Few checkpoints stay, so the one to go back to must be kept for it."""
+    at = min(rollbacks(straight)) + distance
+    stopped(open_run(tmp_path, start, "--keep-last", "1"), at)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(at + 1))
+    assert_equal_runs(straight, finish(open_run(tmp_path, start, "--keep-last", "1", "--resume")))
+
+
+def test_killed_after_a_rollback_goes_back_again(
+    start: Path, straight: Path, tmp_path: Path
+) -> None:
+    """What remains is the checkpoint before it, and rollouts that are not sampled again."""
+    first = min(rollbacks(straight))
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > first:
+            shutil.rmtree(path)
+    assert_equal_runs(straight, finish(open_run(tmp_path, start, "--keep-last", "0", "--resume")))
+
+
+def test_a_damaged_checkpoint_is_not_gone_back_to(
+    start: Path, straight: Path, tmp_path: Path
+) -> None:
+    went = rollbacks(straight)
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "events.jsonl").unlink()
+    first = min(went)
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > first:
+            shutil.rmtree(path)
+    run = open_run(tmp_path, start, "--keep-last", "0", "--resume", "--num-steps", str(first + 1))
+    good = tmp_path / "run" / "checkpoints" / f"step_{went[first]:08d}"
+    (good / "state.json").write_text("{}")
+    directory = finish(run)
+    assert "cannot be read: state.json" in (directory / "events.jsonl").read_text()
+    assert metrics(directory)[-1]["guard/rollbacks"] == 0
+
+
+LAYOUTS = {
+    "dp2": ("--use-distributed-optimizer",),
+    "tp2": ("--tensor-model-parallel-size", "2"),
+    "pp2": ("--pipeline-model-parallel-size", "2"),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dp2")) for name in LAYOUTS]
+)
+def test_all_ranks_go_back_together(
+    start: Path, straight: Path, tmp_path: Path, layout: str
+) -> None:
+    """On two ranks: what each holds of weights and moments comes back, and the run ends."""
+
+    def work() -> None:
+        finish(open_run(tmp_path, start, "--keep-last", "0", *LAYOUTS[layout]))
+
+    join_ranks(fork_ranks(work, 2))
+    went = rollbacks(tmp_path / "run")
+    assert min(went) == min(rollbacks(straight)), "until then the samples agree"
+    for step, good in went.items():
+        before, after = state(tmp_path / "run", good), state(tmp_path / "run", step + 1)
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_warning_changes_nothing(start: Path, straight: Path, tmp_path: Path) -> None:
+    flags = (*FLAGS[:-4], "--guard", "warn", "--load", str(start), "--output", str(tmp_path))
+    run = build(parse([*flags, "--name", "run"]))
+    run.collapse_guard.detector.thresholds = ANY_FALL
+    directory = finish(run)
+    first = min(rollbacks(straight))
+    assert "collapse: success fell" in (directory / "events.jsonl").read_text()
+    assert rollbacks(directory) == {} and metrics(directory)[-1]["guard/rollbacks"] == 0
+    keys = ("rollout/reward", "actor/entropy")
+    assert [[row[k] for k in keys] for row in metrics(directory)][: first + 1] == [
+        [row[k] for k in keys] for row in metrics(straight)
+    ][: first + 1]
