@@ -40,6 +40,13 @@ FOREIGN_FLAGS = {
     "--no-build-isolation": "of pip",
     "--nproc-per-node": "of torchrun",
     "--numa-binding": "of torchrun",
+    "--nnodes": "of torchrun",
+    "--node-rank": "of torchrun",
+    "--master-addr": "of torchrun",
+    "--master-port": "of torchrun",
+    "--local-addr": "of torchrun",
+    "--signal": "of sbatch",
+    "--requeue": "of sbatch",
     "--sleep-on-idle": "of SGLang",
     "--mem-fraction-static": "of SGLang",
     "--cuda-graph-max-bs-decode": "of SGLang",
@@ -167,6 +174,8 @@ def flags_of(script: str) -> set[str]:
     """
     if script in (TRAINING, "ragen-mega train"):
         return TRAINING_FLAGS
+    if script == "tools/launch.py":
+        return {*FOREIGN_FLAGS, *TRAINING_FLAGS}
     if script.startswith("ragen-mega --"):
         return {"--help", "--version"}
     name = script.partition(" ")[2]

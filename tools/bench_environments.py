@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_rollout import DeafRenderer
 from benchmark import OUTPUTS, interleave, provenance, publish, table
+from peers import DeafRenderer
 from transformers import AutoModelForCausalLM
 
 from ragen_mega.commands.command_line import command, flag

@@ -305,9 +305,7 @@ def linear_policy_loss(
 
     Under tensor parallelism d_hidden is this rank's partial sum: the caller reduces it over
     `group`, as the backward of Megatron's copy-to / gather-from region mappings does. The gradients
-    are made with the loss. An objective over sequences (gspo; importance of sequences without old
-    log-probabilities) needs all log-probabilities of a sequence before the loss of any of its
-    tokens: one more GEMM and one more read of the logits.
+    are made with the loss. An objective over sequences may take one more GEMM and read of logits.
 
     Args:
         hidden: [T, H].
@@ -319,15 +317,13 @@ def linear_policy_loss(
             `group`. 0 takes the token out: it costs nothing, and nothing of it, not even a NaN,
             reaches the loss, the gradients or the statistics.
         objective: the token objective.
-        rows: [M] int64, where `weights` is not 0, if it is known; without it the host waits for the
-            device once to learn how many they are.
+        rows: [M] int64, where `weights` is not 0; None: the host waits for the device to learn it.
         repeats: [E] int64 in host memory, for tokens that share their hidden state and label.
-            Then `hidden` is [E, H], `labels` is [E], and the first `repeats[0]` of `rows` belong
-            to the first of them, and so on.
+            Then `hidden` is [E, H], `labels` [E], and the first `repeats[0]` rows are of the first.
         ref_logprobs: [T], needed with `objective.kl_kind`.
         rollout_logprobs: [T], needed with `objective.importance_cap`.
-        cu_seqlens: [S + 1] int offsets of the sequences, needed by an objective over them. A
-            sequence must be whole; it consists of its tokens of nonzero weight.
+        cu_seqlens: [S + 1] int offsets, needed by an objective over sequences, which must be whole;
+            they consist of their tokens of nonzero weight.
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
 
@@ -336,8 +332,8 @@ def linear_policy_loss(
         dtype of `hidden`.
 
     Raises:
-        ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, a term of the
-            objective without its log-probabilities, or on a CPU an active label out of range.
+        ValueError: bad shapes or bounds, log-probabilities that a term lacks, a label out of range
+            on a CPU.
     """
     objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens)
     stats = hidden.new_zeros((NUM_OUTPUTS, len(weights)), dtype=torch.float32)

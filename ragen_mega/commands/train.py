@@ -22,7 +22,7 @@ from ragen_mega.run.check import check_flags
 
 def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while modules are imported
-    if "RANK" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         run_rank(argv)
         return
     asked = os.environ.get("NPROC_PER_NODE") or str(default_ranks())

@@ -1042,19 +1042,7 @@ class StarPOConfig(Section):
                 f"{name} works on sampled turns, and loss_mask legacy spreads over states; drop"
                 " --loss-mask",
             ),
-            (
-                not advantage.uses_critic and self.parallel.offload == "turns",
-                f"offload turns is for actor and critic, and advantage_estimator {name} has no"
-                " critic; set --offload rollout",
-            ),
-            (
-                not advantage.uses_critic and self.train.critic_warmup > 0,
-                f"critic_warmup does nothing: advantage_estimator {name} has no critic; drop it",
-            ),
-            (
-                not advantage.uses_critic and self.model.critic_load is not None,
-                f"critic_load does nothing: advantage_estimator {name} has no critic; drop it",
-            ),
+            *self._critic_rules(),
             (
                 self.warm_start.warm_start_critic_steps > 0
                 and advantage.reward_normalization != "identity",
@@ -1079,6 +1067,24 @@ class StarPOConfig(Section):
                 window > 0 and (is_gspo or self.loss.importance_level == "sequence"),
                 f"context_window {window} cuts a trajectory into samples, and policy_loss gspo and"
                 " importance_level sequence need it whole; drop --context-window",
+            ),
+        )
+
+    def _critic_rules(self) -> Sequence[tuple[bool, str]]:
+        name, has_none = self.advantage.advantage_estimator, not self.advantage.uses_critic
+        return (
+            (
+                has_none and self.parallel.offload == "turns",
+                f"offload turns is for actor and critic, and advantage_estimator {name} has no"
+                " critic; set --offload rollout",
+            ),
+            (
+                has_none and self.train.critic_warmup > 0,
+                f"critic_warmup does nothing: advantage_estimator {name} has no critic; drop it",
+            ),
+            (
+                has_none and self.model.critic_load is not None,
+                f"critic_load does nothing: advantage_estimator {name} has no critic; drop it",
             ),
         )
 

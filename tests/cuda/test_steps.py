@@ -88,7 +88,7 @@ def test_a_step_on_one_device(name: str, rows: dict[str, dict[str, float]], tmp_
 
 
 @pytest.mark.skipif("RAGEN_SGLANG_PYTHON" not in os.environ, reason="needs a server's Python")
-@pytest.mark.parametrize("name", SAMPLED_BY_SGLANG)
+@pytest.mark.parametrize("name", ["ipc", pytest.param("file, fp8", marks=pytest.mark.slow)])
 def test_a_step_sampled_by_sglang(name: str, tmp_path: Path) -> None:
     """Two rollouts, so that the server sleeps, wakes and takes weights again."""
     flags = SAMPLED_BY_SGLANG[name]

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ragen_mega.commands import launch
 from ragen_mega.run.nodes import Facts, disagreement
 from ragen_mega.train import main
 from tests.support.faulty_runs import FLAGS as TINY
@@ -34,7 +35,6 @@ from tests.support.runs import launch as launch_ranks
 from tests.support.runs import metrics, state
 from tests.support.sglang_server import PYTHON
 from tests.support.training import FLAGS
-from tools import launch
 
 SCRIPT = ROOT / "examples" / "pretrain_starpo.sh"
 STEPS = 12

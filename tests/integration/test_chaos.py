@@ -77,7 +77,7 @@ def sampled(
                     outcome_seed=seed,
                     tokens=[1, 2],
                     loss_mask=[False, True],
-                    rollout_logprobs=[0.0, -random.random()],
+                    rollout_logprobs=[0.0, -0.5],
                     turns=[Turn(1, 2, rewarded, {})],
                     terminated=True,
                 )

@@ -16,7 +16,6 @@ import torch
 
 from ragen_mega.algorithm.diagnostics import CollapseThresholds
 from ragen_mega.config import parse
-from ragen_mega.environments.registry import register
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
@@ -27,11 +26,11 @@ from tests.support.runs import finish, metrics, state
 
 pytestmark = pytest.mark.forks
 FLAGS = """
-    --environments parity --prompt-style compact --max-turns 1 --max-response-length 6
-    --max-context-length 120 --hidden-size 16 --ffn-hidden-size 32 --num-groups 4 --group-size 4
-    --minibatch-size 8 --filter-strategy none --num-steps 8 --eval-prompts 2 --eval-samples 1
-    --eval-interval 0 --save-interval 2 --lr 1e-3 --critic-lr 1e-3 --lr-decay linear
-    --no-think --diagnose-interval 0 --guard react --guard-rollbacks 2
+    --environments tests.integration.test_guard:Parity --prompt-style compact --max-turns 1
+    --max-response-length 6 --max-context-length 120 --hidden-size 16 --ffn-hidden-size 32
+    --num-groups 4 --group-size 4 --minibatch-size 8 --filter-strategy none --num-steps 8
+    --eval-prompts 2 --eval-samples 1 --eval-interval 0 --save-interval 2 --lr 1e-3 --critic-lr
+    1e-3 --lr-decay linear --no-think --diagnose-interval 0 --guard react --guard-rollbacks 2
 """.split()
 
 ANY_FALL = CollapseThresholds(window=2, fall=0.0, fall_at_end=0.0, least_fall=0.0)
@@ -49,9 +48,6 @@ class Parity:
     def step(self, text):
         is_even = len(text) % 2 == 0
         return "", float(is_even) + len(text) / 100, True, False, {"success": is_even}
-
-
-register("parity", Parity)
 
 
 @pytest.fixture(scope="module")

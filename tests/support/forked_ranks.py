@@ -11,6 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
 from ragen_mega.megatron.initialize import shutdown
 
 PORTS = range(20_000, 32_000)
@@ -42,6 +44,7 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
 
     shutdown()  # what a test before has started in this process
     # What is left of it is destroyed here or never: a fork has not the threads that it waits for.
+    RotaryEmbedding.forward.cache_clear()  # which keeps models alive, with their process groups
     gc.collect()
     gc.freeze()
     processes = [

@@ -3,7 +3,6 @@ impossible is refused.
 """
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -17,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from ragen_mega.commands import convert_checkpoint as tool
 from ragen_mega.report.console import Console
 from ragen_mega.storage.model_readers import open_model
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 ARCHITECTURES = ("qwen2_tied", "qwen2_untied", "qwen3_tied", "qwen3_untied")
 CUTS = ((1, 1), (2, 1), (2, 2))
 CARRIED = (
@@ -30,17 +29,6 @@ CARRIED = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-
-def load_tool():
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["convert_checkpoint"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 def convert(source: Path, target: Path, format: str, **flags) -> Path:

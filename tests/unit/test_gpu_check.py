@@ -142,7 +142,7 @@ def test_every_command_exists_with_its_flags(
     it.
     """
     monkeypatch.syspath_prepend(ROOT / "tools")
-    command_line = importlib.import_module("command_line")
+    command_line = importlib.import_module("ragen_mega.commands.command_line")
 
     def only_parse(manual: str, *flags: Any, takes_others: bool = False) -> Callable[..., Any]:
         def read(argv: list[str]) -> argparse.Namespace:

@@ -4,9 +4,7 @@ accepted gives the logits of transformers in float64.
 
 import argparse
 import dataclasses
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers import quantizer_finegrained_fp8
 
+from ragen_mega.commands import convert_checkpoint as tool
 from ragen_mega.config import ParallelConfig, parse
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.megatron.initialize import initialize
@@ -35,7 +34,6 @@ from ragen_mega.report.console import Console
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 CLASSES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES = dict(
     vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -49,17 +47,6 @@ FP8 = {
     "weight_block_size": list(BLOCK),
 }
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-
-
-def load_tool():
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["convert_checkpoint"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 def convert(source: Path, target: Path, dtype: str | None = None) -> Path:
