@@ -29,6 +29,7 @@ from ragen_mega.models.memory_plan import (
 from ragen_mega.models.published import SHAPES, model_config
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import default_play, step_seconds
+from tests.support.plan_command import run_plan
 
 RECIPES = sorted(path.stem for path in tool.RECIPES.glob("qwen*.flags"))
 
@@ -87,15 +88,6 @@ def test_the_best_layout_is_the_fastest_that_fits_with_fewest_stages() -> None:
     assert best(shape, config, 8, 80 * GIB) == fitting[min(near)[1]]
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    try:
-        code = tool.main(list(argv)) or 0
-    except SystemExit as left:
-        code = left.code
-    captured = capsys.readouterr()
-    return code, captured.out + captured.err
-
-
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "plan.json"
     base = (
@@ -107,7 +99,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "--rollout-engine",
         "sglang",
     )
-    code, said = run(capsys, *base, "--json", str(report))
+    code, said = run_plan(capsys, *base, "--json", str(report))
     result = json.loads(report.read_text())
     assert (
         code == 1
@@ -124,7 +116,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "rollout",
         "--sequence-parallel",
     )
-    code, said = run(capsys, *base, *fitting)
+    code, said = run_plan(capsys, *base, *fitting)
     assert code == 0 and re.search(r"^fits: peak \d+\.\d+ of 80 GiB$", said, re.M)
     for flags, message in (
         (("--model", "Qwen9"), "error: the size of Qwen9 is not known; give --load a directory"),
@@ -136,7 +128,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (("--model", "Qwen2.5-3B", "--tensor-parallel", "4"), "unknown flag --tensor-parallel"),
         (("--recipe", "nothing"), "--recipe must name one of"),
     ):
-        code, said = run(capsys, *flags)
+        code, said = run_plan(capsys, *flags)
         assert code == 2 and message in said and said.count("\n") == 1
 
 
@@ -152,14 +144,14 @@ def test_search_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "sglang",
         "--search",
     )
-    code, said = run(capsys, *flags, "--json", str(report))
+    code, said = run_plan(capsys, *flags, "--json", str(report))
     layouts = json.loads(report.read_text())["layouts"]
     listed = said.partition("best with room to spare")[0].splitlines()
     assert code == 0 and len(listed) == len(layouts) + 1 and layouts
     seconds = [layout["predicted_seconds"] for layout in layouts]
     assert seconds == sorted(seconds) and "best with room to spare: --tensor" in said
     assert all(layout["fits"] and layout["peak_gib"] <= 80 for layout in layouts)
-    code, said = run(capsys, *flags, "--gpu-memory-gb", "16")
+    code, said = run_plan(capsys, *flags, "--gpu-memory-gb", "16")
     assert code == 1
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.commands import plan as tool
 from ragen_mega.commands import plan_calibration as calibration
 from ragen_mega.commands import plan_validation as validation
 from ragen_mega.config import parse
@@ -29,6 +28,7 @@ from ragen_mega.models.time_plan import (
     step_seconds,
     training,
 )
+from tests.support.plan_command import run_plan
 
 H100 = Machine(HARDWARE["H100"])
 ROOT = Path(__file__).parents[2]
@@ -259,19 +259,10 @@ def test_a_calibration_finds_the_machine_that_made_its_readings() -> None:
         parse([*calibration.BASE, *flags.split()])
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    try:
-        code = tool.main(list(argv)) or 0
-    except SystemExit as left:
-        code = left.code
-    captured = capsys.readouterr()
-    return code, captured.out + captured.err
-
-
 def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "cost.json", tmp_path / "step.svg"
     words = ("--model", "Qwen2.5-14B", "--num-gpus", "16", "--dollars-per-gpu-hour", "2")
-    code, said = run(capsys, *words, "--json", str(out), "--plot", str(plot))
+    code, said = run_plan(capsys, *words, "--json", str(out), "--plot", str(plot))
     cost = json.loads(out.read_text())["cost"]
     total = sum(sum(terms.values()) for terms in cost["phases_seconds"].values())
     assert code == 0 and cost["seconds"] == pytest.approx(total)
@@ -306,7 +297,7 @@ def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFi
 def test_bad_input(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = run(capsys, "--model", "Qwen2.5-72B", *flags)
+    code, said = run_plan(capsys, "--model", "Qwen2.5-72B", *flags)
     assert code == 2 and message in said and said.count("\n") == 1
 
 
@@ -319,7 +310,7 @@ def test_rows_of_others_judge_and_bad_ones_are_refused(
     result = validation.report(path)
     assert {row["use"] for row in result["rows"]} == {"judge"}
     path.write_text(json.dumps({"models": {}, "training": [{"id": "1", "model": "none"}]}))
-    code, said = run(capsys, "--validate", str(path))
+    code, said = run_plan(capsys, "--validate", str(path))
     assert code == 2 and "must have the form of published_steps.json" in said
 
 
