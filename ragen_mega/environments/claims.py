@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from ragen_mega.environments.protocol import Narrator
@@ -20,11 +21,30 @@ def check_claims(environment: Any, thought: str) -> list[bool] | None:
         return [bool(holds) for holds in environment.claims(thought)]
     narrator: Narrator | None = getattr(environment, "narrator", None)
     if narrator is not None and narrator.statement is not None:
-        true = set(re.findall(narrator.statement, narrator.describe(environment, ())))
-        return [claim in true for claim in re.findall(narrator.statement, thought)]
+        return list(_narrated(environment, narrator, narrator.statement, thought))
     if hasattr(environment, "facts"):
         return list(claims_about(environment.facts(), thought))
     return None
+
+
+def _narrated(
+    environment: Any, narrator: Narrator, statement: str, thought: str
+) -> Iterable[bool]:
+    """Whether each statement is what the narrator says of the same state: the present one, or the
+    one that the actions announced so far lead to.
+    """
+    announcement = narrator.announcement or r"(?!)"
+    actions = re.findall(announcement, thought)
+    truth = _between(announcement, narrator.describe(environment, actions))
+    for said, told in zip_longest(_between(announcement, thought), truth, fillvalue=""):
+        true = set(re.findall(statement, told))
+        yield from (claim in true for claim in re.findall(statement, said))
+
+
+def _between(announcement: str, thought: str) -> list[str]:
+    """The parts of a thought, each up to the end of an announcement."""
+    ends = [found.end() for found in re.finditer(announcement, thought)]
+    return [thought[start:end] for start, end in pairwise([0, *ends, len(thought)])]
 
 
 def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:

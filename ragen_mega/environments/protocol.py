@@ -142,6 +142,10 @@ class Narrator:
     """Regular expression of one statement of `describe`. Statements in a policy's thoughts are
     checked against those of `describe`.
     """
+    announcement: str | None = None
+    """Regular expression of an action that `describe` announces, its group the action; statements
+    behind it are about the state that the action leads to (None: all are about the present one).
+    """
 
 
 def text_of(observation: Observation) -> str:

@@ -8,23 +8,38 @@ from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """Where to stand for a push toward the target, what each move does, and what the chosen actions
-    do.
+    """Where to stand for a push toward the target, what each move does, and which action is chosen,
+    by its effect first; after `then` the same of the state that it leads to, for a further action.
 
     A move leads into a wall, is stuck (the box cannot move), pushes the box closer to or away from
     the nearest target, or takes the player nearer to or farther from a place to stand.
     """
-    facts = environment.facts()
-    standing = _standing_cells(facts)
-    parts = [f" stand{cell}" for cell in standing]
-    effects = {}
-    for action, move in DIRECTIONS.items():
-        to, pushed, effects[action] = _effect(facts, move, standing)
-        parts.append(
-            f" {action} to{to}" + (f" push{pushed}" if pushed else "") + f" {effects[action]}"
-        )
-    parts += [f" go {effects[action]}" for action in actions]
+    facts, parts = environment.facts(), []
+    for index, action in enumerate(actions or [None]):
+        if index:
+            facts = _after(facts, actions[index - 1])
+            if set(facts["boxes"]) == set(facts["targets"]):
+                return "".join([*parts, " solved"])
+            parts.append(" then")
+        standing = _standing_cells(facts)
+        parts += [f" stand{cell}" for cell in standing]
+        effects = {}
+        for name, move in DIRECTIONS.items():
+            to, pushed, effects[name] = _effect(facts, move, standing)
+            push = f" push{pushed}" if pushed else ""
+            parts.append(f" {name} to{to}{push} {effects[name]}")
+        parts += [f" go {effects[action]} {action}"] if action else []
     return "".join(parts)
+
+
+def _after(facts: dict[str, Any], action: str) -> dict[str, Any]:
+    """The facts after an action."""
+    move, boxes = DIRECTIONS[action], facts["boxes"]
+    to, pushed, effect = _effect(facts, move, ())
+    if effect in ("wall", "stuck"):
+        return facts
+    moved = (pushed if box == to else box for box in boxes)
+    return facts | {"player": to, "boxes": tuple(sorted(moved))}
 
 
 def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
@@ -68,5 +83,7 @@ def _distance(a: Cell, b: Cell) -> int:
 
 NARRATOR = Narrator(
     describe,
+    actions_per_turn=2,
     statement=r"(?:Up|Down|Left|Right) to\(\d+, \d+\)(?: push\(\d+, \d+\))? [a-z]+",
+    announcement=r" go [a-z]+ (Up|Down|Left|Right)",
 )
