@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.narrator import describe as describe_frozen_lake
@@ -58,6 +59,32 @@ def test_sokoban_effects_are_what_the_moves_do(seed: int) -> None:
             )
         else:
             assert effect == ("near" if nearer else "far")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sokoban_looks_ahead_at_the_states_that_the_moves_lead_to(seed: int) -> None:
+    environment = make("sokoban", observation="cells")
+    if not wander(environment, seed, seed % 5):
+        return
+    generator = np.random.default_rng(seed)
+    actions = [str(action) for action in generator.choice(environment.actions, size=3)]
+    thought = describe_sokoban(environment, actions)
+    world, parts = copy.deepcopy(environment), []
+    for action in actions:
+        seen = describe_sokoban(world, ())
+        effect = re.search(rf" {action} to\S+ \S+(?: push\S+ \S+)? (\w+)", seen)[1]
+        parts.append(f"{seen} go {effect} {action}")
+        if world.step(action).terminated:
+            break
+    assert " then".join(parts) == thought.removesuffix(" solved")
+    assert thought.endswith(" solved") == (len(parts) < len(actions))
+    claims = check_claims(environment, thought)
+    assert len(claims) == 4 * len(parts) and all(claims)
+    # Behind a move, what was true before it holds only as far as it is still so.
+    form = environment.narrator.statement
+    still = set(re.findall(form, "".join(parts[1:2])))
+    said_again = check_claims(environment, f"{parts[0]} then{parts[0]}")[4:]
+    assert said_again == [claim in still for claim in re.findall(form, parts[0])]
 
 
 @pytest.mark.parametrize("seed", range(40))
