@@ -83,7 +83,7 @@ def _distance(a: Cell, b: Cell) -> int:
 
 NARRATOR = Narrator(
     describe,
-    actions_per_turn=2,
+    actions_per_turn=5,
     statement=r"(?:Up|Down|Left|Right) to\(\d+, \d+\)(?: push\(\d+, \d+\))? [a-z]+",
     announcement=r" go [a-z]+ (Up|Down|Left|Right)",
 )
