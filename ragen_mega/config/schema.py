@@ -847,6 +847,10 @@ class WarmStartConfig(Section):
     """
     warm_start_skill: Probability = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""
+    warm_start_from: str | None = None
+    """Directory of a run whose warm start is taken instead of making one (only without --load), so
+    that runs differ by reinforcement learning alone. Its model and worlds must be the same.
+    """
 
 
 @dataclass(frozen=True)
@@ -977,6 +981,11 @@ class StarPOConfig(Section):
     guard: GuardConfig = field(default_factory=GuardConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    @property
+    def warm_starts_critic(self) -> bool:
+        """Whether the warm start makes a critic too."""
+        return self.advantage.uses_critic and self.warm_start.warm_start_critic_steps > 0
+
     def rules(self) -> Sequence[tuple[bool, str]]:
         advantage, rollout = self.advantage, self.rollout
         name = advantage.advantage_estimator
@@ -1006,6 +1015,11 @@ class StarPOConfig(Section):
             (
                 self.checkpoint.resume and self.logging.overwrite,
                 "resume continues a run and overwrite deletes it; drop --resume or --overwrite",
+            ),
+            (
+                self.warm_start.warm_start_from is not None and self.model.load is not None,
+                f"warm_start_from and load ({self.model.load}) both say what to begin with; drop"
+                " one",
             ),
             *self._guard_rules(),
             (

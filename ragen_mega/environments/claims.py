@@ -27,9 +27,7 @@ def check_claims(environment: Any, thought: str) -> list[bool] | None:
     return None
 
 
-def _narrated(
-    environment: Any, narrator: Narrator, statement: str, thought: str
-) -> Iterable[bool]:
+def _narrated(environment: Any, narrator: Narrator, statement: str, thought: str) -> Iterable[bool]:
     """Whether each statement is what the narrator says of the same state: the present one, or the
     one that the actions announced so far lead to.
     """

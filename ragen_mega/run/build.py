@@ -53,6 +53,7 @@ from ragen_mega.warm_start.small_model import (
     find_warm_start,
     is_complete,
     small_model,
+    take_warm_start,
     warm_start,
     write_small_model,
 )
@@ -183,14 +184,16 @@ def build_models(
 
 def base_directory(config: StarPOConfig) -> Path:
     """The model directory with configuration and tokenizer: what --load names, else that of the
-    small model, which is written if it is not there. Collective.
+    small model, which is written, or taken from another run, if it is not there. Collective.
     """
     if config.model.load is not None:
         return local_directory(config.model.load)
     base = config.run_directory / BASE
 
     def write() -> None:
-        if not is_complete(base):
+        if config.warm_start.warm_start_from is not None:
+            take_warm_start(config)
+        elif not is_complete(base):
             write_small_model(config, base)
 
     on_main(write)

@@ -3,11 +3,13 @@ again, and `build` does so for callers from Python.
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from ragen_mega.config import ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
@@ -16,7 +18,23 @@ from ragen_mega.environments.boards import load_boards
 from ragen_mega.models.directory import glance
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
-from ragen_mega.storage.run_directory import Finished, check_directory, check_finished, with_name
+from ragen_mega.storage.run_directory import (
+    BASE,
+    CONFIG_FILE,
+    WARM_START,
+    WARM_START_CRITIC,
+    Finished,
+    check_directory,
+    check_finished,
+    with_name,
+)
+
+_SIZES = tuple(one.name for one in fields(ModelConfig) if one.name not in ("load", "critic_load"))
+_SHAPING_A_WARM_START = {
+    "model": _SIZES,
+    "environment": ("environments", "environment_options", "think", "prompt_style"),
+}
+"""Settings without which a warm start cannot be used, by section."""
 
 
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
@@ -30,6 +48,7 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
         for name in config.environment.shares:
             load_boards(config.evaluation.boards, name, **config.environment.options(name))
     _check_models(config)
+    _check_warm_start(config)
     if config.rollout.rollout_engine == "sglang":
         _check_sglang(config.rollout.sglang_python)
     asked = (
@@ -81,13 +100,35 @@ def sizes_without_effect(config: StarPOConfig) -> str | None:
     """A note on flags that give the small model's size beside the model of --load, if there are
     any.
     """
-    small, names = ModelConfig(), [one.name for one in fields(ModelConfig)]
-    sizes = [name for name in names if name not in ("load", "critic_load")]
-    given = [name for name in sizes if getattr(config.model, name) != getattr(small, name)]
+    small = ModelConfig()
+    given = [name for name in _SIZES if getattr(config.model, name) != getattr(small, name)]
     if config.model.load is None or not given:
         return None
     flags = ", ".join(map(flag_of, given))
     return f"note: {flags} do nothing: the size is that of --load {config.model.load}"
+
+
+def _check_warm_start(config: StarPOConfig) -> None:
+    """Raise ValueError unless the run of warm_start_from has a warm start that fits this one."""
+    if config.warm_start.warm_start_from is None:
+        return
+    source = Path(config.warm_start.warm_start_from)
+    needed = [BASE, WARM_START] + [WARM_START_CRITIC] * config.warm_starts_critic
+    missing = [name for name in needed if not (source / name / "model.safetensors").exists()]
+    if missing or not (source / CONFIG_FILE).exists():
+        raise ValueError(
+            f"warm_start_from must be the directory of a run without --load; {source} lacks"
+            f" {', '.join(missing) or CONFIG_FILE}"
+        )
+    before, now = json.loads((source / CONFIG_FILE).read_text()), config.to_dict()
+    for section, names in _SHAPING_A_WARM_START.items():
+        for name in names:
+            there, here = before.get(section, {}).get(name), now[section][name]
+            if there != here:
+                raise ValueError(
+                    f"warm_start_from {source} was made with {name} {there}, and this run has"
+                    f" {here}; choose another run, or drop it to make a warm start"
+                )
 
 
 def _check_sglang(python: str | None) -> None:

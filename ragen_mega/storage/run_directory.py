@@ -15,6 +15,8 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 BASE = "base"
 """Directory of the untrained small model of a run without --load."""
+WARM_START, WARM_START_CRITIC = "warm_start", "warm_start_critic"
+"""Directories of the small model after cloning, and of its critic."""
 _SECTION = '"warm_start": {'
 """Found in every config.json of a run, and in no model's."""
 _IRRELEVANT = ("logging", "checkpoint", "parallel")

@@ -2,6 +2,7 @@
 play.
 """
 
+import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -31,7 +32,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_config, episode_maker
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import export, save_huggingface
-from ragen_mega.storage.run_directory import BASE
+from ragen_mega.storage.run_directory import BASE, WARM_START, WARM_START_CRITIC
 from ragen_mega.warm_start.clone import (
     FitStep,
     as_trajectory,
@@ -42,9 +43,6 @@ from ragen_mega.warm_start.clone import (
 from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-WARM_START, WARM_START_CRITIC = "warm_start", "warm_start_critic"
-"""Subdirectories of a run without --load: the small model in `base` after cloning, and its critic.
-"""
 WARM_START_SEEDS = 100_000
 """First prompt seed of scripted play: above the evaluation sets, below training."""
 
@@ -62,14 +60,23 @@ def is_complete(directory: Path) -> bool:
 
 
 def find_warm_start(config: StarPOConfig) -> Start | None:
-    """What `warm_start` made in an earlier process of this run, None if it did not get that far."""
-    critic = config.run_directory / WARM_START_CRITIC if _starts_critic(config) else None
+    """What `warm_start` made in an earlier process of this run, or in the run whose warm start is
+    taken; None if there is none.
+    """
+    critic = config.run_directory / WARM_START_CRITIC if config.warm_starts_critic else None
     start = Start(config.run_directory / WARM_START, critic)
     return start if all(is_complete(path) for path in start if path is not None) else None
 
 
-def _starts_critic(config: StarPOConfig) -> bool:
-    return config.advantage.uses_critic and config.warm_start.warm_start_critic_steps > 0
+def take_warm_start(config: StarPOConfig) -> None:
+    """Copy the warm start that `warm_start_from` names into this run, so that it is whole."""
+    source = Path(config.warm_start.warm_start_from)
+    for name in (BASE, WARM_START, *[WARM_START_CRITIC] * config.warm_starts_critic):
+        if not is_complete(config.run_directory / name):
+            unfinished = config.run_directory / f".{name}.part"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.copytree(source / name, unfinished)
+            unfinished.replace(config.run_directory / name)
 
 
 def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
@@ -164,7 +171,7 @@ def warm_start(
     _fit(student, student.clone, stages, console, "warm start", seed=config.train.seed)
     start = Start(config.run_directory / WARM_START, None)
     export(start.policy, hf, renderer.tokenizer, student.export_weights())
-    if not _starts_critic(config):
+    if not config.warm_starts_critic:
         return start
     critic = warm_start_critic(config, hf, groups, console, start.policy, episodes)
     start = start._replace(critic=config.run_directory / WARM_START_CRITIC)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.run
 
 from ragen_mega.commands import launch
-from ragen_mega.config import parse, read_flags, with_recipe
+from ragen_mega.config import StarPOConfig, parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags, sizes_without_effect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +122,17 @@ MISTAKES = [
     ("--load ./none", "./none does not exist; give the directory of a model"),
     ("--load runs/taken", "runs/taken is a run, not a model; give runs/taken/huggingface"),
     ("--load llama", "llama & one of qwen2, qwen3, not 'llama'"),
+    ("--warm-start-from runs/none", "runs/none lacks base, warm_start"),
+    ("--warm-start-from runs/none --load Qwen/Qwen3-8B", "warm_start_from and load & drop one"),
+    (
+        "--recipe none --warm-start-from start --hidden-size 64",
+        "start was made with hidden_size 96 & has 64 & choose another run",
+    ),
+    ("--recipe none --warm-start-from start --no-think", "made with think True & has False"),
+    (
+        "--recipe none --warm-start-from start --warm-start-critic-steps 9",
+        "start lacks warm_start_critic",
+    ),
     ("--load no_config", "no_config holds no config.json; give the directory"),
     ("--load no_weights", "no_weights holds no weights (model.safetensors"),
     ("--load no_tokenizer", "no_tokenizer holds no tokenizer (tokenizer.json"),
@@ -241,6 +252,10 @@ class TestCheck:
             shutil.copytree(model, tmp_path / name)
             for file in LACKING[name]:
                 (tmp_path / name / file).unlink()
+        for part in ("base", "warm_start"):
+            shutil.copytree(model, tmp_path / "start" / part)
+            (tmp_path / "start" / part / "model.safetensors").touch()
+        (tmp_path / "start" / "config.json").write_text(json.dumps(StarPOConfig().to_dict()))
         (tmp_path / "llama").mkdir()
         (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
         for name, files in (("taken", ("config.json", "metrics.jsonl")), ("thesis", ("a.tex",))):

@@ -1,5 +1,5 @@
 """The warm start is the same on any number of ranks: the same data, in the same order, in the same
-minibatches.
+minibatches; and the same for a run that takes it from another.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.runs import launch
+from tests.support.runs import launch, metrics, state
 
 pytestmark = pytest.mark.forks
 FLAGS = """
@@ -21,8 +21,15 @@ FLAGS = """
 """.split()
 
 
-def test_one_and_two_ranks_start_alike(tmp_path: Path) -> None:
+def test_one_and_two_ranks_and_a_run_that_takes_the_warm_start_begin_alike(tmp_path: Path) -> None:
     one, two = (launch(tmp_path, name, ranks, *FLAGS) for name, ranks in (("one", 1), ("two", 2)))
+    taken = launch(tmp_path, "taken", 1, *FLAGS, "--warm-start-from", str(one))
+    assert metrics(taken) == metrics(one) and state(taken, 1).keys() == state(one, 1).keys()
+    other = launch(tmp_path, "other", 1, *FLAGS, "--warm-start-from", str(one), "--seed", "1")
+    assert metrics(other) != metrics(one), "reinforcement learning has its own seed"
+    for part in ("base", "warm_start", "warm_start_critic"):
+        weights = (run / part / "model.safetensors" for run in (one, taken, other))
+        assert len({path.read_bytes() for path in weights}) == 1
     for part in ("warm_start", "warm_start_critic"):
         ours, theirs = (load_file(run / part / "model.safetensors") for run in (one, two))
         before = load_file(one / "base" / "model.safetensors")
