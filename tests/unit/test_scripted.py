@@ -87,6 +87,26 @@ def test_sokoban_looks_ahead_at_the_states_that_the_moves_lead_to(seed: int) -> 
     assert said_again == [claim in still for claim in re.findall(form, parts[0])]
 
 
+@pytest.mark.parametrize(
+    ("untold", "gone"),
+    [
+        ("standing", r" stand\(\d, \d\)"),
+        ("cells", r" (?:to|push)\(\d, \d\)"),
+        ("effects", r" (?:wall|stuck|closer|away|near|far)\b"),
+        ("ahead", r"(?<= then)(?: stand\S+ \S+)*(?: \w+ to\S+ \S+(?: push\S+ \S+)? \w+){4} go \w+"),
+    ],
+)
+def test_sokoban_leaves_out_one_kind_of_fact(untold: str, gone: str) -> None:
+    """And nothing else."""
+    whole, less = make("sokoban", dim=7), make("sokoban", dim=7, untold=untold)
+    for seed in range(20):
+        whole.reset(seed), less.reset(seed)
+        every = describe_sokoban(whole, ("Up", "Left"))
+        told = describe_sokoban(less, ("Up", "Left"))
+        shorter = re.sub(gone, " go" if untold == "ahead" else "", every)
+        assert told == shorter != every
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_frozen_lake_moves_lead_ahead_and_never_behind(seed: int) -> None:
     environment = make("frozen_lake", observation="cells")

@@ -12,24 +12,32 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     by its effect first; after `then` the same of the state that it leads to, for a further action.
 
     A move leads into a wall, is stuck (the box cannot move), pushes the box closer to or away from
-    the nearest target, or takes the player nearer to or farther from a place to stand.
+    the nearest target, or takes the player nearer to or farther from a place to stand. What the
+    environment calls `untold` is left out, to see what it is worth.
     """
-    facts, parts = environment.facts(), []
+    facts, untold, parts = environment.facts(), environment.untold, []
     for index, action in enumerate(actions or [None]):
         if index:
             facts = _after(facts, actions[index - 1])
             if set(facts["boxes"]) == set(facts["targets"]):
                 return "".join([*parts, " solved"])
             parts.append(" then")
+        is_blind = index > 0 and untold == "ahead"
         standing = _standing_cells(facts)
-        parts += [f" stand{cell}" for cell in standing]
-        effects = {}
-        for name, move in DIRECTIONS.items():
-            to, pushed, effects[name] = _effect(facts, move, standing)
-            push = f" push{pushed}" if pushed else ""
-            parts.append(f" {name} to{to}{push} {effects[name]}")
-        parts += [f" go {effects[action]} {action}"] if action else []
+        effects = {name: _effect(facts, move, standing) for name, move in DIRECTIONS.items()}
+        if not is_blind:
+            parts += [f" stand{cell}" for cell in standing if untold != "standing"]
+            parts += [f" {name}{_tell(effects[name], untold)}" for name in effects]
+        if action:
+            word = "" if is_blind or untold == "effects" else f" {effects[action][2]}"
+            parts.append(f" go{word} {action}")
     return "".join(parts)
+
+
+def _tell(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
+    to, pushed, word = effect
+    cells = f" to{to}" + (f" push{pushed}" if pushed else "")
+    return ("" if untold == "cells" else cells) + ("" if untold == "effects" else f" {word}")
 
 
 def _after(facts: dict[str, Any], action: str) -> dict[str, Any]:
@@ -85,5 +93,5 @@ NARRATOR = Narrator(
     describe,
     actions_per_turn=5,
     statement=r"(?:Up|Down|Left|Right) to\(\d+, \d+\)(?: push\(\d+, \d+\))? [a-z]+",
-    announcement=r" go [a-z]+ (Up|Down|Left|Right)",
+    announcement=r" go (?:[a-z]+ )?(Up|Down|Left|Right)",
 )

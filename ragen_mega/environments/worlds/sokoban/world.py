@@ -34,6 +34,7 @@ from ragen_mega.environments.worlds.sokoban.solver import SOLVER, shortest_plan
 
 Observation = Literal["grid", "cells", "coord", "grid_coord"]
 Vocabulary = Literal["standard", "new"]
+Untold = Literal["nothing", "standing", "cells", "effects", "ahead"]
 
 STEP_REWARD = -0.1
 BOX_REWARD = 1.0
@@ -48,7 +49,8 @@ class Sokoban:
     """Rooms of `dim` x `dim` cells, with walls as the outer ring. Deterministic after the reset.
 
     `max_shortest` is a curriculum: only rooms that can be solved in that many actions are drawn. It
-    does not apply to boards passed to `reset`.
+    does not apply to boards passed to `reset`. `untold` is what the narrator leaves out: where to
+    stand, the cells that moves lead to, their effects, or what follows the first move of a turn.
     """
 
     actions: tuple[str, ...] = tuple(DIRECTIONS)
@@ -65,6 +67,7 @@ class Sokoban:
         observation: Observation = "grid",
         vocabulary: Vocabulary = "standard",
         max_shortest: int | None = None,
+        untold: Untold = "nothing",
     ) -> None:
         if dim < 5:
             raise ValueError(
@@ -77,6 +80,7 @@ class Sokoban:
             )
         self._dim, self._num_boxes, self._search_depth = dim, num_boxes, search_depth
         self._max_shortest = max_shortest
+        self.untold = untold
         self._observation = observation
         self._symbols = _VOCABULARIES[vocabulary]
         self._room: Room | None = None
