@@ -49,29 +49,38 @@ class Worker:
     def __init__(self, seconds: float) -> None:
         """`seconds`: how long a call may take; 0: no limit."""
         self._seconds = seconds
-        self._calls: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="environment", daemon=True)
         self._thread.start()
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """What `function` returns. Raises EnvironmentFailed if it raises or takes too long. After
-        a timeout the thread is still busy, and only `end` may be called.
+    def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """What `function` will return, in the event loop of the caller. Fails with EnvironmentFailed
+        if it raises or takes too long. After a timeout the thread is still busy, and only `end` may
+        be called.
         """
-        answer = asyncio.wrap_future(self._submit(function))
-        await asyncio.wait([answer], timeout=self._seconds or None)
-        if not answer.done():
-            answer.cancel()
-            raise EnvironmentFailed(f"took longer than {self._seconds:g} s")
-        return answer.result()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def act() -> None:
+            if not answer.done():  # else nobody waits any more
+                outcome = _outcome(function)
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(_settle, answer, *outcome)
+
+        self._calls.put(act)
+        if self._seconds:
+            timer = loop.call_later(self._seconds, _settle, answer, None, self._too_late())
+            answer.add_done_callback(lambda _: timer.cancel())
+        return answer
 
     def wait(self, function: Callable[[], T]) -> T:
         """As `call`, for callers that have no event loop."""
+        answer: Future[T] = Future()
+        self._calls.put(lambda: _settle(answer, *_outcome(function)))
         try:
-            return self._submit(function).result(self._seconds or None)
+            return answer.result(self._seconds or None)
         except TimeoutError:
-            raise EnvironmentFailed(f"took longer than {self._seconds:g} s") from None
+            raise self._too_late() from None
 
     def build(self, name: str, function: Callable[[], T]) -> T:
         """As `wait`, for a function that builds environment `name`. Nothing that it starts in this
@@ -88,30 +97,41 @@ class Worker:
 
     def end(self, last: Callable[[], Any]) -> None:
         """Call `last` after all earlier calls have returned, then let the thread end."""
-        self._submit(last)
+        self._calls.put(partial(_outcome, last))
         self._calls.put(None)
 
     def join(self, seconds: float) -> None:
         """Wait at most `seconds` for the thread to end."""
         self._thread.join(seconds)
 
-    def _submit(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((future, function))
-        return future
-
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
-            future, function = call
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(guarded(function))
-            except EnvironmentFailed as error:
-                future.set_exception(error)
-            # Its own: Ctrl-C comes to the main thread.
-            except (KeyboardInterrupt, GeneratorExit) as error:
-                future.set_exception(EnvironmentFailed(f"{type(error).__name__}: {error}"))
+            call()
+
+    def _too_late(self) -> EnvironmentFailed:
+        return EnvironmentFailed(f"took longer than {self._seconds:g} s")
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, EnvironmentFailed | None]:
+    """What `function` returns, or how it fails."""
+    try:
+        return guarded(function), None
+    except EnvironmentFailed as error:
+        return None, error
+    except (KeyboardInterrupt, GeneratorExit) as error:  # its own: Ctrl-C comes to the main thread
+        return None, EnvironmentFailed(f"{type(error).__name__}: {error}")
+
+
+def _settle(
+    answer: Future[T] | asyncio.Future[T], result: T | None, error: EnvironmentFailed | None
+) -> None:
+    """Give the answer, unless it was given up or came too late."""
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)
 
 
 @contextlib.contextmanager

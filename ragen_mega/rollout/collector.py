@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -419,7 +419,7 @@ def _apart(function: Callable[..., T], *args: Any) -> T:
         return thread.submit(function, *args).result()
 
 
-async def _plainly(answer: Coroutine[Any, Any, T]) -> T:
+async def _plainly(answer: Awaitable[T]) -> T:
     return await answer
 
 

@@ -245,8 +245,10 @@ def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None
     program = """
 import asyncio, time
 from ragen_mega.environments.pool import Worker
+async def work():
+    await Worker(0.1).call(lambda: time.sleep(600))
 try:
-    asyncio.run(Worker(0.1).call(lambda: time.sleep(600)))
+    asyncio.run(work())
 except Exception as error:
     print(error)
 """

@@ -9,7 +9,7 @@ are computed once.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -157,7 +157,7 @@ class EmbeddedEngine(RolloutEngine):
             if request in (self._waiting.get(session), self._running.get(session)):
                 self._forget(session)
 
-    async def meanwhile(self, answer: Coroutine[Any, Any, T]) -> T:
+    async def meanwhile(self, answer: Awaitable[T]) -> T:
         """The result of `answer`, handed over once nobody is left to decode, whenever it really
         came.
 
