@@ -54,9 +54,9 @@ class Worker:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """What `function` will return, in the event loop of the caller. Fails with EnvironmentFailed
-        if it raises or takes too long. After a timeout the thread is still busy, and only `end` may
-        be called.
+        """What `function` will return, for the event loop of the caller, which fails with
+        EnvironmentFailed if it raises or takes too long. After a timeout the thread is still busy,
+        and only `end` may be called.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()

@@ -310,16 +310,14 @@ def served_by_the_tool(environment: str, folder: Path, port: int = 0) -> Iterato
 
 def open_sessions(processes: Iterable[psutil.Process]) -> int:
     """WebSocket connections of clients, as the servers see them."""
-    return sum(
-        connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port in listening(one)
-        for one in processes
-        for connection in one.net_connections("tcp")
-    )
-
-
-def listening(process: psutil.Process) -> set[int]:
-    connections = process.net_connections("tcp")
-    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+    num_open = 0
+    for process in processes:
+        connections = process.net_connections("tcp")  # reads the sockets of the whole machine
+        ports = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+        num_open += sum(
+            one.status == psutil.CONN_ESTABLISHED and one.laddr.port in ports for one in connections
+        )
+    return num_open
 
 
 def play_at_once(names: list[str], num_sessions: int, servers: list[psutil.Process]) -> None:
