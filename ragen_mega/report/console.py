@@ -164,7 +164,9 @@ class Console:
         """
         self._is_writer = is_writer
         self._step_width = max(4, len(str(num_steps)))
-        self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
+        self._rich = RichConsole(
+            file=file, highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
         self._clock = clock
         self._pace = Pace(num_steps, evaluations or {}, clock)
         self._rows = 0

@@ -60,6 +60,12 @@ def test_what_was_not_measured_is_a_dash_and_a_lost_number_is_seen():
     assert lines_of(output)[1].split()[:12] == ["0", *"-----", "nan", *"-----"]
 
 
+def test_names_are_printed_as_they_are() -> None:
+    output = io.StringIO()
+    Console(is_writer=True, num_steps=1, file=output).say("mine:Ledger: [red] 50%")
+    assert output.getvalue().splitlines()[-1] == "mine:Ledger: [red] 50%"
+
+
 def test_headings_are_repeated_and_the_legend_is_not():
     output = io.StringIO()
     console = Console(is_writer=True, num_steps=200, file=output)
