@@ -7,7 +7,6 @@ Environments are user code: an error says which rule they broke.
 import asyncio
 import inspect
 import json
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,8 @@ from ragen_mega.environments.protocol import Environment, Message, Observation, 
 
 MAX_OBSERVATION = 1_000_000
 """Most characters of an observation; no context is this long."""
+MAX_REWARD = 1e30
+"""Largest size of a reward; sums of larger ones are not finite in float32."""
 ROLES = ("system", "user", "tool", "assistant")
 """Of messages that an environment may give."""
 _starting = threading.Lock()
@@ -49,8 +50,8 @@ def reset(
 
 def step(environment: Environment, action: Any) -> StepResult:
     """Do one action; messages come back as a tuple of `Message`. Raises TypeError for an answer of
-    the wrong kind, FloatingPointError for a reward that is not finite, and ValueError for an
-    observation that is too long or not valid Unicode.
+    the wrong kind, FloatingPointError for a reward that is not finite or above `MAX_REWARD` in
+    size, and ValueError for an observation that is too long or not valid Unicode.
     """
     result = _settled(environment.step(action))
     if isinstance(result, tuple) and len(result) == 5:
@@ -63,9 +64,10 @@ def step(environment: Environment, action: Any) -> StepResult:
     observation = _observation("step", result.observation)
     if not isinstance(result.reward, Real):
         raise TypeError(f"the environment's reward must be a number, not {result.reward!r:.60}")
-    if not math.isfinite(result.reward):
+    if not abs(result.reward) <= MAX_REWARD:  # nan included
         raise FloatingPointError(
-            f"the environment's reward must be a finite number, not {result.reward}"
+            f"the environment's reward must be a finite number, not {result.reward}, and at most"
+            f" {MAX_REWARD:g} in size"
         )
     if not isinstance(result.info, dict):
         raise TypeError(f"the info of a step must be a dict, not {result.info!r:.60}")
@@ -120,24 +122,28 @@ def _observation(method: str, observation: Any) -> Observation:
     """A text unchanged; messages, in any accepted form, as a tuple of `Message`."""
     if isinstance(observation, str):
         return _text(method, observation)
-    pairs = observation if isinstance(observation, (list, tuple)) else ()
-    messages = []
-    for one in pairs:
-        if isinstance(one, Mapping):
-            one = (one.get("role"), one.get("content"))
-        role, content = (one.role, one.content) if isinstance(one, Message) else one
+    pairs = list(map(_pair, observation)) if isinstance(observation, (list, tuple)) else []
+    if not pairs or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        raise TypeError(
+            f"the observation of {method} must be text (str) or messages (role, content), not"
+            f" {observation!r:.60}; convert it in the environment"
+        )
+    for role, _ in pairs:
         if role not in ROLES:
             raise ValueError(
                 f"a message of {method} must have one of the roles {', '.join(ROLES)}, not"
                 f" {role!r:.60}; the policy's answers are added for it"
             )
-        messages.append(Message(role, _text(method, content)))
-    if not messages:
-        raise TypeError(
-            f"the observation of {method} must be text (str) or messages (role, content), not"
-            f" {observation!r:.60}; convert it in the environment"
-        )
-    return tuple(messages)
+    return tuple(Message(role, _text(method, content)) for role, content in pairs)
+
+
+def _pair(message: Any) -> Any:
+    """Role and content of a message in any accepted form; anything else unchanged."""
+    if isinstance(message, Message):
+        return message.role, message.content
+    if isinstance(message, Mapping):
+        return message.get("role"), message.get("content")
+    return message
 
 
 def _text(method: str, observation: Any) -> str:

@@ -307,6 +307,7 @@ def test_without_a_narrator_the_thought_repeats_the_observation() -> None:
         ((b"x", 0.0, False, False, {}), "TypeError: the observation of step must be text"),
         (("x", None, False, False, {}), "TypeError: the environment's reward must be a number"),
         (("x", float("nan"), False, False, {}), "FloatingPointError: .* finite number, not nan"),
+        (("x", -1e300, True, False, {}), "FloatingPointError: .*, not -1e.300, and at most 1e.30"),
         (("x", 0.0, False, False, None), "TypeError: the info of a step must be a dict"),
         (StepResult("x", 1, True), None),
     ],

@@ -242,7 +242,9 @@ def test_the_policy_sees_what_the_chat_template_makes_of_tools_and_results() -> 
         ([("user", "x" * 1_000_001)], "has 1000001 characters"),
         ("\ud800", "surrogates not allowed"),
         (7, "must be text"),
-        ([7], "unpack"),
+        ([7], "must be text .str. or messages"),
+        (("Begin.", {}), "must be text .str. or messages .*, not .'Begin.', {}.; convert it"),
+        (["hi"], "must be text .str. or messages"),
     ],
 )
 def test_observations_of_the_wrong_kind(observation: object, message: str) -> None:

@@ -127,7 +127,8 @@ def play(renderer: ChatRenderer) -> Iterator[Callable]:
         (
             "nan",
             5.0,
-            "FloatingPointError: the environment's reward must be a finite number, not nan",
+            "FloatingPointError: the environment's reward must be a finite number, not nan, and at"
+            " most 1e+30 in size",
         ),
     ],
 )
