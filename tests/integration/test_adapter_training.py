@@ -24,7 +24,7 @@ TINY = """--environment-options {} --max-context-length 1500 --max-turns 3 --eva
 
 def train(directory: Path, environments: str, *flags: str) -> list[dict]:
     """Metrics of three steps, in which answers were played."""
-    run = launch(directory, 1, "--environments", environments, *TINY, *flags)
+    run = launch(directory, 1, "--environments", environments, *TINY, *flags, timeout=800)
     steps = [line for line in read_metrics(run) if "rollout/reward" in line]
     assert len(steps) >= 3
     assert all(math.isfinite(line["rollout/reward"]) for line in steps)
@@ -38,6 +38,7 @@ def test_gymnasium_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("package", "environments"),
     [
@@ -119,6 +120,7 @@ def served(environment: str, folder: Path, port: int = 0) -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_openenv_server_trains(tmp_path: Path) -> None:
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     with served("bandit", tmp_path) as name:
@@ -127,6 +129,7 @@ def test_an_openenv_server_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_server_that_fails_and_hangs_costs_trajectories_only(tmp_path: Path) -> None:
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     (tmp_path / "unreliable.py").write_text(UNRELIABLE)
@@ -146,6 +149,7 @@ def wait_until(is_so: Callable[[], bool], run: Future[Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_outlives_its_server(tmp_path: Path) -> None:
     """Killed in the middle of a rollout and started again on its port: what was being played is
     counted and closed, the run goes on, and can be resumed.
@@ -153,17 +157,20 @@ def test_a_run_outlives_its_server(tmp_path: Path) -> None:
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     (tmp_path / "long.py").write_text(LONG)
     flags = [*TINY, "--save-interval", "1", "--keep-rollouts", "0", "--filter-keep-zero"]
+    flags += ["--environment-timeout", "300"]
     with ThreadPoolExecutor() as pool:
         with served("long:Long", tmp_path) as name:
             flags += ["--environments", f"{name}:4"]
-            run = pool.submit(launch, tmp_path, 1, *flags)
+            # A server takes some seconds to start, on a busy machine minutes.
+            flags += ["--environment-options", json.dumps({name: {"attempts": 60}})]
+            run = pool.submit(launch, tmp_path, 1, *flags, timeout=400)
             metrics, steps = tmp_path / "run" / "metrics.jsonl", tmp_path / "steps"
             wait_until(lambda: metrics.exists() and "\n" in metrics.read_text(), run)
             before = steps.stat().st_size
             wait_until(lambda: steps.stat().st_size >= before + 3, run)  # in the next rollout
         with served("long:Long", tmp_path, int(name.rpartition(":")[2])):
             lines = read_metrics(run.result())
-            launch(tmp_path, 1, *flags, "--resume", "--num-steps", "4")
+            launch(tmp_path, 1, *flags, "--resume", "--num-steps", "4", timeout=400)
     assert [line["step"] for line in lines] == [0, 1, 2]
     errors = [line["rollout/environment_errors"] for line in lines]
     assert sum(errors) > 0 and errors[-1] == 0, errors

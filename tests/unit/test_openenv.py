@@ -338,7 +338,8 @@ def play_at_once(names: list[str], num_sessions: int, servers: list[psutil.Proce
 
 
 @pytest.mark.parametrize(
-    ("num_servers", "num_sessions"), [(1, 40), pytest.param(4, 1000, marks=pytest.mark.slow)]
+    ("num_servers", "num_sessions"),
+    [(1, 40), pytest.param(4, 1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
 def test_sessions_leave_nothing_behind(tmp_path: Path, num_servers: int, num_sessions: int) -> None:
     """Neither files nor threads, here or on the servers; nor memory from one round to the next."""
