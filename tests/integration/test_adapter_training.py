@@ -156,8 +156,7 @@ def test_a_run_outlives_its_server(tmp_path: Path) -> None:
     """
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     (tmp_path / "long.py").write_text(LONG)
-    flags = [*TINY, "--save-interval", "1", "--keep-rollouts", "0", "--filter-keep-zero"]
-    flags += ["--environment-timeout", "300"]
+    flags = [*TINY, "--save-interval", "1", "--keep-rollouts", "0", "--environment-timeout", "300"]
     with ThreadPoolExecutor() as pool:
         with served("long:Long", tmp_path) as name:
             flags += ["--environments", f"{name}:4"]
