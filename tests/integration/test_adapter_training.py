@@ -19,7 +19,7 @@ from tests.support.training import ROOT, launch, read_metrics
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
 TINY = """--environment-options {} --max-context-length 1500 --max-turns 3 --eval-prompts 4
     --warm-start-first-turn-steps 40 --warm-start-steps 20 --warm-start-trajectories 60
-    --num-groups 4 --group-size 2""".split()
+    --num-groups 4 --group-size 2 --environment-timeout 300""".split()
 
 
 def train(directory: Path, environments: str, *flags: str) -> list[dict]:
@@ -156,7 +156,7 @@ def test_a_run_outlives_its_server(tmp_path: Path) -> None:
     """
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     (tmp_path / "long.py").write_text(LONG)
-    flags = [*TINY, "--save-interval", "1", "--keep-rollouts", "0", "--environment-timeout", "300"]
+    flags = [*TINY, "--save-interval", "1", "--keep-rollouts", "0"]
     with ThreadPoolExecutor() as pool:
         with served("long:Long", tmp_path) as name:
             flags += ["--environments", f"{name}:4"]
