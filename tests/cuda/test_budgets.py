@@ -168,7 +168,7 @@ def test_peak_memory_is_planned(implementation: Implementation, recompute: str) 
         pytest.skip("needs Transformer Engine")
     hf, max_tokens = config(4, hidden=256, vocab=2048), 960
     policy = build(implementation, hf, max_tokens, recompute)
-    batch = make_batch(2048, 12, 80)
+    batch = make_batch(2048, 8, 80)
     batch = batch.with_fields(
         old_logprobs=torch.full((batch.num_positions,), -7.0), advantages=batch.loss_mask.float()
     )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ragen_mega.data import distributed
+from tests.support.forked_ranks import on_ranks
 
 native = pytest.importorskip("fake_cuda_device", reason="needs the fake CUDA device")
 from tests.fake_cuda.counts import counted  # noqa: E402 there only beside the device
@@ -210,6 +211,24 @@ def test_collectives_take_what_their_backend_takes() -> None:
     with pytest.raises(RuntimeError, match="over gloo: No backend type associated with.* cuda"):
         dist.all_reduce(x, group=control)
     distributed.stop()
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("devices", [[0, 1], [0, 0]])
+def test_each_rank_has_a_device_of_its_own(devices: list[int]) -> None:
+    def work() -> None:
+        distributed.start()
+        torch.cuda.set_device(devices[distributed.rank()])
+        x = torch.ones(1, device="cuda")
+        if devices == [0, 1]:
+            dist.all_reduce(x)
+            assert x.item() == 2.0
+        else:
+            with pytest.raises(RuntimeError, match=r"Duplicate GPU detected: .* on \[0, 0\]"):
+                dist.all_reduce(x)
+        distributed.stop()
+
+    on_ranks(work, 2)
 
 
 def test_a_collective_runs_on_a_stream_of_its_own(side: torch.cuda.Stream) -> None:

@@ -3,6 +3,7 @@ estimators, and tensor, pipeline and sequence parallelism with the distributed o
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from ragen_mega.config import parse
 from ragen_mega.megatron.initialize import shutdown
+from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import Machine
 from ragen_mega.train import train
 from tests.support.runs import launch, metrics
@@ -24,10 +26,8 @@ TINY = """
     --eval-prompts 2 --rollout-engine embedded --lr 1e-3 --critic-lr 1e-3
 """.split()
 TRANSFORMER_ENGINE = "--bf16 --transformer-impl transformer_engine"
-SHARDED = """
-    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel
-    --use-distributed-optimizer
-"""
+SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+PIPELINE = f"{SHARDED} --pipeline-model-parallel-size 2"
 RUNS = {
     "float32": "",
     "grpo": "--advantage-estimator grpo",
@@ -40,8 +40,8 @@ RUNS = {
     "tensorwise": f"{TRANSFORMER_ENGINE} --fp8 hybrid --fp8-recipe tensorwise",
     "delayed": f"{TRANSFORMER_ENGINE} --fp8 hybrid --fp8-recipe delayed",
     "blockwise": f"{TRANSFORMER_ENGINE} --fp8 hybrid --fp8-recipe blockwise",
-    "blockwise, offload turns": (
-        f"{TRANSFORMER_ENGINE} --fp8 hybrid --fp8-recipe blockwise --offload turns"
+    "tensorwise, offload turns": (
+        f"{TRANSFORMER_ENGINE} --fp8 hybrid --fp8-recipe tensorwise --offload turns"
     ),
 }
 SAMPLED_BY_SGLANG = {
@@ -71,15 +71,29 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_step_on_one_device(name: str, rows: dict[str, dict[str, float]], tmp_path: Path) -> None:
+def test_a_step_on_one_device(
+    name: str,
+    rows: dict[str, dict[str, float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     flags = RUNS[name]
     skip_without_layers(flags)
+    restore, came_to_update = Offloadable.restore, Counter[str]()
+
+    def noted(memory: Offloadable, *kinds: Kind) -> int:
+        came_to_update[memory.name] += "gradients" in kinds
+        return restore(memory, *kinds)
+
+    monkeypatch.setattr(Offloadable, "restore", noted)
     try:
         train(parse([*TINY, *flags.split(), "--output", str(tmp_path), "--name", "run"]))
     finally:
         shutdown()
     (rows[name],) = metrics(tmp_path / "run")
     check(rows[name], flags)
+    if "turns" in flags:  # once a step, though each has two minibatches
+        assert came_to_update == {"actor": 1, "critic": 1}
     same = name.partition(", offload")[0]  # memory handover changes no number
     if name.startswith("offload") or name == "recompute":
         same = "float32"
@@ -108,20 +122,21 @@ def test_a_step_sampled_by_sglang(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
-        "--advantage-estimator grpo",
-        TRANSFORMER_ENGINE,
-        f"{TRANSFORMER_ENGINE} --fp8 hybrid",
+        PIPELINE,
+        f"{SHARDED} --advantage-estimator grpo --offload rollout",  # twice data-parallel
+        f"{PIPELINE} {TRANSFORMER_ENGINE} --fp8 hybrid --offload turns",
+        pytest.param(f"{PIPELINE} {TRANSFORMER_ENGINE}", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_on_four_devices(flags: str, tmp_path: Path) -> None:
     """The float32 step is that of one rank."""
     skip_without_layers(flags)
-    command = [*TINY, *flags.split(), "--hidden-size", "128", "--ffn-hidden-size", "256"]
-    (sharded,) = metrics(launch(tmp_path, "sharded", 4, *command, *SHARDED.split()))
+    command = [*TINY, "--hidden-size", "128", "--ffn-hidden-size", "256"]
+    (sharded,) = metrics(launch(tmp_path, "sharded", 4, *command, *flags.split()))
     check(sharded, flags)
     if "--bf16" not in flags:
-        (alone,) = metrics(launch(tmp_path, "alone", 1, *command))
+        estimator = ["--advantage-estimator", "grpo"] if "grpo" in flags else []
+        (alone,) = metrics(launch(tmp_path, "alone", 1, *command, *estimator))
         for key in ("actor/grad_norm", "critic/grad_norm")[: 1 if "grpo" in flags else 2]:
             assert sharded[key] == pytest.approx(alone[key], rel=1e-3), key
     assert not torch.distributed.is_initialized()

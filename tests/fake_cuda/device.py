@@ -412,7 +412,10 @@ _COLLECTIVES = (
     " all_gather_into_tensor all_to_all all_to_all_single reduce_scatter reduce_scatter_tensor"
     " all_gather_single reduce_scatter_single"  # torch 2.13's names of two
 ).split()
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 _nccl_groups: list[dist.ProcessGroup] = []
+_groups_that_met: list[dist.ProcessGroup] = []
+_all_gather = dist.all_gather  # gloo's
 
 
 def _is_nccl(group: dist.ProcessGroup | None) -> bool:
@@ -454,7 +457,8 @@ def _install_nccl() -> None:
 
     def forget(group: dist.ProcessGroup | None = None) -> None:
         destroy(group)
-        _nccl_groups[:] = [known for known in _nccl_groups if group and known is not group]
+        for groups in (_nccl_groups, _groups_that_met):
+            groups[:] = [known for known in groups if group and known is not group]
 
     get_backend, default_device = dist.get_backend, c10d._get_object_coll_device
     replacements: dict[str, Any] = dict(
@@ -495,13 +499,30 @@ def _checked(collective: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(*args: Any, **options: Any) -> Any:
         groups = [value for value in args if isinstance(value, dist.ProcessGroup)]
-        is_nccl = _is_nccl(options.get("group") or (groups[0] if groups else None))
+        group = options.get("group") or (groups[0] if groups else None)
+        is_nccl = _is_nccl(group)
         for tensor in _tensors((*args, *options.values())):
             if tensor.is_cuda != is_nccl:
                 raise RuntimeError(
                     f"{collective.__name__} over {'NCCL' if is_nccl else 'gloo'}: No backend type"
                     f" associated with device type {tensor.device.type}"
                 )
+        if is_nccl and collective.__name__ not in _POINT_TO_POINT:
+            _meet(group or dist.group.WORLD)
         return collective(*args, **options)
 
     return checked
+
+
+def _meet(group: dist.ProcessGroup) -> None:
+    """As NCCL does when the ranks of a group first communicate: each must have a device of its
+    own.
+    """
+    if group.size() == 1 or any(group is known for known in _groups_that_met):
+        return
+    mine = torch.tensor([native.get_device()], device="cpu")
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    _all_gather(found, mine, group=group)
+    if len(devices := sorted(map(int, found))) > len({*devices}):
+        raise RuntimeError(f"NCCL: Duplicate GPU detected: the ranks of a group are on {devices}")
+    _groups_that_met.append(group)

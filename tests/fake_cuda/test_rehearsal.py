@@ -18,17 +18,18 @@ from tests.fake_cuda import build
 from tests.fake_cuda.processes import ROOT, environment, write_python
 
 LAYERS = "tests/integration/test_transformer_engine.py"
+OFFLOAD = "tests/integration/test_offload.py"
+PINNED = f"{OFFLOAD}::test_host_memory_is_pinned_and_as_large_as_what_it_holds"
+# without a GPU they take the CPU's branches, here CUDA's: buffers on the device, IPC handles
+WEIGHTS = ["tests/unit/test_sglang_life.py", "tests/unit/test_sglang_weights.py"]
 ENGINE = "tests/integration/test_sglang_engine.py"
-ON_A_GPU = ["-m", "gpu and not silicon and not slow"]
 GROUPS = {
-    "steps": ["tests/cuda", "tests/integration/test_offload.py", *ON_A_GPU],
-    "layers": [LAYERS, "-k", "not learns", *ON_A_GPU],
-    "learning": [LAYERS, "-k", "learns", *ON_A_GPU],
-    # without a GPU they take the CPU's branches, here CUDA's: buffers on the device, IPC handles
-    "weights": ["tests/unit/test_sglang_life.py", "tests/unit/test_sglang_weights.py"],
+    "default": ["tests/cuda", LAYERS, PINNED, *WEIGHTS, "-m", "not silicon and not slow"],
+    "slow": ["tests/cuda", LAYERS, "-m", "slow and not silicon"],
     # what holds for the real server holds for its stand-in on CUDA
     "engine": [ENGINE, "-k", "follow_transformers or greedy or cannot_be_generated"],
 }
+"""The tests of each are run by one process, which imports everything once."""
 PARTS = "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines".split()
 SOON = ["versions", "reshard"]
 """The parts of the GPU check that no other test here comes near: ranks by the launcher."""
@@ -42,15 +43,10 @@ pytestmark = [
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "group",
-    [
-        "steps",
-        "layers",
-        "weights",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("engine", "learning")),
-    ],
+    ["default", *(pytest.param(group, marks=pytest.mark.slow) for group in ("slow", "engine"))],
 )
 def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
-    if LAYERS in GROUPS[group] and build.transformer_engine() is None:
+    if group == "slow" and build.transformer_engine() is None:
         pytest.skip("there is no Transformer Engine: python tests/fake_cuda/build.py says why")
     shared = tmp_path / "shared"
     server = write_python(tmp_path, shared)

@@ -212,6 +212,9 @@ def test_host_memory_is_pinned_and_as_large_as_what_it_holds() -> None:
         torch.cuda.host_memory_stats().get("allocated_bytes.current", 0),
     )
     memory = Offloadable(lambda: [("parameters", "small", small), ("parameters", "large", large)])
+    # the copies have come when the call returns
+    for found, expected in zip(memory.snapshot("parameters").values(), before, strict=True):
+        assert torch.equal(found, expected)
     for _ in range(2):
         assert (
             memory.offload() == 2**26 + 1001

@@ -27,10 +27,11 @@ from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.http_json import RequestRefused
 from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
-from ragen_mega.engines.sglang.weights import Message, send
+from ragen_mega.engines.sglang.weights import IpcTransfer, Message, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import Collection, PlaySettings, in_groups, tasks_for_group
+from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.support.processes import command_of, is_alive, wait_until
 from tests.support.sglang_server import (
@@ -54,6 +55,7 @@ from tests.support.small_policy import lake_tokenizer
 pytestmark = needs_sglang
 
 ROOT = Path(__file__).parents[2]
+BUCKET = 64 * 1024
 same_on_a_cpu = pytest.mark.skipif(
     IS_CUDA, reason="the device makes no difference, and each server takes its time to start"
 )
@@ -61,22 +63,14 @@ same_on_a_cpu = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    yield from start_once(tmp_path_factory, "file")
-
-
-@pytest.fixture(scope="module")
-def ipc_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    yield from start_once(tmp_path_factory, "ipc")
-
-
-def start_once(
-    tmp_path_factory: pytest.TempPathFactory, transfer: Literal["file", "ipc"]
-) -> Iterator[SGLangEngine]:
     """For all tests of this file, because a server takes half a minute to start."""
-    directory = tmp_path_factory.mktemp(transfer)
-    engine = SGLangEngine(CONFIG, settings(directory), transfer=transfer, bucket_bytes=64 * 1024)
+    engine = start(tmp_path_factory.mktemp("file"), "file")
     yield engine
     engine.shutdown()
+
+
+def start(directory: Path, transfer: Literal["file", "ipc"]) -> SGLangEngine:
+    return SGLangEngine(CONFIG, settings(directory), transfer=transfer, bucket_bytes=BUCKET)
 
 
 def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLangEngine) -> None:
@@ -289,31 +283,43 @@ def episode() -> Episode:
 
 
 @same_on_a_cpu
-def test_weights_through_a_shared_buffer(ipc_engine: SGLangEngine) -> None:
-    for version in (1, 2):
-        model = build_model(version)
-        with ipc_engine.awake():
-            ipc_engine.load_weights(shards(model))
-            ipc_engine.start()
-            for prompt, answer in asyncio.run(converse(ipc_engine, version, temperature=1.0)):
+def test_weights_through_a_shared_buffer(engine: SGLangEngine) -> None:
+    """The server takes them in either way, so these come past the engine."""
+    transfer = IpcTransfer(CONFIG, EngineShard(), torch.float32, bucket_bytes=BUCKET)
+    with engine.awake():
+        engine.load_weights(shards(build_model(1)))
+        engine.start()
+        for seed in (2, 3):
+            model = build_model(seed)
+            buckets = transfer.receive(shards(model))
+            send(engine.server.client, buckets, engine.weight_version)
+            for prompt, answer in asyncio.run(converse(engine, seed, temperature=1.0)):
                 check_logprobs(model, prompt, answer, 1.0)
+    transfer.close()
 
 
-@pytest.mark.parametrize(
-    ("fixture", "num_sent_again"),
-    [
-        # tests/unit/test_sglang_life.py has the same with a server that starts at once.
-        pytest.param("engine", 0, marks=[same_on_a_cpu, pytest.mark.slow]),
-        ("ipc_engine", 1),
-    ],
-)
+@same_on_a_cpu
 def test_a_rollout_survives_sigkill_of_the_server(
-    fixture: str, num_sent_again: int, renderer: ChatRenderer, request: pytest.FixtureRequest
+    engine: SGLangEngine, renderer: ChatRenderer
 ) -> None:
-    """With files the engine has a copy of the weights for the next server; a shared buffer has to
-    be filled again.
-    """
-    engine: SGLangEngine = request.getfixturevalue(fixture)
+    """With files the engine has a copy of the weights for the next server."""
+    check_a_kill(engine, renderer, num_sent_again=0)
+
+
+# Without a GPU tests/unit/test_sglang_life.py has the same with a server that starts at once.
+@(pytest.mark.gpu if IS_CUDA else pytest.mark.slow)
+def test_a_shared_buffer_is_filled_again_after_sigkill(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    engine = start(tmp_path, "ipc")
+    try:
+        check_a_kill(engine, renderer, num_sent_again=1)
+    finally:
+        engine.shutdown()
+
+
+def check_a_kill(engine: SGLangEngine, renderer: ChatRenderer, num_sent_again: int) -> None:
+    """Kill the server's scheduler in the middle of a rollout, which goes on to its end."""
     tasks = [
         task
         for group in range(2)
@@ -390,6 +396,7 @@ with engine.awake():
 
 
 @same_on_a_cpu
+@pytest.mark.slow  # with any program as the server: tests/unit/test_supervisor.py
 def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
     program = TRAINER.replace("{path!r}", repr([str(ROOT)]))
     trainer = subprocess.Popen(

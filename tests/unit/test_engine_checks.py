@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Qwen2Config
 
 from ragen_mega.config import parse
@@ -78,6 +79,18 @@ def test_how_long_a_server_may_take_to_start(tmp_path: Path) -> None:
         return server_settings(parse([*python, *flags])).start_timeout
 
     assert seconds() == 300 and seconds("--sglang-start-timeout", "7") == 7
+
+
+def test_a_server_takes_the_device_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python").touch(0o700)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    flags = ("--rollout-engine", "sglang", "--sglang-python", str(tmp_path / "python"))
+    command = server_settings(parse(flags)).arguments(Path("model"), 1)
+    for name, value in (("--device", "cuda"), ("--base-gpu-id", "3")):
+        assert command[command.index(name) + 1] == value
 
 
 def test_a_quotation_without_an_end() -> None:
