@@ -208,7 +208,7 @@ sglang_python() {
 write_server() { # DIRECTORY FLAGS [FLAG to leave out]
     printf '#!/usr/bin/env bash\nexport PYTHONPATH=%q\n' "${SITE:+$SITE:}$1/lib" >"$1/python"
     printf 'for flag; do shift; [ "$flag" = %q ] || set -- "$@" "$flag"; done\nexec %q "$@" %s\n' \
-        "${3:-none}" "$python" "$2" >>"$1/python"
+        "${3:-}" "$python" "$2" >>"$1/python"
     chmod +x "$1/python"
 }
 

@@ -115,11 +115,16 @@ esac
 """
 
 
+SERVER = "-m sglang.launch_server --grammar-backend none --tp-size 1".split()
+
+
 @pytest.fixture(scope="module", params=[(), ("--small",)], ids=["full", "small"])
 def asked(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[list[str]]:
-    """The command lines of Python programs that all parts come to where each of them works."""
+    """The command lines of Python programs that all parts come to where each of them works; at the
+    end that of a server, as the program that starts servers gives it on.
+    """
     folder = tmp_path_factory.mktemp("gpu_check")
     python = folder / "python"
     python.write_text(RECORDING.format(python=sys.executable, folder=folder))
@@ -132,6 +137,7 @@ def asked(
     assert [part["part"] for part in report["parts"]] == order.split()
     with tarfile.open(folder / "kept.tar.gz") as kept:
         assert {"./report.md", "./report.json", "./engines.log"} <= set(kept.getnames())
+    subprocess.run([folder / "out/.sglang/python", *SERVER], check=True)
     return [line.split("\0")[:-1] for line in (folder / "asked").read_text().splitlines()]
 
 
@@ -151,8 +157,10 @@ def test_every_command_exists_with_its_flags(
         return lambda work: read
 
     monkeypatch.setattr(command_line, "command", only_parse)
+    *commands, server = asked
+    assert server[: len(SERVER)] == SERVER and server[-1] == "--disable-cuda-graph"
     tools, recipes = set(), []
-    for program, *arguments in asked:
+    for program, *arguments in commands:
         if program == "-m":
             files = [Path(word) for word in arguments if word.startswith("tests/")]
             assert arguments[0] == "pytest" and files and all((ROOT / f).exists() for f in files)
