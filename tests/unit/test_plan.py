@@ -231,3 +231,13 @@ def test_an_engine_in_fp8_and_a_copy_of_its_weights_on_the_host() -> None:
     weights = engine_bytes(shape, plain)[0]
     assert weights == shape.num_parameters and engine_bytes(shape, fp8)[0] == weights - linear // 2
     assert host_bytes(shape, kept) - host_bytes(shape, plain) == weights
+
+
+@pytest.mark.parametrize(("offload", "copies"), [("none", 1), ("rollout", 2)])
+def test_a_checkpoint_on_its_way_to_the_disk_is_in_host_memory(offload: str, copies: int) -> None:
+    """Weights in bfloat16, their masters and Adam's moments in float32."""
+    shape = shape_of("Qwen3-8B")
+    flags = ("--bf16", "--advantage-estimator", "grpo", "--offload", offload)
+    setting = Setting.from_config(parse(flags), 1)
+    expected = copies * (2 + 3 * 4) * shape.num_parameters
+    assert host_bytes(shape, setting) == pytest.approx(expected, rel=1e-3)
