@@ -39,8 +39,10 @@ class InOneProcess(IpcTransfer):
 
 def test_a_sync_keeps_its_budget() -> None:
     transfer = InOneProcess(CONFIG, EngineShard(), torch.bfloat16)
-    weights = {
-        name: torch.randn(tensor.shape, dtype=tensor.dtype, device="cuda")
+    weights = {  # rows are alike, which is soon made
+        name: torch.randn(tensor.shape[-1], dtype=tensor.dtype, device="cuda")
+        .expand(tensor.shape)
+        .contiguous()
         for name, tensor in transfer._expected.items()
     }
     server = nn.Module()
