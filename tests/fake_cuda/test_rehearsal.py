@@ -23,13 +23,17 @@ PINNED = f"{OFFLOAD}::test_host_memory_is_pinned_and_as_large_as_what_it_holds"
 # without a GPU they take the CPU's branches, here CUDA's: buffers on the device, IPC handles
 WEIGHTS = ["tests/unit/test_sglang_life.py", "tests/unit/test_sglang_weights.py"]
 ENGINE = "tests/integration/test_sglang_engine.py"
+FAST = ["-m", "not silicon and not slow"]
 GROUPS = {
-    "default": ["tests/cuda", LAYERS, PINNED, *WEIGHTS, "-m", "not silicon and not slow"],
+    "steps": ["tests/cuda", PINNED, *WEIGHTS, *FAST],
+    "layers": [LAYERS, *FAST],
     "slow": ["tests/cuda", LAYERS, "-m", "slow and not silicon"],
     # what holds for the real server holds for its stand-in on CUDA
     "engine": [ENGINE, "-k", "follow_transformers or greedy or cannot_be_generated"],
 }
-"""The tests of each are run by one process, which imports everything once."""
+"""The tests of each are run by one process. Layers have one of their own: after the steps
+they took several times as long.
+"""
 PARTS = "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines".split()
 SOON = ["reshard"]
 """The part of the GPU check that no other test here comes near: ranks by the launcher."""
@@ -43,10 +47,14 @@ pytestmark = [
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "group",
-    ["default", *(pytest.param(group, marks=pytest.mark.slow) for group in ("slow", "engine"))],
+    [
+        "steps",
+        "layers",
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("slow", "engine")),
+    ],
 )
 def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
-    if group == "slow" and build.transformer_engine() is None:
+    if group in ("layers", "slow") and build.transformer_engine() is None:
         pytest.skip("there is no Transformer Engine: python tests/fake_cuda/build.py says why")
     shared = tmp_path / "shared"
     server = write_python(tmp_path, shared)
