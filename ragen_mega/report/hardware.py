@@ -5,7 +5,7 @@ libraries that compute.
 import os
 import platform
 from collections.abc import Iterable
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -27,9 +27,15 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of Python, CUDA and `packages`, `none` for what is absent. An SGLang server may run
     in another environment with other versions.
     """
-    installed = {found.name.lower().replace("_", "-"): found.version for found in distributions()}
     interpreter = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    return interpreter | {name: installed.get(name, "none") for name in packages}
+    return interpreter | {name: _installed(name) for name in packages}
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def describe() -> str:
