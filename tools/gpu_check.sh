@@ -98,7 +98,8 @@ smaller() { # PART: the flags with which --small makes it small
     local shape="$output/small" tiny
     tiny="--hidden-size 64 --ffn-hidden-size 128 --num-layers 2 --num-groups 2 --group-size 4
         --minibatch-size 4 --warm-start-first-turn-steps 2 --warm-start-steps 2
-        --warm-start-trajectories 8 --eval-prompts 2 --max-response-length 4"
+        --warm-start-trajectories 8 --eval-prompts 2 --max-response-length 4
+        --filter-strategy none --filter-value None" # all of its rewards may be equal
     mkdir -p "$shape"
     cat >"$shape/config.json" <<'JSON'
 {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256,
@@ -280,6 +281,8 @@ import sys
 from ragen_mega.report.metrics import read_metrics
 
 for row in (rows := read_metrics(sys.argv[1])):
+    if "mismatch/logprob_mean_abs_diff" not in row:
+        raise SystemExit(f"step {row['step']} trained on nothing: its rewards were all equal")
     mean, largest = (row[f"mismatch/logprob_{kind}_abs_diff"] for kind in ("mean", "max"))
     said = f"log-probabilities differ by {mean:.4f} in the mean, {largest:.4f} at most"
     print(f"{sys.argv[1]} step {row['step']}: {said}")

@@ -93,7 +93,7 @@ def test_the_gpu_check_passes(parts: list[str], tmp_path: Path) -> None:
             SITE=str(build.HERE / "site"),
             PYTHON=str(python),
             SHARES=" ".join(f"{part}=1000" for part in parts),
-            RAGEN_FAKE_CUDA_GIB="4",
+            RAGEN_FAKE_CUDA_GIB="16",  # the plan counts 4.5 for CUDA, NCCL and an engine alone
             RAGEN_FAKE_CUDA_SHARED=str(tmp_path / "shared"),
         ),
         capture_output=True,
