@@ -128,7 +128,29 @@ def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool) -> bool
 def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:
     """The command that begins or goes on with one run."""
     name = ("--output", folder, "--name", f"{arm.name}-seed{seed}", "--seed", seed, "--resume")
-    return ranks_command(ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
+    return ranks_command(arm.ranks or ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
+
+
+def chosen(study: Study, models: str | None, layouts: str | None) -> list[Arm]:
+    """The arms of these models under these layouts, names with commas between; by default all
+    models under the first layout. Raises ValueError for a name that the study does not have.
+    """
+    if study.target is None:
+        if models or layouts:
+            raise ValueError(f"study {study.name} has no models and layouts; drop those flags")
+        return list(study.arms)
+    picked = {}
+    for flag_name, kind, text in (("--models", "model", models), ("--layouts", "layout", layouts)):
+        known = list(dict.fromkeys(getattr(arm, kind) for arm in study.arms))
+        default = known if kind == "model" else known[:1]
+        names = known if text == "all" else text.split(",") if text else default
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(
+                f"{flag_name} names {', '.join(unknown)}; study {study.name} has"
+                f" {', '.join(known)}, or all"
+            )
+        picked[kind] = names
+    return [arm for arm in study.arms if all(getattr(arm, kind) in picked[kind] for kind in picked)]
 
 
 class Runner:
@@ -392,6 +414,8 @@ def write_report(
     flag("--match", "steps, tokens or none: what all arms have the same of", "none"),
     flag("--jobs", "runs at a time", 1),
     flag("--ranks", "ranks of a run", 1),
+    flag("--models", "of a scaling study: which, with commas between (default: all)"),
+    flag("--layouts", "of a scaling study: which, or all (default: its first)"),
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
     flag("--output", "folder of the runs (default: studies/NAME-PRESET)", type=Path),
     flag("--reports", "folder of the report", Path("docs/results/studies")),
@@ -411,6 +435,7 @@ def main(arguments: argparse.Namespace) -> int | None:
         raise ValueError("--seeds, --jobs and --ranks must be at least 1")
     study = find(arguments.study, arguments.preset)
     study = replace(study, flags=(*study.flags, *shlex.split(arguments.flags)))
+    arms = chosen(study, arguments.models, arguments.layouts)
     folder = arguments.output or Path("studies") / f"{study.name}-{study.preset}"
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for arm in study.arms:
@@ -425,15 +450,17 @@ def main(arguments: argparse.Namespace) -> int | None:
             folder / f"{arm.name}-seed{seed}.log",
         )
         for seed in seeds  # whole comparisons first
-        for arm in study.arms
-        if not (folder / f"{arm.name}-seed{seed}" / SUMMARY_FILE).exists()
+        for arm in arms
+        if seed - arguments.first_seed < (arm.seeds or arguments.seeds)
+        and not (folder / f"{arm.name}-seed{seed}" / SUMMARY_FILE).exists()
     ]
     if arguments.slurm:
         arguments.slurm.write_text("".join(shlex.join(words) + "\n" for _, words, _ in jobs))
         print(f"{len(jobs)} commands in {arguments.slurm}; then --report")
         return 0
     cores = len(os.sched_getaffinity(0))
-    runner = Runner(jobs, max(1, cores // (arguments.jobs * arguments.ranks)))
+    ranks = max(arm.ranks or arguments.ranks for arm in arms)
+    runner = Runner(jobs, max(1, cores // (arguments.jobs * ranks)))
     print(f"{len(jobs)} runs to go, {arguments.jobs} at a time, in {folder}", flush=True)
     try:
         runner.run(arguments.jobs)

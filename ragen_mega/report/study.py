@@ -27,6 +27,13 @@ class Arm:
     name: str
     flags: tuple[str, ...]
     """Appended to those of the study, which they override."""
+    ranks: int | None = None
+    """Ranks of its runs (default: what the command line says)."""
+    seeds: int | None = None
+    """How many of the seeds it has runs of, the first ones (default: all)."""
+    model: str = ""
+    """In a scaling study what is trained; `layout` is how it is laid out."""
+    layout: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,8 @@ class Study:
     avoidable ones.
     """
     notes: str = ""
+    target: float | None = None
+    """Success whose cost a scaling study states; None for a study that is none."""
 
     @classmethod
     def read(cls, path: Path, preset: str) -> "Study":
@@ -66,22 +75,24 @@ class Study:
         differ, `paper_flags`; optional `[[claims]]` with `says`, `better`, `worse`, `set`, and
         `metrics`, `notes`.
 
+        A scaling study has `target` and, for arms, every pair of `[[models]]` and `[[layouts]]`,
+        each with `name`, `flags`, `ranks` (1; those of a pair are their product) and `seeds` (all).
+        The first layout is the one in which models are compared.
+
         Raises ValueError, in one line, for anything else.
         """
         try:
             data = tomllib.loads(path.read_text())
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
-        _check_keys(path, "a study", data, required=("title", "source", "arms"), others=_OTHERS)
+        scales = "models" in data
+        parts = ("models", "layouts", "target") if scales else ("arms",)
+        _check_keys(path, "a study", data, required=("title", "source", *parts), others=_OTHERS)
         if preset not in data:
             raise ValueError(f"{path} has no preset [{preset}]; it has {_presets(data)}")
         part = data[preset]
         _check_keys(path, f"[{preset}]", part, ("recipe",), ("flags", "confounds"))
-        arms = []
-        for arm in data["arms"]:
-            _check_keys(path, "an arm", arm, ("name", "flags"), ("paper_flags",))
-            words = arm.get("paper_flags", arm["flags"]) if preset == "paper" else arm["flags"]
-            arms.append(Arm(arm["name"], tuple(shlex.split(words))))
+        arms = _pairs(path, data) if scales else _arms(path, data, preset)
         names = [arm.name for arm in arms]
         if len(set(names)) < len(names) or not all(map(_is_plain, names)):
             raise ValueError(
@@ -106,7 +117,36 @@ class Study:
             metrics=tuple(data.get("metrics", cls.metrics)),
             confounds=tuple(part.get("confounds", ())),
             notes=data.get("notes", ""),
+            target=data.get("target"),
         )
+
+
+def _arms(path: Path, data: Mapping[str, Any], preset: str) -> list[Arm]:
+    arms = []
+    for arm in data["arms"]:
+        _check_keys(path, "an arm", arm, ("name", "flags"), ("paper_flags",))
+        words = arm.get("paper_flags", arm["flags"]) if preset == "paper" else arm["flags"]
+        arms.append(Arm(arm["name"], tuple(shlex.split(words))))
+    return arms
+
+
+def _pairs(path: Path, data: Mapping[str, Any]) -> list[Arm]:
+    """Every model under every layout."""
+    for kind in ("models", "layouts"):
+        for one in data[kind]:
+            _check_keys(path, f"one of {kind}", one, ("name", "flags"), ("ranks", "seeds"))
+    return [
+        Arm(
+            f"{model['name']}-{layout['name']}",
+            tuple(shlex.split(f"{model['flags']} {layout['flags']}")),
+            ranks=model.get("ranks", 1) * layout.get("ranks", 1),
+            seeds=layout.get("seeds", model.get("seeds")),
+            model=model["name"],
+            layout=layout["name"],
+        )
+        for model in data["models"]
+        for layout in data["layouts"]
+    ]
 
 
 _OTHERS = (*PRESETS, "claims", "metrics", "notes")
