@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from ragen_mega.commands.command_line import PROGRAM, run_ranks
 from ragen_mega.commands.plan_validation import solve
-from ragen_mega.config import parse
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.hardware import Constants, Hardware, Machine
@@ -257,6 +257,30 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     }
 
 
+def played(rows: Sequence[Mapping[str, float]], config: StarPOConfig) -> Play:
+    """What the trajectories of a run's steps were like, by the medians of its metrics."""
+    rows = [row for row in rows if "update/tokens_per_second" in row]  # those that trained
+
+    def median(value: Callable[[Mapping[str, float]], float]) -> float:
+        return statistics.median(map(value, rows))
+
+    def length(row: Mapping[str, float]) -> float:
+        seconds = row["time/advantages"] + row["time/update"]
+        kept = row["filter/kept_groups"] * config.rollout.group_size
+        trained = kept * config.train.updates_per_rollout
+        return row["update/tokens_per_second"] * seconds / trained
+
+    turns = max(1, round(median(lambda row: row["rollout/num_turns"])))
+    sampled = median(lambda row: row["rollout/sampled_tokens"] / row["rollout/num_trajectories"])
+    return Play(
+        turns,
+        (median(length) - sampled) / turns,
+        sampled / turns,
+        environment_seconds=0.0,
+        sharing=1 / median(lambda row: row.get("actor/computed_share", 1.0)),
+    )
+
+
 def compare(machine: Machine, name: str, directory: Path) -> list[dict[str, Any]]:
     """Train one of CONFIGURATIONS; predicted beside measured seconds, phase by phase. The mean
     tokens of a turn are those that were sampled.
@@ -268,20 +292,7 @@ def compare(machine: Machine, name: str, directory: Path) -> list[dict[str, Any]
     rows = read_metrics(directory / "run" / METRICS_FILE)[WARMUP:]
     shape = ModelShape.of(AutoConfig.from_pretrained(directory / "run" / FINAL_EXPORT))
     config = parse(flags)
-    played = config.rollout.num_groups * config.rollout.group_size
-    turns = statistics.median([row["rollout/num_turns"] for row in rows])
-    sampled = statistics.median([row["rollout/sampled_tokens"] for row in rows]) / played
-    # nothing is filtered, so every position was trained on
-    tokens = statistics.median(
-        [
-            row["update/tokens_per_second"] * (row["time/advantages"] + row["time/update"])
-            for row in rows
-        ]
-    )
-    tokens /= played
-    turns = max(1, round(turns))
-    play = Play(turns, (tokens - sampled) / turns, sampled / turns, environment_seconds=0.0)
-    phases = step_seconds(machine, shape, config, ranks, play)
+    phases = step_seconds(machine, shape, config, ranks, played(rows, config))
     compared = []
     for phase, parts in PHASES.items():
         guess = sum(sum(phases.get(part, {}).values()) for part in parts)

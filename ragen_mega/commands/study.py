@@ -5,6 +5,8 @@
     ragen-mega study filter --slurm lines.txt     # a command a line, for a job array
     ragen-mega study filter --report              # what there is so far
     ragen-mega study --list
+    ragen-mega study scaling --models 0.2M,3M --layouts all
+    ragen-mega study qwen --preset paper --hardware H100 --predict
 
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
@@ -18,7 +20,6 @@ sampled trajectories; none takes the number of steps from the arms.
 import argparse
 import hashlib
 import json
-import math
 import os
 import queue
 import shlex
@@ -39,13 +40,16 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib import pyplot
 
+from ragen_mega.commands import study_scaling
 from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
+from ragen_mega.commands.plan import find_machine
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES
+from ragen_mega.models.hardware import Machine
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance
-from ragen_mega.report.study import PRESETS, Arm, Estimate, Study, estimate
+from ragen_mega.report.study import PRESETS, Arm, Estimate, Study, estimate, percent
 
 STUDIES = RECIPES.parent / "studies"
 IDENTITY = "study.json"
@@ -103,8 +107,11 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool) -> bool:
-    """Record in the folder the code and study of its runs; returns whether there are several.
+def claim_folder(
+    folder: Path, study: Study, match: str, *, mixed: bool, only_report: bool = False
+) -> bool:
+    """Record in the folder the code and study of its runs; returns whether there are several. A
+    report runs nothing, so that the code may be newer than the runs, whose record stays.
 
     Raises ValueError if it holds runs of others and `mixed` does not accept that.
     """
@@ -113,7 +120,9 @@ def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool) -> bool
     path = folder / IDENTITY
     if path.exists():
         before = json.loads(path.read_text())
-        differing = [key for key in told if before[key] != now[key]]
+        if only_report:
+            now |= {key: before[key] for key in ("code", "place")}
+        differing = [key for key in told if not _is_same(key, before[key], now[key])]
         now["is_mixed"] = before["is_mixed"] or bool(differing)
         if differing and not mixed:
             raise ValueError(
@@ -123,6 +132,16 @@ def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool) -> bool
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, now)
     return now["is_mixed"]
+
+
+def _is_same(key: str, before: Any, now: Any) -> bool:
+    """Whether runs can be compared. A study may get another text, and arms more."""
+    if key != "study":
+        return before == now
+    arms = {arm["name"]: arm["flags"] for arm in before["arms"]}
+    return all(before[part] == now[part] for part in ("recipe", "flags")) and all(
+        arms.get(arm["name"], arm["flags"]) == arm["flags"] for arm in now["arms"]
+    )
 
 
 def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:
@@ -231,7 +250,9 @@ def collect(study: Study, folder: Path, seeds: Sequence[int]) -> dict[str, dict[
                 records = read_metrics(run / METRICS_FILE)
                 tokens = sum(record.get("rollout/sampled_tokens") or 0 for record in records)
                 cost = {"tokens": tokens, "seconds": summary["seconds"]}
-                found[arm.name][seed] = summary | {"cost": cost, "records": records}
+                found[arm.name][seed] = summary | {
+                    "cost": cost, "records": records, "directory": run
+                }  # fmt: skip
     return found
 
 
@@ -331,15 +352,6 @@ def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mix
     return "\n\n".join(parts) + "\n"
 
 
-def percent(of: Estimate, *, signed: bool = False) -> str:
-    """`61.2% (58.0% - 64.4%)`."""
-    form = "{:+.1%}" if signed else "{:.1%}"
-    mean = form.format(of.mean)
-    if math.isinf(of.low):
-        return f"{mean} (one seed: no interval)"
-    return f"{mean} ({form.format(of.low)} to {form.format(of.high)})"
-
-
 def judged(less: Estimate | None) -> tuple[str, str]:
     """A measured difference, and what it says of a claim that it is positive."""
     if less is None:
@@ -371,17 +383,24 @@ def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
 
 
 def write_report(
-    study: Study, folder: Path, output: Path, seeds: Sequence[int], mixed: bool
+    study: Study,
+    folder: Path,
+    output: Path,
+    seeds: Sequence[int],
+    mixed: bool,
+    machine: Machine | None,
 ) -> None:
-    """NAME.md, NAME.json and NAME.svg of the runs that have finished. Raises ValueError if none
-    has.
+    """NAME.md, NAME.json and NAME.svg of the runs that have finished; those of a scaling study
+    beside what is predicted for `machine`. Raises ValueError if none has.
     """
     found = collect(study, folder, seeds)
     if not any(found.values()):
         raise ValueError(f"no run of {folder} has finished; there is nothing to report")
+    place = json.loads((folder / IDENTITY).read_text())["place"]
+    if study.target is not None:
+        return study_scaling.write(study, found, output, place, mixed, machine)
     result = compare(study, found)
     output.mkdir(parents=True, exist_ok=True)
-    place = json.loads((folder / IDENTITY).read_text())["place"]
     text = markdown(study, result, found, place, mixed)
     (output / f"{study.name}.md").write_text(text)
     report = {"study": asdict(study), "place": place, "is_mixed": mixed}
@@ -416,6 +435,8 @@ def write_report(
     flag("--ranks", "ranks of a run", 1),
     flag("--models", "of a scaling study: which, with commas between (default: all)"),
     flag("--layouts", "of a scaling study: which, or all (default: its first)"),
+    flag("--hardware", "of a scaling study: predict for this GPU, or for what --calibrate wrote"),
+    flag("--predict", "of a scaling study: only predict its steps, and run nothing", False),
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
     flag("--output", "folder of the runs (default: studies/NAME-PRESET)", type=Path),
     flag("--reports", "folder of the report", Path("docs/results/studies")),
@@ -440,9 +461,16 @@ def main(arguments: argparse.Namespace) -> int | None:
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for arm in study.arms:
         parse(flags_of(study, arm, arguments.match))  # a wrong flag is said before anything runs
-    mixed = claim_folder(folder, study, arguments.match, mixed=arguments.mixed)
+    machine = find_machine(arguments.hardware) if arguments.hardware else None
+    if arguments.predict:
+        if machine is None or study.target is None:
+            raise ValueError("--predict is of a scaling study and needs --hardware; add it")
+        return study_scaling.write_predicted(study, arms, machine, arguments.reports)
+    mixed = claim_folder(
+        folder, study, arguments.match, mixed=arguments.mixed, only_report=arguments.report
+    )
     if arguments.report:
-        return write_report(study, folder, arguments.reports, seeds, mixed)
+        return write_report(study, folder, arguments.reports, seeds, mixed, machine)
     jobs = [
         (
             f"{arm.name}-seed{seed}",
@@ -467,5 +495,5 @@ def main(arguments: argparse.Namespace) -> int | None:
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the checkpoints", file=sys.stderr)
         return 130
-    write_report(study, folder, arguments.reports, seeds, mixed)
+    write_report(study, folder, arguments.reports, seeds, mixed, machine)
     return 1 if runner.failed else 0

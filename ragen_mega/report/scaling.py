@@ -4,8 +4,9 @@ each with bootstrap intervals and the error of its extrapolation.
 Sigmoid: ScaleRL, arXiv:2510.13786, equation 1. Power law: arXiv:2509.25300, equations 1 and 2.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ Floats = NDArray[np.float64]
 LEVEL = 0.95
 NUM_RESAMPLES = 200
 MIN_POINTS = 6
-"""Fewest budgets of a curve: two more than a sigmoid has constants."""
+"""Fewest budgets of a curve: three more than a sigmoid has constants."""
 MIN_SIZES = 3
 """Fewest model sizes of a power law, whose efficiency has two constants."""
 
@@ -31,15 +32,13 @@ class Curve:
     size: float = 1.0
     """Parameters of the model."""
 
-    def until(self, compute: float) -> "Curve":
-        """The points up to `compute`."""
-        early = self.compute <= compute
-        return Curve(self.compute[early], self.value[early], self.size)
-
-    def beyond(self, compute: float) -> "Curve":
-        """The points after `compute`."""
-        late = self.compute > compute
-        return Curve(self.compute[late], self.value[late], self.size)
+    def split(self, share: float) -> tuple["Curve", "Curve"]:
+        """The first `share` of the points, rounded up, and the others."""
+        cut = math.ceil(share * len(self.compute))
+        return (
+            Curve(self.compute[:cut], self.value[:cut], self.size),
+            Curve(self.compute[cut:], self.value[cut:], self.size),
+        )
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,11 @@ def fit_sigmoid(curves: Sequence[Curve], *, start: float, seed: int = 0) -> Fit:
     success never leaves `start`.
     """
     _check(curves)
-    budgets = np.unique(np.concatenate([one.compute for one in curves]))
-    if len(budgets) < MIN_POINTS:
+    fewest = min((len(one.compute) for one in curves), default=0)
+    if fewest < MIN_POINTS:
         raise ValueError(
-            f"a sigmoid needs at least {MIN_POINTS} budgets, not {len(budgets)}; evaluate more"
-            " often (--eval-interval), or train longer"
+            f"a sigmoid needs at least {MIN_POINTS} points of every run, not {fewest}; evaluate"
+            " more often (--eval-interval), or train longer"
         )
     if all((one.value <= start).all() for one in curves):
         raise ValueError(
@@ -118,7 +117,8 @@ def fit_sigmoid(curves: Sequence[Curve], *, start: float, seed: int = 0) -> Fit:
 
 def fit_power_law(curves: Sequence[Curve], *, seed: int = 0) -> Fit:
     """log L(N, C) = E(N) - k(N) log C with k(N) = K / (1 + N0 / N) through the points of all
-    curves, whose values are losses, such as 1 - success; runs of a size share its E.
+    curves, whose values are losses, such as 1 - success; runs of a size share its E. Of a size that
+    no curve has, E is predicted by the line through the others' over log N.
 
     Constants: `efficiency` K, `half_size` N0 and `level N` for every size, E(N). Runs are resampled
     within their size for the intervals. Raises ValueError where sizes or points are too few.
@@ -160,23 +160,41 @@ def fit_power_law(curves: Sequence[Curve], *, seed: int = 0) -> Fit:
         return np.array([weights[0], np.exp(half), *weights[1:]])
 
     best = solve(curves)
-    level = dict(zip(sizes, best[2:]))
+    known, line = dict(zip(sizes, best[2:])), np.polyfit(np.log(sizes), best[2:], 1)
     names = ("efficiency", "half_size", *(f"level {size:g}" for size in sizes))
 
     def predict(compute: Floats, size: float) -> Floats:
-        return np.exp(level[size] - best[0] / (1 + best[1] / size) * np.log(compute))
+        level = known.get(size, np.polyval(line, np.log(size)))
+        return np.exp(level - best[0] / (1 + best[1] / size) * np.log(compute))
 
     return _fit(curves, _intervals(names, best, curves, solve, seed), predict)
 
 
 def extrapolation_error(curves: Sequence[Curve], *, start: float, share: float = 0.5) -> float:
     """Mean absolute error, at the compute that follows, of a sigmoid that was fitted on the first
-    `share` of the points.
+    `share` of every run's points.
     """
-    budgets = np.unique(np.concatenate([one.compute for one in curves]))
-    cut = float(budgets[max(0, int(share * len(budgets)) - 1)])
-    early, late = [one.until(cut) for one in curves], [one.beyond(cut) for one in curves]
+    early, late = zip(*(one.split(share) for one in curves))
     return fit_sigmoid(early, start=start).error(late)
+
+
+def size_extrapolation_error(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Mean absolute error of a power law fitted on the smaller half of the sizes (MIN_SIZES of them
+    at least), on the larger ones; and that of saying that they do as the largest of the smaller.
+
+    Raises ValueError where no larger size is left.
+    """
+    sizes = sorted({one.size for one in curves})
+    count = max(MIN_SIZES, math.ceil(len(sizes) / 2))
+    if count >= len(sizes):
+        raise ValueError(
+            f"extrapolation over sizes needs {MIN_SIZES + 1} of them, {MIN_SIZES} to fit and one to"
+            f" check, not {len(sizes)}; add models"
+        )
+    law = fit_power_law([one for one in curves if one.size < sizes[count]])
+    larger = [one for one in curves if one.size >= sizes[count]]
+    stay = [replace(one, size=sizes[count - 1]) for one in larger]
+    return law.error(larger), law.error(stay)
 
 
 def _sigmoid(

@@ -214,3 +214,12 @@ def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
     half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(total)
     deviation = float(by_seed.std(ddof=1))
     return Estimate(mean, max(least, mean - half), min(1.0, mean + half), num_seeds, deviation)
+
+
+def percent(of: Estimate, *, signed: bool = False) -> str:
+    """`61.2% (58.0% - 64.4%)`."""
+    form = "{:+.1%}" if signed else "{:.1%}"
+    mean = form.format(of.mean)
+    if math.isinf(of.low):
+        return f"{mean} (one seed: no interval)"
+    return f"{mean} ({form.format(of.low)} to {form.format(of.high)})"

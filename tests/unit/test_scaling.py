@@ -82,7 +82,7 @@ def test_a_power_law_is_recovered_from_noisy_runs_of_each_size():
 @pytest.mark.parametrize(
     ("curves", "said"),
     [
-        ([Curve(COMPUTE[:5], sigmoid(COMPUTE[:5]))], "at least 6 budgets, not 5"),
+        ([Curve(COMPUTE[:5], sigmoid(COMPUTE[:5]))], "at least 6 points of every run, not 5"),
         ([Curve(COMPUTE, np.full(16, 0.1))], "never rises above 0.2"),
         ([Curve(COMPUTE[::-1], sigmoid(COMPUTE))], "positive and rising"),
     ],
