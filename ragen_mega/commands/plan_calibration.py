@@ -10,10 +10,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from ragen_mega.report.provenance import provenance
 from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.run.timers import seconds_of
 
-Reading = tuple[tuple[float, ...], float]
+Reading = tuple[Any, float]
 """(What was computed, its seconds.)"""
 SHARE = 0.9
 """Share of the peak that the best measurement is taken to reach, where no data sheet has it."""
@@ -74,6 +74,24 @@ BASE = """
     --eval-interval 0 --eval-prompts 1 --eval-samples 1 --save-interval 0 --diagnose-interval 0
     --trace-groups 0 --hidden-size 128 --num-layers 4 --num-attention-heads 4 --ffn-hidden-size 384
 """.split()
+TINY = """
+    --environments sokoban --max-turns 2 --hidden-size 32 --ffn-hidden-size 64 --num-layers 1
+""".split()
+FITTED: Mapping[str, tuple[int, str]] = {
+    "one layer": (1, ""),
+    "six layers": (1, "--num-layers 6"),
+    "many updates": (1, "--minibatch-size 4"),
+    "many microbatches": (1, "--shared-prefixes off --max-tokens-per-microbatch 1024"),
+    "two ranks": (2, "--tensor-model-parallel-size 2"),
+}
+"""Name -> ranks and flags, after TINY, of runs that compute next to nothing: their seconds are what
+passes, layers, updates and turns cost besides.
+"""
+HOST = (
+    "launch", "micro", "start", "update", "update_layer", "turn", "decode_layer",
+    "decode_sequence", "latency",
+)  # fmt: skip
+"""The constants that these runs decide."""
 CONFIGURATIONS: Mapping[str, tuple[int, str]] = {
     "base": (1, ""),
     "wider": (1, "--hidden-size 256 --ffn-hidden-size 768"),
@@ -204,7 +222,7 @@ def solved(
     machine: Machine,
     names: Sequence[str],
     readings: Sequence[Reading],
-    predict: Callable[[Machine, tuple[float, ...]], float],
+    predict: Callable[[Machine, Any], float],
 ) -> Machine:
     """`machine` with its constants fitted to the readings."""
 
@@ -219,6 +237,10 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     """This machine, and the readings."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, itemsize = (torch.bfloat16, 2) if device == "cuda" else (torch.float32, 4)
+    cores = 0 if device == "cuda" else len(os.sched_getaffinity(0))
+    if cores:  # a rank is a core
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     products = measure_products(device, dtype)
     peak = max(2 * math.prod(what) / time for what, time in products) / SHARE
     memory, attention = measure_copies(device) / SHARE, measure_attention(device, dtype)
@@ -226,11 +248,11 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     gib = torch.cuda.mem_get_info()[1] / 2**30 if device == "cuda" else _host_gib()
     hardware = Hardware(
         "this machine", peak, 0.0, memory, gib, link / SHARE, link / SHARE, memory, 1.0,
-        "measured by ragen-mega plan --calibrate; the price is none", node=64,
+        "measured by ragen-mega plan --calibrate; the price is none", node=64, cores=cores,
     )  # fmt: skip
     constants = Constants(
         memory=SHARE, link=SHARE, latency=latency, attention=min(0.8, attention / peak),
-        launch=measure_launch(device, dtype), update=0.0, untuned=1.0,
+        launch=measure_launch(device, dtype) if device == "cuda" else 1e-3, update=0.0, untuned=1.0,
         overhead=0.0, sync=memory / 4,
     )  # fmt: skip
     machine = Machine(hardware, constants)
@@ -247,11 +269,12 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
 
         names = ("decode_memory", "decode_product", "decode_layer", "decode_sequence")
         machine = solved(machine, names, decoding, step)
+    machine, runs = with_host(machine) if cores else (machine, [])
     return machine, {
         "products": products,
         "decode_steps": decoding,
         "attention_flops": attention,
-        "launch_seconds": constants.launch,
+        "runs": runs,
         "collective_seconds": latency,
         "link_bytes_per_second": link,
     }
@@ -272,34 +295,82 @@ def played(rows: Sequence[Mapping[str, float]], config: StarPOConfig) -> Play:
 
     turns = max(1, round(median(lambda row: row["rollout/num_turns"])))
     sampled = median(lambda row: row["rollout/sampled_tokens"] / row["rollout/num_trajectories"])
+    told = max(1.0, median(length) - sampled) / turns
+    # the engine is asked for the whole trajectory so far at every turn
+    asked = turns * told + (turns - 1) / 2 * (turns * told + sampled)
+    computed = asked * (1 - median(lambda row: row.get("engine/cached_share", 0.0)))
     return Play(
         turns,
-        (median(length) - sampled) / turns,
+        told,
         sampled / turns,
         environment_seconds=0.0,
         sharing=1 / median(lambda row: row.get("actor/computed_share", 1.0)),
+        prefilled=min(1.0, computed / (turns * told)),
     )
 
 
-def compare(machine: Machine, name: str, directory: Path) -> list[dict[str, Any]]:
-    """Train one of CONFIGURATIONS; predicted beside measured seconds, phase by phase. The mean
-    tokens of a turn are those that were sampled.
-    """
+@dataclass(frozen=True)
+class Steps:
+    """What the steps of a training run took and played, WARMUP left out."""
+
+    config: StarPOConfig
+    shape: ModelShape
+    ranks: int
+    play: Play
+    measured: Mapping[str, float]
+    """Phase (a key of PHASES) -> seconds, the median."""
+
+    @classmethod
+    def of(cls, ranks: int, flags: Sequence[str]) -> Self:
+        """Train like this, on one core for each rank as far as there are cores."""
+        with tempfile.TemporaryDirectory() as folder:
+            run_ranks(ranks, PROGRAM, "train", *flags, "--output", folder, "--name", "run")
+            rows = read_metrics(Path(folder, "run", METRICS_FILE))[WARMUP:]
+            shape = ModelShape.of(AutoConfig.from_pretrained(Path(folder, "run", FINAL_EXPORT)))
+        config = parse(flags)
+        measured = {
+            phase: statistics.median([row.get(f"time/{phase}", 0.0) for row in rows])
+            for phase in PHASES
+        }
+        return cls(config, shape, ranks, played(rows, config), measured)
+
+    def predicted(self, machine: Machine) -> dict[str, float]:
+        """The same by the predictor; the tokens of a turn are those that were sampled."""
+        phases = step_seconds(machine, self.shape, self.config, self.ranks, self.play)
+        return {
+            phase: sum(sum(phases.get(part, {}).values()) for part in parts)
+            for phase, parts in PHASES.items()
+        }
+
+
+def with_host(machine: Machine) -> tuple[Machine, list[Reading]]:
+    """`machine` with what its processor spends besides arithmetic, fitted to the runs of FITTED."""
+    runs = {
+        name: Steps.of(n, [*BASE, *TINY, *words.split()]) for name, (n, words) in FITTED.items()
+    }
+    readings = [
+        ((name, phase), run.measured[phase])
+        for name, run in runs.items()
+        for phase in ("rollout", "advantages", "update")
+    ]
+    guess = replace(
+        machine.constants, micro=1e-3, start=5e-3, update=5e-3, update_layer=1e-3, turn=1e-3
+    )
+
+    def phase_of(one: Machine, what: tuple[str, str]) -> float:
+        return runs[what[0]].predicted(one)[what[1]]
+
+    return solved(replace(machine, constants=guess), HOST, readings, phase_of), readings
+
+
+def compare(machine: Machine, name: str) -> list[dict[str, Any]]:
+    """Train one of CONFIGURATIONS; predicted beside measured seconds, phase by phase."""
     ranks, words = CONFIGURATIONS[name]
-    flags = [*BASE, *words.split()]
-    place = ("--output", directory, "--name", "run", "--overwrite")
-    run_ranks(ranks, PROGRAM, "train", *flags, *place)
-    rows = read_metrics(directory / "run" / METRICS_FILE)[WARMUP:]
-    shape = ModelShape.of(AutoConfig.from_pretrained(directory / "run" / FINAL_EXPORT))
-    config = parse(flags)
-    phases = step_seconds(machine, shape, config, ranks, played(rows, config))
-    compared = []
-    for phase, parts in PHASES.items():
-        guess = sum(sum(phases.get(part, {}).values()) for part in parts)
-        seen = statistics.median([row.get(f"time/{phase}", 0.0) for row in rows])
-        compared.append({"run": name, "phase": phase, "predicted": guess, "measured": seen})
-    whole = {key: sum(one[key] for one in compared) for key in ("predicted", "measured")}
-    return [*compared, {"run": name, "phase": "step", **whole}]
+    run = Steps.of(ranks, [*BASE, *words.split()])
+    guess = run.predicted(machine)
+    rows = [(phase, guess[phase], seen) for phase, seen in run.measured.items()]
+    rows.append(("step", sum(guess.values()), sum(run.measured.values())))
+    return [{"run": name, "phase": a, "predicted": b, "measured": c} for a, b, c in rows]
 
 
 def calibrate(path: Path, check_steps: bool) -> dict[str, Any]:
@@ -321,10 +392,7 @@ def calibrate(path: Path, check_steps: bool) -> dict[str, Any]:
     if load > 0.5 * (os.cpu_count() or 1):
         print("others used this machine: repeat it when it is idle")
     if check_steps:
-        with tempfile.TemporaryDirectory() as folder:
-            compared = [
-                row for name in CONFIGURATIONS for row in compare(machine, name, Path(folder))
-            ]
+        compared = [row for name in CONFIGURATIONS for row in compare(machine, name)]
         report["steps"] = compared
         errors = [
             abs(row["predicted"] / row["measured"] - 1)

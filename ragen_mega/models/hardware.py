@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 NODE = 8
@@ -32,6 +32,10 @@ class Hardware:
     """For an hour of one GPU, on demand; a default, prices differ by a factor of three."""
     source: str
     node: int = NODE
+    cores: int = 0
+    """Where ranks compute on the processor: how many of them have a core each. Then starting a
+    kernel is work too, and no rank waits for a device. 0: every rank has a GPU.
+    """
 
 
 _TB, _GB, _T = 1e12, 1e9, 1e12
@@ -156,6 +160,15 @@ class Constants:
     """
     update: float = constant(0.2, 0.0, 2.0)
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
+    update_layer: float = constant(0.0, 0.0, 1e-1)
+    """Further seconds of it for every layer on the rank: small tensors, one after the other."""
+    micro: float = constant(0.0, 0.0, 1.0)
+    """Seconds of a forward pass of a microbatch besides its layers; of a backward pass twice that.
+    """
+    start: float = constant(0.0, 0.0, 2.0)
+    """Seconds around a pass over a batch: packing, sharing prefixes, exchange of the results."""
+    turn: float = constant(0.0, 0.0, 1.0)
+    """Seconds of a turn besides its tokens: its text, its environment, joining the batch."""
     exposed: float = constant(0.3, 0.0, 1.0)
     """Share of overlapped communication that is waited for all the same."""
     expert: float = constant(0.85, 0.2, 1.0)
@@ -199,6 +212,24 @@ class Machine:
 
     hardware: Hardware
     constants: Constants = Constants()
+
+    def shared_by(self, num_ranks: int) -> Machine:
+        """The machine of each rank where more of them than cores take turns."""
+        cores = self.hardware.cores
+        if not cores or num_ranks <= cores:
+            return self
+        slower, now = num_ranks / cores, self.hardware
+        rates = ("bf16", "memory", "nvlink", "network", "host_link")
+        seconds = ("latency", "launch", "update", "update_layer", "micro", "start", "turn",
+                   "decode_layer", "decode_sequence")  # fmt: skip
+        return Machine(
+            replace(now, **{name: getattr(now, name) / slower for name in rates}),
+            replace(
+                self.constants,
+                **{name: slower * getattr(self.constants, name) for name in seconds},
+                sync=self.constants.sync / slower,
+            ),
+        )
 
     def link(self, num_ranks: int) -> float:
         """Bytes a second of a collective among ranks that lie `num_ranks` apart at most."""

@@ -215,7 +215,9 @@ def passes(
     terms["recomputation"] = layers * again * sum(one.values())
     on_device = ("matrix products", "attention", "element-wise", "recomputation")
     launched = layers * machine.constants.launch * (1 + (2 + again) * bool(backward))
-    terms["launches"] = max(0.0, launched - sum(terms[name] for name in on_device))
+    hidden = 0.0 if machine.hardware.cores else sum(terms[name] for name in on_device)
+    terms["launches"] = max(0.0, launched - hidden)
+    terms["microbatches"] = micros * machine.constants.micro * (1 + 2 * bool(backward))
     body = sum(terms.values())
     last = micros * (1 + backward) * head(machine, sizes, cut, tokens) if has_head else 0.0
     sent = 2 * bool(backward) + (not backward)
@@ -280,7 +282,8 @@ def training(
         exposed = machine.constants.exposed
         terms["data parallelism"] = max(exposed * traffic, traffic - compute)
     behind = gradients(machine, sizes, cut, 0.6 * compute / micros)
-    terms["optimizer"] = trained * behind["optimizer"] + machine.constants.update
+    started = machine.constants.update_layer * sizes.num_layers / cut.pp
+    terms["optimizer"] = trained * behind["optimizer"] + machine.constants.update + started
     terms.setdefault("data parallelism", trained * behind["data parallelism"])
     return terms
 
@@ -338,6 +341,8 @@ class Play:
     """Seconds of the environment per turn."""
     sharing: float = 1.0
     """Tokens of the trajectories of a pass per token that it computes."""
+    prefilled: float = 1.0
+    """Share of the environment's tokens that an engine computes; trajectories share the others."""
 
     def lengths(self, count: int) -> list[float]:
         """Tokens of `count` turns with the given mean: even quantiles of a log-normal distribution
@@ -388,7 +393,7 @@ def rollout(
     per_token = 2 * sizes.active / tp / (reached.product * peak)
     lengths = iter(play.lengths(sessions * play.turns))
     turns = [[next(lengths) for _ in range(play.turns)] for _ in range(sessions)]
-    names = ("weights", "key-value cache", "sequences", "prompts", "environment")
+    names = ("weights", "key-value cache", "sequences", "prompts", "environment", "turns")
     terms = dict.fromkeys(names, 0.0)
     now, steps, held = 0.0, 0.0, 0.0  # held: tokens of all decoding trajectories
     waiting = [(0.0, session, 0) for session in range(sessions)]
@@ -402,8 +407,9 @@ def rollout(
             _, session, turn = heapq.heappop(waiting)
             read = play.prompt_tokens + (0.0 if cached else contexts[session])
             contexts[session] += play.prompt_tokens
-            terms["prompts"] += read * per_token
-            now += read * per_token
+            terms["prompts"] += play.prefilled * read * per_token
+            terms["turns"] += reached.turn
+            now += play.prefilled * read * per_token + reached.turn
             held += contexts[session]
             heapq.heappush(running, (steps + turns[session][turn], session, turn))
         batch = len(running)
@@ -449,6 +455,7 @@ def step_seconds(
     """Phase -> what -> seconds of a step of StarPO, in the order in which they happen. The filter
     is assumed to keep the share that it names, all groups if it names none.
     """
+    machine = machine.shared_by(num_gpus)
     setting, sizes = Setting.from_config(config, num_gpus), Sizes.of(shape)
     cut, rolled = cut_of(config, setting), config.rollout
     reached, hardware = machine.constants, machine.hardware
@@ -485,17 +492,20 @@ def step_seconds(
         count = math.ceil(max(1.0, count))
         return {"tokens": computed / count, "length": play.length, "micros": count}
 
-    forward = {"backward": 0.0, **micros(trained)}
+    def scored(**options: bool) -> Terms:
+        terms = passes(machine, sizes, cut, backward=0.0, **micros(trained), **options)
+        return untuned(machine, terms | {"batch": reached.start})
+
     needs_old = config.loss.old_logprobs == "recompute" or (
         config.loss.old_logprobs == "auto" and (updates > 1 or config.advantages_need_logprobs)
     )
     if needs_old:
-        phases["old log-probabilities"] = untuned(machine, passes(machine, sizes, cut, **forward))
+        phases["old log-probabilities"] = scored()
     if setting.has_reference:
-        phases["reference"] = untuned(machine, passes(machine, sizes, cut, **forward))
+        phases["reference"] = scored()
     update = training(machine, sizes, cut, **micros(minibatch))
     if setting.has_critic:
-        phases["values"] = untuned(machine, passes(machine, sizes, cut, **forward, has_head=False))
+        phases["values"] = scored(has_head=False)
         learned = passes(machine, sizes, cut, **micros(minibatch), has_head=False)
         critic = {name: update[name] for name in ("data parallelism", "optimizer")} | learned
         phases["update critic"] = {

@@ -1,0 +1,163 @@
+"""Every Qwen recipe, rank by rank, without memory: parameters against the memory plan, weights on
+their way to the engines against transformers' names and shapes.
+
+Built are the first and the last tensor-parallel rank of every pipeline stage, in a job of the
+recipe's own size whose process group moves nothing. They stand for all: a data-parallel replica
+builds what the first one does, and of tensor-parallel ranks megatron-core asks their number for
+nothing but where their rows of the vocabulary begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ragen_mega.commands.plan import RECIPES, planned_gpus
+from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.megatron.initialize import initialize, shutdown
+from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
+from ragen_mega.megatron.resharding import ReshardPlan
+from ragen_mega.megatron.weights import slots
+from ragen_mega.models.layout import Slot, unshard
+from ragen_mega.models.memory_plan import Setting, engine_bytes, state_of
+from ragen_mega.models.published import model_config
+from ragen_mega.models.server_cut import cut_stream, engine_name, from_trainer
+from ragen_mega.models.shape import ModelShape
+
+Held = list[tuple[Slot, Tensor]]
+NAMES = sorted(path.stem for path in RECIPES.glob("qwen*.flags"))
+
+
+class Recipe:
+    """A recipe's job: its configuration, without FP8, which changes no parameter and needs a GPU,
+    and the shards of its policy.
+    """
+
+    def __init__(self, name: str) -> None:
+        config = parse(["--recipe", name])
+        self.config: StarPOConfig = replace(config, parallel=replace(config.parallel, fp8="none"))
+        self.ranks = planned_gpus(name)
+        self.hf: PretrainedConfig = model_config(config.model.load)
+        self.shape = ModelShape.of(self.hf)
+        self.setting = Setting.from_config(self.config, self.ranks)
+        layout = self.config.parallel
+        self.tp, self.pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+        self.held: dict[tuple[int, int], Held] = {}
+
+    def each_rank(self) -> Iterator[tuple[int, int, Any]]:
+        """(stage, tensor-parallel rank, groups) of the first data-parallel replica."""
+        for stage in range(self.pp):
+            for tp_rank in sorted({0, self.tp - 1}):
+                rank = tp_rank + stage * self.ranks // self.pp
+                dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.ranks)
+                groups = initialize(self.config.parallel)
+                assert (groups.pp.rank(), groups.tp.rank()) == (stage, tp_rank)
+                assert (groups.dp.rank(), groups.dp.size()) == (0, self.setting.dp)
+                yield stage, tp_rank, groups
+                shutdown()
+
+
+def parameters_of(model: torch.nn.Module) -> Held:
+    tensors = dict(model.named_parameters())
+    return [(slot, tensors[slot.parameter]) for slot in slots(model)]
+
+
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
+    """The recipe with the shards of its policy built on the device `meta`."""
+    built = Recipe(request.param)
+    config = transformer_config(built.hf, built.config.parallel)
+    plain = replace(
+        built.setting, parallel=replace(built.config.parallel, use_distributed_optimizer=False)
+    )  # without the padding of the optimizer's buffers, which test_memory_plan.py checks
+    try:
+        for stage, tp_rank, groups in built.each_rank():
+            with torch.device("meta"):
+                policy = build_policy_model(built.hf, config, groups)
+                critic = QwenCritic(built.hf, config, groups)
+            for model in (policy, critic):
+                stored = sum(tensor.nbytes for tensor in model.parameters())
+                planned = state_of(built.shape, plain, stage, is_critic=model is critic)
+                assert stored == planned.parameters, (stage, tp_rank, model is critic)
+            built.held[stage, tp_rank] = parameters_of(policy)
+        yield built
+    finally:
+        shutdown()
+
+
+def whole(recipe: Recipe, plan: ReshardPlan) -> Iterator[tuple[str, Tensor]]:
+    """What `gather` streams, by shape: the slices of all tensor-parallel ranks put together."""
+    for entry in plan.entries:
+        first, last = (
+            next(t for slot, t in recipe.held[entry.stage, rank] if slot.names == entry.slot.names)
+            for rank in (0, recipe.tp - 1)
+        )
+        pieces = [first.detach()] * (recipe.tp - 1) + [last.detach()]
+        yield from zip(entry.slot.names, unshard(entry.slot, pieces), strict=True)
+
+
+@pytest.mark.parametrize("recipe", NAMES, indirect=True)
+def test_every_rank_holds_its_plan_and_syncs_every_weight_once(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests, plans = set(), []
+
+    def exchange(values: list[Any], mine: Any, group: Any = None) -> None:
+        if isinstance(mine, str):  # the digest of the plan, compared over all ranks
+            digests.add(mine)
+            values[:] = [mine] * len(values)
+        else:
+            values[:] = [
+                [
+                    (slot, tuple(tensor.shape), tensor.dtype)
+                    for slot, tensor in recipe.held[stage, dist.get_rank() % recipe.tp]
+                ]
+                for stage in range(len(values))
+            ]
+
+    monkeypatch.setattr(dist, "all_gather_object", exchange)
+    for stage, tp_rank, groups in recipe.each_rank():
+        plans.append(ReshardPlan.build(groups, recipe.held[stage, tp_rank]))
+    assert len(digests) == (recipe.ranks > 1)
+
+    with torch.device("meta"):
+        truth = AutoModelForCausalLM.from_config(recipe.hf, dtype=torch.bfloat16).state_dict()
+    if recipe.hf.tie_word_embeddings:
+        del truth["lm_head.weight"]
+    stream = list(whole(recipe, plans[0]))
+    assert len(stream) == len(truth)
+    assert {name: (t.shape, t.dtype) for name, t in stream} == {
+        name: (t.shape, t.dtype) for name, t in truth.items()
+    }
+    check_engines(recipe, plans[0], stream)
+
+
+def check_engines(recipe: Recipe, plan: ReshardPlan, stream: list[tuple[str, Tensor]]) -> None:
+    """The first and the last rank of an engine receive each of its parameters once, as many bytes
+    as the memory plan has; by the aligned path the same.
+    """
+    size = recipe.config.rollout.rollout_tensor_parallel_size
+    names = {engine_name(name) for name, _ in stream}
+    copied = sum(t.nbytes for _, t in stream if t.dim() == 1)  # norms and biases at most
+    planned = engine_bytes(recipe.shape, recipe.setting)[0]
+    for rank in sorted({0, size - 1}):
+        received = list(cut_stream(iter(stream), recipe.hf, rank, size))
+        shards = dict(received)
+        assert len(received) == len(names) and shards.keys() == names
+        assert 0 <= sum(t.nbytes for t in shards.values()) - planned <= copied
+        if size == recipe.tp:  # sent by the aligned path
+            local = {
+                engine_name(slot.names[0]): from_trainer(slot, tensor.detach(), size).shape
+                for stage in range(recipe.pp)
+                for slot, tensor in recipe.held[stage, rank]
+                if slot.names != ("lm_head.weight",) or not recipe.shape.is_tied
+            }
+            assert local == {name: t.shape for name, t in shards.items()}
