@@ -434,7 +434,7 @@ def write_report(
     flag("--jobs", "runs at a time", 1),
     flag("--ranks", "ranks of a run", 1),
     flag("--models", "of a scaling study: which, with commas between (default: all)"),
-    flag("--layouts", "of a scaling study: which, or all (default: its first)"),
+    flag("--layouts", "of a scaling study: which, or all (default: its first; to --predict all)"),
     flag("--hardware", "of a scaling study: predict for this GPU, or for what --calibrate wrote"),
     flag("--predict", "of a scaling study: only predict its steps, and run nothing", False),
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
@@ -456,7 +456,8 @@ def main(arguments: argparse.Namespace) -> int | None:
         raise ValueError("--seeds, --jobs and --ranks must be at least 1")
     study = find(arguments.study, arguments.preset)
     study = replace(study, flags=(*study.flags, *shlex.split(arguments.flags)))
-    arms = chosen(study, arguments.models, arguments.layouts)
+    layouts = "all" if arguments.predict and not arguments.layouts else arguments.layouts
+    arms = chosen(study, arguments.models, layouts)
     folder = arguments.output or Path("studies") / f"{study.name}-{study.preset}"
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for arm in study.arms:

@@ -181,18 +181,23 @@ def efficiency(study: Study, speeds: Mapping[str, Speed], arm: Arm) -> tuple[str
     return kind and (kind, one.rate / base.rate)
 
 
+def compared(study: Study, found: Runs) -> list[Arm]:
+    """The arms with runs under the first layout."""
+    first = study.arms[0].layout
+    return [arm for arm in study.arms if arm.layout == first and found[arm.name]]
+
+
 def curves_of(study: Study, found: Runs, speeds: Mapping[str, Speed]) -> dict[str, list[Curve]]:
     """Model -> held-out success over FLOPs, a curve for every seed, under the first layout."""
     curves: dict[str, list[Curve]] = {}
-    for arm in study.arms:
-        if arm.layout == study.arms[0].layout and found[arm.name]:
-            speed = speeds[arm.name]
-            for run in found[arm.name].values():
-                rows = [row for row in run["records"] if "eval/success" in row]
-                steps = np.array([row["step"] + 1.0 for row in rows])
-                success = np.array([row["eval/success"] for row in rows])
-                one = Curve(steps * speed.step_flops, success, speed.shape.num_parameters)
-                curves.setdefault(arm.model, []).append(one)
+    for arm in compared(study, found):
+        speed = speeds[arm.name]
+        for run in found[arm.name].values():
+            rows = [row for row in run["records"] if "eval/success" in row]
+            steps = np.array([row["step"] + 1.0 for row in rows])
+            success = np.array([row["eval/success"] for row in rows])
+            one = Curve(steps * speed.step_flops, success, speed.shape.num_parameters)
+            curves.setdefault(arm.model, []).append(one)
     return curves
 
 
@@ -256,13 +261,14 @@ def speed_table(
                 *map(number, (one.rate, one.decode_rate, one.update_flops)),
                 mfu,
                 f"{one.peak_gib:.3g}",
-                f"{beside[name].step:.3g}" if name in beside else "-",
+                *([f"{beside[name].step:.3g}"] if beside else []),
             )
         )
     head = (
         "arm", "parameters", "ranks", "TP x PP x DP, rollout TP", "P x N", "tokens (sampled)",
         *(f"{phase} s" for phase in (*PHASES, "other")), "step s", "tokens/s/rank",
-        "decode tokens/s/rank", "update FLOP/s/rank", "MFU", "peak GiB", "predicted step s",
+        "decode tokens/s/rank", "update FLOP/s/rank", "MFU", "peak GiB",
+        *(["predicted step s"] if beside else []),
     )  # fmt: skip
     return table(head, rows)
 
@@ -275,24 +281,22 @@ def efficiency_table(
     for arm in study.arms:
         if found := efficiency(study, speeds, arm):
             guess = efficiency(study, beside, arm)
-            said = f"{guess[1]:.0%}" if guess else "-"
-            rows.append((arm.model, arm.layout, speeds[arm.name].ranks, found[0],
-                         f"{found[1]:.0%}", said))  # fmt: skip
-    head = ("model", "layout", "ranks", "scaling", "efficiency", "predicted")
+            said = [f"{guess[1]:.0%}"] if guess else []
+            cells = (arm.model, arm.layout, speeds[arm.name].ranks, found[0], f"{found[1]:.0%}")
+            rows.append((*cells, *said))
+    head = ("model", "layout", "ranks", "scaling", "efficiency", *["predicted"][: len(beside)])
     return table(head, rows) if rows else None
 
 
 def success_table(study: Study, found: Runs, speeds: Mapping[str, Speed]) -> str:
     """Success of every model under the first layout, and what the target costs."""
     rows = []
-    for arm in study.arms:
-        if arm.layout != study.arms[0].layout or not found[arm.name]:
-            continue
+    for arm in compared(study, found):
         runs, ranks = list(found[arm.name].values()), speeds[arm.name].ranks
         hours = sorted(hours_to(study.target, run, ranks) for run in runs)
         spent = [number(3600 * one) if math.isfinite(one) else "never" for one in hours]
-        for name, one in runs[0]["summary"]["sets"].items():
-            rates = np.array([run["summary"]["sets"][name]["prompt_success"] for run in runs])
+        for name, one in runs[0]["sets"].items():
+            rates = np.array([run["sets"][name]["prompt_success"] for run in runs])
             known = [one["random"], one["optimum"]]
             known = ["-" if rate is None else f"{rate:.1%}" for rate in known]
             cells = (arm.model, name, percent(estimate(rates)), len(runs), *known)
@@ -302,13 +306,10 @@ def success_table(study: Study, found: Runs, speeds: Mapping[str, Speed]) -> str
     return table(head, rows)
 
 
-def sigmoids(curves: Mapping[str, Sequence[Curve]], start: float) -> dict[str, Fit | str]:
-    """Model -> its law of success over compute, or why there is none."""
-    return {model: attempt(fit_sigmoid, own, start=start) for model, own in curves.items()}
-
-
 def fits_text(
-    curves: Mapping[str, Sequence[Curve]], laws: Mapping[str, Fit | str], start: float
+    curves: Mapping[str, Sequence[Curve]],
+    laws: Mapping[str, Fit | str],
+    starts: Mapping[str, float],
 ) -> str:
     """Constants of each model's sigmoid with their intervals, and its error beyond its data."""
     rows, refused = [], []
@@ -316,10 +317,11 @@ def fits_text(
         if isinstance(law, str):
             refused.append(f"No sigmoid for {model}: {law}.")
             continue
-        ahead = attempt(extrapolation_error, curves[model], start=start)
+        ahead = attempt(extrapolation_error, curves[model], start=starts[model])
         said = ahead if isinstance(ahead, str) else f"{100 * ahead:.1f} points"
-        rows.append((model, *map(within, law.constants.values()), f"{law.r_squared:.2f}", said))
-    head = ("model", "asymptote A", "exponent B", "midpoint C", "R2", "second half from first")
+        constants = map(within, law.constants.values())
+        rows.append((model, f"{starts[model]:.1%}", *constants, f"{law.r_squared:.2f}", said))
+    head = ("model", "R0", "A", "B", "C_mid", "R2", "second half from first")
     return "\n\n".join([*([table(head, rows)] if rows else []), *refused])
 
 
@@ -387,11 +389,15 @@ def write(
     speeds = measured_speeds(study, found)
     beside = {name: predicted(machine, one) for name, one in speeds.items()} if machine else {}
     curves = curves_of(study, found, speeds)
-    finished = [run for runs in found.values() for run in runs.values()]
-    start = float(np.mean([run["records"][0]["eval/initial_success"] for run in finished]))
+    starts = {
+        arm.model: statistics.mean(
+            run["records"][0]["eval/initial_success"] for run in found[arm.name].values()
+        )
+        for arm in compared(study, found)
+    }
     config = next(iter(speeds.values())).config
     prompts = config.evaluation.eval_prompts * len(config.environment.evaluated)
-    laws = sigmoids(curves, start)
+    laws = {model: attempt(fit_sigmoid, own, start=starts[model]) for model, own in curves.items()}
     over_sizes, law = law_text(curves, prompts)
     ranks = efficiency_table(study, speeds, beside)
     parts = [
@@ -406,9 +412,9 @@ def write(
         "## Success",
         success_table(study, found, speeds),
         "## Success over compute",
-        f"R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B) from R0 = {start:.1%}, C in FLOPs of the"
-        " model; bootstrap intervals of 95% over seeds.",
-        fits_text(curves, laws, start),
+        "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B), R0 before the first step, C in FLOPs of the"
+        " model; bootstrap intervals of 95% over seeds, of a lone run over its points.",
+        fits_text(curves, laws, starts),
         "## Loss over sizes",
         "log(1 - success) = E(N) - k(N) log C with k(N) = K / (1 + N0 / N).",
         over_sizes,
@@ -443,7 +449,7 @@ def record(
         "is_mixed": mixed,
         "steps": {
             name: {"ranks": one.ranks, "parameters": one.shape.num_parameters,
-                   "seconds": one.seconds, "peak_gib": one.peak_gib, "play": asdict(one.play)}
+                   "tokens": one.play.length, "seconds": one.seconds, "peak_gib": one.peak_gib}
             for name, one in speeds.items()
         },
         "curves": {

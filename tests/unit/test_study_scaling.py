@@ -1,0 +1,236 @@
+"""Scaling studies: pages out of runs whose speed and learning are known, refusals, and the
+predicted study of the recipes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragen_mega.commands import study as tool
+from ragen_mega.commands.plan import planned_gpus
+from ragen_mega.config import parse
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.report.study import Study
+from ragen_mega.warm_start.small_model import small_model
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"small": 32, "middle": 64, "large": 128, "larger": 256}
+STEPS, EVERY, TOKENS, SAMPLED = 24, 2, 50.0, 20.0
+SECONDS = {"rollout": 2.0, "sync": 0.1, "advantages": 0.5, "update": 1.4}
+FILE = """
+title = "Known"
+source = "nowhere"
+target = 0.6
+[small]
+recipe = "none"
+flags = '''--environments bandit --num-steps 24 --num-groups 8 --group-size 8
+  --filter-strategy none --minibatch-size 16 --eval-interval 2 --eval-prompts 500'''
+""" + "".join(
+    f'[[models]]\nname = "{name}"\nflags = "--hidden-size {width} --ffn-hidden-size {2 * width}"\n'
+    for name, width in SIZES.items()
+)  # fmt: skip
+LAYOUTS = """
+[[layouts]]
+name = "alone"
+flags = ""
+[[layouts]]
+name = "strong"
+flags = "--use-distributed-optimizer"
+ranks = 2
+seeds = 1
+[[layouts]]
+name = "weak"
+flags = "--use-distributed-optimizer --num-groups 16"
+ranks = 2
+seeds = 1
+"""
+
+
+def run_study(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
+    """Exit code and output of the tool in this process."""
+    try:
+        code = tool.main([*map(str, argv)]) or 0
+    except SystemExit as left:
+        code = left.code
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def write_run(
+    folder: Path, study: Study, arm: str, seed: int, *, slower: float = 1.0, noise: float = 0.01
+) -> ModelShape:
+    """A run as the trainer leaves it: success follows a sigmoid of the step from 0.2 to 0.9, and
+    its phases take SECONDS times `slower`.
+    """
+    chosen = next(one for one in study.arms if one.name == arm)
+    config = parse(tool.flags_of(study, chosen, "none"))
+    hf, run = small_model(config.model, 512), folder / f"{arm}-seed{seed}"
+    hf.save_pretrained(run / "huggingface")
+    start = {"world_size": chosen.ranks, "first_step": 0, "changed": {}}
+    (run / "config.json").write_text(json.dumps(config.to_dict() | {"provenance": [start]}))
+    draw, played = np.random.default_rng(seed), config.rollout.num_groups * 8
+    seconds = {name: slower * value for name, value in SECONDS.items()}
+    lines = []
+    for step in range(STEPS):
+        row: dict[str, Any] = {f"time/{name}": value for name, value in seconds.items()}
+        training = row["time/advantages"] + row["time/update"]
+        row |= {
+            "step": step, "time/step": sum(seconds.values()) + 0.5 * slower,
+            "rollout/num_turns": 1.0, "rollout/sampled_tokens": played * SAMPLED,
+            "rollout/num_trajectories": played, "filter/kept_groups": played / 8,
+            "update/tokens_per_second": played * TOKENS / training,
+            "actor/computed_share": 0.5, "engine/cached_share": 0.25,
+            "memory/train_resident_gib": 1.5, "eval/initial_success": 0.2,
+        }  # fmt: skip
+        if (step + 1) % EVERY == 0:
+            value = 0.2 + 0.7 / (1 + (8 / (step + 1)) ** 2) + noise * draw.standard_normal()
+            row["eval/success"] = float(np.clip(value, 0.0, 1.0))
+        lines.append(json.dumps(row))
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    prompts = (draw.random(500) < 0.8).astype(float).tolist()
+    told = {"success": float(np.mean(prompts)), "prompt_success": prompts}
+    told |= {"random": 0.5, "optimum": 1.0}
+    (run / "summary.json").write_text(json.dumps({"sets": {"bandit": told}, "seconds": 100.0}))
+    return ModelShape.of(hf)
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> tuple[Path, Study]:
+    path = tmp_path / "known.toml"
+    path.write_text(FILE + LAYOUTS)
+    study = Study.read(path, "small")
+    tool.claim_folder(tmp_path / "runs", study, "none", mixed=False)
+    return path, study
+
+
+def test_a_page_out_of_known_runs(
+    known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, study = known
+    runs = tmp_path / "runs"
+    shapes = {name: write_run(runs, study, f"{name}-alone", 0) for name in SIZES}
+    for name in SIZES:
+        for seed in (1, 2):
+            write_run(runs, study, f"{name}-alone", seed)
+    write_run(runs, study, "large-strong", 0, slower=0.625)
+    write_run(runs, study, "large-weak", 0, slower=1.25)
+    code, text = run_study(
+        capsys, path, "--report", "--output", runs, "--reports", tmp_path / "out"
+    )
+    assert code == 0 and text.rstrip() == (tmp_path / "out" / "known.md").read_text().rstrip()
+    assert (tmp_path / "out" / "known.svg").stat().st_size > 1000
+
+    # a step of 4.5 s on 64 trajectories of 50 tokens, half of which the updates compute
+    shape = shapes["large"]
+    matrices = shape.num_layers * (3 * 128**2 + 3 * 128 * 256) + 512 * 128
+    flops = 6 * (matrices + shape.num_layers * 50 * 128)
+    speed = re.search(r"^\| large-alone \|.*$", text, re.M)[0]
+    cells = [cell.strip() for cell in speed.strip("|").split("|")]
+    assert cells[2:6] == ["1", "1 x 1 x 1, 1", "8 x 8", "50 (20)"]
+    assert cells[6:12] == ["2", "0.1", "0.5", "1.4", "0.5", "4.5"]
+    assert cells[12:14] == [f"{64 * 50 / 4.5:.3g}", f"{64 * 20 / 2:.3g}"]
+    assert cells[14] == f"{2 * 64 * 50 * 0.5 * flops / 1.4 / 1e9:.3g}G"  # policy and critic
+    assert cells[15:] == ["-", "1.5"]
+    # the same work in 0.625 of the time on two ranks; twice the work in 1.25 of it
+    assert "| large | strong | 2 | strong | 80% |" in text
+    assert "| large | weak | 2 | weak | 80% |" in text
+
+    found = json.loads((tmp_path / "out" / "known.json").read_text())
+    compute = found["curves"]["large"][0]["compute"]
+    tokens = 64 * 50 / 3 + 64 * 50 * 2 * (1 + 1 / 3)  # rollout; scored and updated in both models
+    assert compute[0] == pytest.approx(EVERY * tokens * flops)
+    law = found["sigmoids"]["large"]
+    assert law["asymptote"]["value"] == pytest.approx(0.9, abs=0.03)
+    assert law["exponent"]["value"] == pytest.approx(2, abs=0.3)
+    assert law["midpoint"]["value"] == pytest.approx(8 * compute[0] / EVERY, rel=0.1)
+    assert all(one["low"] < one["value"] < one["high"] for one in list(law.values())[:3])
+    assert found["power_law"]["half_size"]["low"] < found["power_law"]["half_size"]["high"]
+    # 0.2 + 0.7 / (1 + (8 / s)^2) is 0.55 at step 8 and 0.63 at step 10
+    assert (
+        "| 45, 45, 45 |" in text and "80." in re.search(r"^\| large \| bandit .*$", text, re.M)[0]
+    )
+
+
+def test_nothing_is_fitted_to_too_little(
+    known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, study = known
+    for name in ("small", "large"):
+        write_run(tmp_path / "runs", study, f"{name}-alone", 0)
+        metrics = tmp_path / "runs" / f"{name}-alone-seed0" / "metrics.jsonl"
+        metrics.write_text("\n".join(metrics.read_text().splitlines()[:10]) + "\n")
+    folders = ("--output", tmp_path / "runs", "--reports", tmp_path / "out")
+    code, text = run_study(capsys, path, "--report", *folders)
+    assert code == 0 and "No sigmoid for small: a sigmoid needs at least 6 points" in text
+    assert "No power law over sizes: a power law over sizes needs at least 3" in text
+    for argv, said in (
+        ((path, "--models", "tiny"), "--models names tiny; study known has small, middle, large"),
+        ((path, "--layouts", "alone,tp"), "--layouts names tp; study known has alone, strong"),
+        (("filter", "--models", "small"), "study filter has no models and layouts"),
+        ((path, "--predict"), "--predict is of a scaling study and needs --hardware"),
+        ((path, "--predict", "--hardware", "H9"), "--hardware must be one of"),
+        ((path, "--predict", "--hardware", "H100"), "the size of the model is not known"),
+    ):
+        code, text = run_study(capsys, *argv, *folders)
+        assert code == 2 and said in text and text.count("\n") == 1
+
+
+def test_models_and_layouts_choose_what_runs(
+    known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = known
+    lines = tmp_path / "lines.txt"
+    flags = ("--slurm", lines, "--output", tmp_path / "runs", "--seeds", 2)
+    run_study(capsys, path, *flags)
+    names = re.findall(r"--name (\S+)", lines.read_text())
+    assert names == [f"{name}-alone-seed{seed}" for seed in (0, 1) for name in SIZES]
+    run_study(capsys, path, *flags, "--models", "large", "--layouts", "all")
+    words = lines.read_text().splitlines()
+    assert [re.search(r"--name (\S+)", one)[1] for one in words] == [
+        "large-alone-seed0", "large-strong-seed0", "large-weak-seed0", "large-alone-seed1",
+    ]  # fmt: skip
+    assert ["--nproc-per-node 2" in one for one in words] == [False, True, True, False]
+
+
+def test_a_study_may_get_more_arms_and_another_text(known: tuple[Path, Study]) -> None:
+    path, study = known
+    folder = path.parent / "runs"
+    more = path.read_text().replace("nowhere", "somewhere")
+    more += '[[layouts]]\nname = "more"\nflags = ""\nranks = 4\n'
+    path.write_text(more)
+    assert not tool.claim_folder(folder, Study.read(path, "small"), "none", mixed=False)
+    path.write_text(more.replace("--hidden-size 32", "--hidden-size 40"))
+    with pytest.raises(ValueError, match="another study"):
+        tool.claim_folder(folder, Study.read(path, "small"), "none", mixed=False)
+
+
+def test_a_report_keeps_the_code_of_the_runs(known: tuple[Path, Study]) -> None:
+    path, study = known
+    identity = path.parent / "runs" / tool.IDENTITY
+    state = json.loads(identity.read_text()) | {"code": "older"}
+    identity.write_text(json.dumps(state))
+    assert not tool.claim_folder(identity.parent, study, "none", mixed=False, only_report=True)
+    assert json.loads(identity.read_text())["code"] == "older"
+
+
+def test_the_predicted_page_is_what_the_tool_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run_study(
+        capsys, "qwen", "--preset", "paper", "--hardware", "H100", "--predict",
+        "--reports", tmp_path,
+    )  # fmt: skip
+    assert code == 0
+    page = (ROOT / "docs" / "results" / "qwen_predicted.md").read_text()
+    assert (tmp_path / "qwen_predicted.md").read_text() == page
+    study = Study.read(tool.STUDIES / "qwen.toml", "paper")
+    recipes = {path.stem for path in tool.RECIPES.glob("qwen*.flags")}
+    assert {arm.model: arm.ranks for arm in study.arms if arm.layout == "recipe"} == {
+        name: planned_gpus(name) for name in recipes
+    }
