@@ -82,16 +82,20 @@ FITTED: Mapping[str, tuple[int, str]] = {
     "six layers": (1, "--num-layers 6"),
     "many updates": (1, "--minibatch-size 4"),
     "many microbatches": (1, "--shared-prefixes off --max-tokens-per-microbatch 1024"),
+    "wide": (1, "--hidden-size 96 --ffn-hidden-size 288 --num-layers 2"),
+    "short": (1, "--num-layers 2 --max-response-length 16"),
     "two ranks": (2, "--tensor-model-parallel-size 2"),
 }
-"""Name -> ranks and flags, after TINY, of runs that compute next to nothing: their seconds are what
-passes, layers, updates and turns cost besides.
+"""Name -> ranks and flags, after TINY, of runs that compute little: their seconds are what layers,
+passes, updates and turns cost besides.
 """
 HOST = (
-    "launch", "micro", "start", "update", "update_layer", "turn", "decode_layer",
-    "decode_sequence", "latency",
+    "memory", "attention", "launch", "micro", "start", "update", "update_layer", "turn",
+    "decode_layer", "decode_sequence", "latency",
 )  # fmt: skip
-"""The constants that these runs decide."""
+"""The constants that these runs decide. Small passes over activations, and attention to short
+trajectories, are far from what large ones reach.
+"""
 CONFIGURATIONS: Mapping[str, tuple[int, str]] = {
     "base": (1, ""),
     "wider": (1, "--hidden-size 256 --ffn-hidden-size 768"),
@@ -269,12 +273,16 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
 
         names = ("decode_memory", "decode_product", "decode_layer", "decode_sequence")
         machine = solved(machine, names, decoding, step)
-    machine, runs = with_host(machine) if cores else (machine, [])
+    runs = {}
+    if cores:
+        tiny = [*BASE, *TINY]
+        runs = {name: Steps.of(n, [*tiny, *words.split()]) for name, (n, words) in FITTED.items()}
+        machine = with_host(machine, [*runs.values()])
     return machine, {
         "products": products,
         "decode_steps": decoding,
         "attention_flops": attention,
-        "runs": runs,
+        "runs": {name: run.measured for name, run in runs.items()},
         "collective_seconds": latency,
         "link_bytes_per_second": link,
     }
@@ -343,24 +351,22 @@ class Steps:
         }
 
 
-def with_host(machine: Machine) -> tuple[Machine, list[Reading]]:
-    """`machine` with what its processor spends besides arithmetic, fitted to the runs of FITTED."""
-    runs = {
-        name: Steps.of(n, [*BASE, *TINY, *words.split()]) for name, (n, words) in FITTED.items()
-    }
+def with_host(machine: Machine, runs: Sequence[Steps]) -> Machine:
+    """`machine` with what its processor spends besides arithmetic, fitted to the phases of runs."""
     readings = [
-        ((name, phase), run.measured[phase])
-        for name, run in runs.items()
+        ((run, phase), run.measured[phase])
+        for run in runs
         for phase in ("rollout", "advantages", "update")
     ]
     guess = replace(
         machine.constants, micro=1e-3, start=5e-3, update=5e-3, update_layer=1e-3, turn=1e-3
     )
 
-    def phase_of(one: Machine, what: tuple[str, str]) -> float:
-        return runs[what[0]].predicted(one)[what[1]]
+    def phase_of(one: Machine, what: tuple[Steps, str]) -> float:
+        run, phase = what
+        return run.predicted(one)[phase]
 
-    return solved(replace(machine, constants=guess), HOST, readings, phase_of), readings
+    return solved(replace(machine, constants=guess), HOST, readings, phase_of)
 
 
 def compare(machine: Machine, name: str) -> list[dict[str, Any]]:

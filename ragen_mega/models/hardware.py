@@ -146,9 +146,9 @@ class Constants:
     """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
     """Time to start and finish a tile of a product, in inner elements."""
-    attention: float = constant(0.5, 0.02, 0.8)
+    attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.89, 0.4, 1.0)
+    memory: float = constant(0.89, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
     link: float = constant(0.7, 0.3, 1.0)
     """Share of the links' speed in collectives."""

@@ -403,6 +403,10 @@ def rollout(
         if not running and waiting[0][0] > now:
             terms["environment"] += waiting[0][0] - now
             now = waiting[0][0]
+        if machine.hardware.cores and waiting and waiting[0][0] <= now:
+            alone = decode_step(machine, sizes, tp=tp, batch=1, context=0, itemsize=itemsize)[0]
+            terms["prompts"] += alone  # prompts are a pass of their own
+            now += alone
         while waiting and waiting[0][0] <= now:
             _, session, turn = heapq.heappop(waiting)
             read = play.prompt_tokens + (0.0 if cached else contexts[session])
@@ -413,8 +417,11 @@ def rollout(
             held += contexts[session]
             heapq.heappush(running, (steps + turns[session][turn], session, turn))
         batch = len(running)
+        context = held / batch
+        if machine.hardware.cores:  # the embedded engine attends to as many places for all
+            context = max(contexts[s] + turns[s][t] - (end - steps) for end, s, t in running)
         parts = decode_step(
-            machine, sizes, tp=tp, batch=batch, context=held / batch, fp8=fp8, itemsize=itemsize
+            machine, sizes, tp=tp, batch=batch, context=context, fp8=fp8, itemsize=itemsize
         )
         ahead = running[0][0] - steps
         if waiting:

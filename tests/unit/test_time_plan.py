@@ -28,6 +28,7 @@ from ragen_mega.models.time_plan import (
     step_seconds,
     training,
 )
+from ragen_mega.warm_start.small_model import small_model
 from tests.support.plan_command import run_plan
 
 H100 = Machine(HARDWARE["H100"])
@@ -118,7 +119,11 @@ def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int) -> f
     lengths = iter(play.lengths(sessions * play.turns))
     left = [[math.ceil(next(lengths)) for _ in range(play.turns)] for _ in range(sessions)]
     ready, context, busy, now = [0.0] * sessions, [0.0] * sessions, [False] * sessions, 0.0
+    on_processor = machine.hardware.cores > 0
     while any(left):
+        arrived = [i for i in range(sessions) if left[i] and not busy[i] and ready[i] <= now]
+        if on_processor and arrived:  # prompts are a pass of their own
+            now += decode_step(machine, sizes, tp=1, batch=1, context=0)[0]
         for i in range(sessions):
             if left[i] and not busy[i] and ready[i] <= now:
                 busy[i] = True
@@ -128,8 +133,9 @@ def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int) -> f
         if not batch:
             now = min(ready[i] for i in range(sessions) if left[i])
             continue
-        mean = sum(context[i] for i in batch) / len(batch)
-        now += sum(decode_step(machine, sizes, tp=1, batch=len(batch), context=mean))
+        held = [context[i] for i in batch]  # a processor attends to the longest in every row
+        seen = max(held) if on_processor else sum(held) / len(held)
+        now += sum(decode_step(machine, sizes, tp=1, batch=len(batch), context=seen))
         for i in batch:
             context[i] += 1
             left[i][0] -= 1
@@ -139,13 +145,15 @@ def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int) -> f
     return now
 
 
+@pytest.mark.parametrize("cores", [0, 2])
 @pytest.mark.parametrize("latency", [0.0, 0.5, 20.0])
-def test_a_rollout_is_what_playing_token_by_token_takes(latency: float) -> None:
+def test_a_rollout_is_what_playing_token_by_token_takes(latency: float, cores: int) -> None:
+    machine = replace(H100, hardware=replace(H100.hardware, cores=cores))
     sizes = Sizes.of(shape_of("Qwen2.5-0.5B"))
     play = Play(3, 150, 60, 120, environment_seconds=latency)
-    events = sum(seconds for _, seconds in rollout(H100, sizes, play, sessions=12))
+    events = sum(seconds for _, seconds in rollout(machine, sizes, play, sessions=12))
     # the events hold the context still between them and round no tokens
-    assert events == pytest.approx(slow_rollout(H100, sizes, play, 12), rel=0.03)
+    assert events == pytest.approx(slow_rollout(machine, sizes, play, 12), rel=0.03)
 
 
 def test_a_tail_and_a_cold_cache_cost_time() -> None:
@@ -257,6 +265,67 @@ def test_a_calibration_finds_the_machine_that_made_its_readings() -> None:
         assert getattr(found.constants, name) == pytest.approx(getattr(constants, name), rel=0.05)
     for _, flags in calibration.CONFIGURATIONS.values():
         parse([*calibration.BASE, *flags.split()])
+
+
+def steps_like(words: str, ranks: int, play: Play, true: Machine) -> calibration.Steps:
+    """A run whose phases take what `true` says."""
+    config = parse([*calibration.BASE, *words.split()])
+    shape = ModelShape.of(small_model(config.model, 512))
+    run = calibration.Steps(config, shape, ranks, play, {})
+    return replace(run, measured=run.predicted(true))
+
+
+def test_what_a_processor_spends_is_found_and_holds_elsewhere() -> None:
+    """Fitted on the tiny runs of a machine that is known, judged on the larger ones, none of which
+    was fitted on.
+    """
+    hardware = replace(HARDWARE["A100"], bf16=5e10, memory=2e10, nvlink=1e9, cores=2)
+    usual = replace(Constants(), untuned=1.0, overhead=0.0, update=0.0, launch=1e-3, latency=2e-4)
+    true = replace(
+        usual, memory=0.06, attention=0.05, launch=2e-3, micro=4e-3, start=2e-2, update=9e-3,
+        update_layer=3e-3, turn=1.5e-3, decode_layer=2e-4, decode_sequence=3e-5, latency=7e-4,
+    )  # fmt: skip
+    runs = [
+        steps_like(f"{' '.join(calibration.TINY)} {words}", ranks, Play(
+            2, 22, 14 if name == "short" else 60, environment_seconds=0.0, sharing=1.1,
+        ), Machine(hardware, true))
+        for name, (ranks, words) in calibration.FITTED.items()
+    ]  # fmt: skip
+    found = calibration.with_host(Machine(hardware, usual), runs)
+    before, after = [], []
+    for ranks, words in calibration.CONFIGURATIONS.values():
+        play = Play(1, 25, 40, environment_seconds=0.0, sharing=3.0)
+        judged = steps_like(words, ranks, play, Machine(hardware, true))
+        wanted = sum(judged.measured.values())
+        for errors, machine in ((before, Machine(hardware, usual)), (after, found)):
+            errors.append(abs(sum(judged.predicted(machine).values()) / wanted - 1))
+    assert max(after) < 0.03 and min(before) > 0.3
+
+
+def test_a_processor_works_at_what_a_gpu_only_waits_for() -> None:
+    gpu = Machine(HARDWARE["H100"], replace(Constants(), micro=0.01))
+    processor = replace(gpu, hardware=replace(gpu.hardware, cores=2))
+    sizes = Sizes.of(shape_of("Qwen2.5-0.5B"))
+    common = {"tokens": 65536, "length": 2048, "micros": 3}
+    waits, works = (passes(one, sizes, Cut(), **common) for one in (gpu, processor))
+    assert waits["launches"] == 0  # hidden by the work of large microbatches
+    assert works["launches"] == pytest.approx(3 * 24 * 3 * gpu.constants.launch)
+    assert works["microbatches"] == waits["microbatches"] == pytest.approx(3 * 3 * 0.01)
+    assert processor.shared_by(2) is processor and gpu.shared_by(64) is gpu
+    once, twice = (
+        sum(passes(machine, sizes, Cut(), **common).values())
+        for machine in (processor, processor.shared_by(4))
+    )
+    assert twice == pytest.approx(2 * once)
+
+
+def test_engines_prefill_what_is_not_shared() -> None:
+    sizes = Sizes.of(shape_of("Qwen2.5-0.5B"))
+    machine = replace(H100, constants=replace(H100.constants, turn=1e-3))
+    whole = dict(rollout(machine, sizes, Play(2, 500, 50), sessions=8))
+    shared = dict(rollout(machine, sizes, Play(2, 500, 50, prefilled=0.25), sessions=8))
+    assert shared["prompts"] == pytest.approx(whole["prompts"] / 4)
+    assert whole["turns"] == shared["turns"] == pytest.approx(16e-3)
 
 
 def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
