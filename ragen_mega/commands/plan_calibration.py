@@ -91,7 +91,7 @@ passes, updates and turns cost besides.
 """
 HOST = (
     "memory", "attention", "launch", "micro", "start", "update", "update_layer", "turn",
-    "decode_layer", "decode_sequence", "latency",
+    "decode_memory", "decode_product", "decode_layer", "decode_sequence", "latency",
 )  # fmt: skip
 """The constants that these runs decide. Small passes over activations, and attention to short
 trajectories, are far from what large ones reach.
