@@ -337,7 +337,7 @@ def law_text(curves: Mapping[str, Sequence[Curve]], num_prompts: int) -> tuple[s
         f"Fitted on the smaller sizes, it misses the larger ones' success by {100 * ahead[0]:.1f}"
         f" points on average; that they do as the largest of the smaller, by {100 * ahead[1]:.1f}."
     )  # fmt: skip
-    return f"{table(('constant', 'value'), rows)}\n\nR2 of log L {law.r_squared:.2f}. {said}", law
+    return f"{table(('constant', 'value'), rows)}\n\nR2 {law.r_squared:.2f}. {said}", law
 
 
 def plot(
