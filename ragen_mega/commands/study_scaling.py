@@ -211,11 +211,11 @@ def as_losses(curves: Sequence[Curve], num_prompts: int) -> list[Curve]:
     ]
 
 
-def hours_to(target: float, run: Mapping[str, Any], ranks: int) -> float:
-    """Rank-hours of training until an evaluation first found this success; infinite if none did."""
-    seconds = np.cumsum([row["time/step"] for row in run["records"]])
+def seconds_to(target: float, run: Mapping[str, Any], ranks: int) -> float:
+    """Rank-seconds of steps until an evaluation first found this success; infinite if none did."""
+    seconds = ranks * np.cumsum([row["time/step"] for row in run["records"]])
     reached = [row.get("eval/success", 0.0) >= target for row in run["records"]]
-    return float(seconds[reached.index(True)]) * ranks / 3600 if any(reached) else math.inf
+    return float(seconds[reached.index(True)]) if any(reached) else math.inf
 
 
 def attempt(work: Any, *arguments: Any, **options: Any) -> Any:
@@ -293,14 +293,14 @@ def success_table(study: Study, found: Runs, speeds: Mapping[str, Speed]) -> str
     rows = []
     for arm in compared(study, found):
         runs, ranks = list(found[arm.name].values()), speeds[arm.name].ranks
-        hours = sorted(hours_to(study.target, run, ranks) for run in runs)
-        spent = [number(3600 * one) if math.isfinite(one) else "never" for one in hours]
+        spent = sorted(seconds_to(study.target, run, ranks) for run in runs)
+        told = ", ".join(number(one) if math.isfinite(one) else "never" for one in spent)
         for name, one in runs[0]["sets"].items():
             rates = np.array([run["sets"][name]["prompt_success"] for run in runs])
             known = [one["random"], one["optimum"]]
             known = ["-" if rate is None else f"{rate:.1%}" for rate in known]
             cells = (arm.model, name, percent(estimate(rates)), len(runs), *known)
-            rows.append((*cells, ", ".join(spent)))
+            rows.append((*cells, told))
     head = ("model", "set", "success (95% interval)", "seeds", "random", "optimum",
             f"rank-seconds to {study.target:.0%}, each seed")  # fmt: skip
     return table(head, rows)
