@@ -56,7 +56,7 @@ IDENTITY = "study.json"
 _STOPPED = -signal.SIGTERM
 
 
-def find(name: str, preset: str) -> Study:
+def find(name: str, preset: str | None) -> Study:
     """The study of this name, or in this file. Raises ValueError if there is none."""
     path = Path(name) if name.endswith(".toml") else STUDIES / f"{name}.toml"
     if not path.exists():
@@ -427,7 +427,7 @@ def write_report(
     __doc__,
     ("study", {"nargs": "?", "help": "name that --list shows, or a .toml file"}),
     flag("--list", "name the studies", False),
-    flag("--preset", "small: here; paper: as published, confounds included", "small"),
+    flag("--preset", "small: here (default); paper: as published, confounds included"),
     flag("--seeds", "seeds of every arm", 3),
     flag("--first-seed", "the first of them", 0),
     flag("--match", "steps, tokens or none: what all arms have the same of", "none"),
@@ -447,10 +447,11 @@ def write_report(
 def main(arguments: argparse.Namespace) -> int | None:
     if arguments.list or not arguments.study:
         for path in sorted(STUDIES.glob("*.toml")):
-            study = Study.read(path, "small")
+            study = Study.read(path)
             print(f"{study.name:16} {study.title} ({study.source}); {len(study.arms)} arms")
         return 0
-    if arguments.preset not in PRESETS or arguments.match not in ("steps", "tokens", "none"):
+    matches = ("steps", "tokens", "none")
+    if arguments.preset not in (None, *PRESETS) or arguments.match not in matches:
         raise ValueError("--preset is small or paper, --match is steps, tokens or none")
     if min(arguments.seeds, arguments.jobs, arguments.ranks) < 1:
         raise ValueError("--seeds, --jobs and --ranks must be at least 1")

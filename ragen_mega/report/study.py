@@ -69,11 +69,11 @@ class Study:
     """Success whose cost a scaling study states; None for a study that is none."""
 
     @classmethod
-    def read(cls, path: Path, preset: str) -> "Study":
-        """The study in a file: `title`, `source`, `[small]` and `[paper]` with `recipe` and
-        `flags` (`[paper]` also `confounds`), `[[arms]]` with `name`, `flags` and, where the paper's
-        differ, `paper_flags`; optional `[[claims]]` with `says`, `better`, `worse`, `set`, and
-        `metrics`, `notes`.
+    def read(cls, path: Path, preset: str | None = None) -> "Study":
+        """The study in a file, under the first preset that it has unless one is named: `title`,
+        `source`, `[small]` and `[paper]` with `recipe` and `flags` (`[paper]` also `confounds`),
+        `[[arms]]` with `name`, `flags` and, where the paper's differ, `paper_flags`; optional
+        `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
 
         A scaling study has `target` and, for arms, every pair of `[[models]]` and `[[layouts]]`,
         each with `name`, `flags`, `ranks` (1; those of a pair are their product) and `seeds` (all).
@@ -88,6 +88,7 @@ class Study:
         scales = "models" in data
         parts = ("models", "layouts", "target") if scales else ("arms",)
         _check_keys(path, "a study", data, required=("title", "source", *parts), others=_OTHERS)
+        preset = preset or next((name for name in PRESETS if name in data), PRESETS[0])
         if preset not in data:
             raise ValueError(f"{path} has no preset [{preset}]; it has {_presets(data)}")
         part = data[preset]

@@ -71,7 +71,7 @@ def test_every_study_of_the_repository_can_be_run() -> None:
             try:
                 study = Study.read(path, preset)
             except ValueError as error:
-                assert "no preset [paper]" in str(error)
+                assert "no preset [" in str(error)
                 continue
             for arm in study.arms:
                 parse(tool.flags_of(study, arm, "none"))
