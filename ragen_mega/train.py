@@ -27,6 +27,7 @@ from ragen_mega.run.guards import nothing_to_learn
 from ragen_mega.run.nodes import watched
 from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run
+from ragen_mega.run.separate import Sampler
 from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
 from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.run_directory import Finished
@@ -39,20 +40,23 @@ def starpo(run: Run) -> None:
     for step in run.steps():
         metrics = Metrics()
 
-        # Rollout: from each of P initial states sample N trajectories of at most K turns. The
-        # engine takes the policy's weights while the rest of the trainer is away, then the device.
-        tasks = run.tasks.sample(step)
-        origin = run.origin(tasks)
-        groups = run.recall(step, origin)  # what an earlier process sampled under these weights
-        if groups is None:
-            with run.timed("rollout"), run.placement.handover(), engine.awake():
-                with run.timed("sync"):
-                    engine.load_weights(policy.export_weights(engine.shard))
-                    run.placement.enter(Phase.ROLLOUT)
-                    engine.start()
-                groups = run.sample(tasks)
-            run.keep(step, origin, groups)
-            metrics.add("time", policy.sync_metrics())
+        # Rollout: from each of P initial states sample N trajectories of at most K turns.
+        if run.samplers:  # other ranks do, under these weights now, up to `max_staleness` ahead
+            run.order(step, policy.export_weights())
+            groups = run.take(step, metrics)
+        else:  # the engine takes the weights while the rest of the trainer is away, then the device
+            tasks = run.tasks.sample(step)
+            origin = run.origin(tasks)
+            groups = run.recall(step, origin)  # what an earlier process sampled under these weights
+            if groups is None:
+                with run.timed("rollout"), run.placement.handover(), engine.awake():
+                    with run.timed("sync"):
+                        engine.load_weights(policy.export_weights(engine.shard))
+                        run.placement.enter(Phase.ROLLOUT)
+                        engine.start()
+                    groups = run.sample(tasks)
+                run.keep(step, origin, groups)
+                metrics.add("time", policy.sync_metrics())
         metrics.add("rollout", run.summarize(groups))
         metrics.add("custom", custom_metrics(groups, config.logging.metric_names))
         groups, rewards = shape_rewards(groups, config.advantage.reward_terms)
@@ -109,18 +113,34 @@ def starpo(run: Run) -> None:
     run.finish()
 
 
+def sample(sampler: Sampler) -> None:
+    """What ranks do that only sample: one rollout after another, each under the weights that the
+    trainers have sent for it, until these end.
+    """
+    for order in sampler.orders():
+        with sampler.engine.awake():
+            sampler.engine.load_weights(sampler.weights())
+            sampler.engine.start()
+            groups = sampler.sample(order)
+        sampler.deliver(order, groups)
+
+
 def train(config: StarPOConfig) -> dict[str, Any]:
     """Train as `config` says, in this process or on the ranks of the job that it belongs to.
 
-    Returns what is in the run's summary.json. The run is in `config.run_directory`. Raises
-    ValueError, before any training, if something cannot work, and after `max_empty_steps` that
-    trained nothing; OSError, EngineError or FloatingPointError if training cannot go on (a
-    checkpoint is there to resume from).
+    Returns what is in the run's summary.json; nothing on a rank that only samples. The run is in
+    `config.run_directory`. Raises ValueError, before any training, if something cannot work, and
+    after `max_empty_steps` that trained nothing; OSError, EngineError or FloatingPointError if
+    training cannot go on (a checkpoint is there to resume from).
     """
-    run = build(config)
-    with run:
-        starpo(run)
+    with build(config) as run:
+        play_part(run)
     return run.summary
+
+
+def play_part(run: Run | Sampler) -> None:
+    """Train, or on a rank that only samples (`--placement separate`) sample."""
+    sample(run) if isinstance(run, Sampler) else starpo(run)
 
 
 def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
@@ -140,7 +160,7 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
             run = build(config)
             run.stop.listen()
             with run:
-                starpo(run)
+                play_part(run)
     except Interrupted:
         raise SystemExit(run.stop.exit_code) from None
     except Finished as done:

@@ -53,6 +53,8 @@ class Estimator:
             total returns and ignores rewards of turns and tokens.
         min_group_size: the least number of trajectories per group.
         reads_logprobs: it uses `inputs.batch.old_logprobs`, which are then always computed.
+        needs_fresh_samples: what it computes is wrong for samples of earlier weights, so that
+            --max-staleness must be 0.
     """
 
     function: Callable[..., Any] | str
@@ -61,6 +63,7 @@ class Estimator:
     level: Literal["any", "turn", "trajectory"] = "any"
     min_group_size: int = 1
     reads_logprobs: bool = True
+    needs_fresh_samples: bool = False
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,14 @@ class ParallelConfig(Section):
     block of 128 or 32 values. Those of earlier passes (delayed) are no part of a checkpoint: such a
     run resumes, but not exactly.
     """
-    placement: Literal["colocated"] = "colocated"
-    """Who has the devices: engines and trainer share them, in turns."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """Who has the devices: engines and trainer share them, in turns; or (separate) the last
+    --rollout-ranks ranks only sample, while the others train on what was sampled before.
+    """
+    rollout_ranks: Natural = 0
+    """Ranks that only sample (placement separate): as many that both sides take about as long for
+    a step. Evaluations are played by those that train.
+    """
     offload: OffloadMode = "none"
     """What is moved to host memory: nothing; parameters, gradients and optimizer state during
     rollouts; or, besides, actor and critic in turns, each while the other one computes.
@@ -176,6 +182,11 @@ class ParallelConfig(Section):
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         return (
+            (
+                (self.placement == "separate") != (self.rollout_ranks > 0),
+                f"placement {self.placement} and rollout_ranks {self.rollout_ranks} do not go"
+                " together; set --placement separate --rollout-ranks 1 or more, or none of them",
+            ),
             (
                 self.sequence_parallel and self.tensor_model_parallel_size == 1,
                 "sequence_parallel shards over tensor-parallel ranks and does nothing at"
@@ -210,15 +221,31 @@ class ParallelConfig(Section):
         """
         return self.fp8_recipe or "tensorwise"
 
+    def num_trainers(self, world_size: int) -> int:
+        """Ranks of a job that train. Raises ValueError unless the others are as many as asked for,
+        and the layout fits those that train.
+        """
+        trainers = world_size - self.rollout_ranks
+        if trainers < 1:
+            raise ValueError(
+                f"rollout_ranks ({self.rollout_ranks}) must leave a rank that trains, and the job"
+                f" has {world_size}; lower --rollout-ranks or start more ranks"
+                f" (NPROC_PER_NODE={self.rollout_ranks + 1})"
+            )
+        self.check_world(trainers)
+        return trainers
+
     def check_world(self, world_size: int) -> None:
-        """Raise ValueError unless the layout fits `world_size` ranks."""
+        """Raise ValueError unless the layout fits `world_size` ranks that train."""
         model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         if world_size % model_parallel:
             raise ValueError(
                 f"tensor_model_parallel_size ({self.tensor_model_parallel_size}) x"
                 f" pipeline_model_parallel_size ({self.pipeline_model_parallel_size}) must divide"
                 f" the world size ({world_size}); start torchrun with --nproc-per-node"
-                f" {model_parallel} or a multiple, or lower the parallel sizes"
+                f" {model_parallel + self.rollout_ranks} or"
+                f" {'more of them' if self.rollout_ranks else 'a multiple'}, or lower the parallel"
+                " sizes"
             )
 
 
@@ -420,6 +447,16 @@ class RolloutConfig(Section):
     rollout_deterministic: bool = False
     """SGLang's samples depend on their seeds alone, not on the batch that they are drawn in;
     slower, and on GPUs only.
+    """
+    max_staleness: Natural = 0
+    """Steps by which the weights that sample a rollout may be behind those that train on it
+    (placement separate): rollout t is sampled under the weights after t - k steps. With 1 sampling
+    and training overlap whole; more evens out steps of unequal length and keeps as many weights in
+    host memory; with 0 each side waits for the other.
+    """
+    sampler_timeout: Positive = 1800.0
+    """Seconds without a finished turn after which ranks that only sample count as lost (placement
+    separate).
     """
     weight_transfer: Literal["auto", "file", "ipc"] = "auto"
     """How weights reach SGLang's servers: `ipc` copies on the device and keeps no copy, so that a
@@ -1043,6 +1080,7 @@ class StarPOConfig(Section):
                 " raise --group-size or set --filter-strategy none",
             ),
             *self._objective_rules(),
+            *self._placement_rules(),
             (
                 rollout.max_sampling_rounds > 1
                 and (num_kept is None or not kept.drops_constant or self.filter.filter_keep_zero),
@@ -1081,6 +1119,44 @@ class StarPOConfig(Section):
                 window > 0 and (is_gspo or self.loss.importance_level == "sequence"),
                 f"context_window {window} cuts a trajectory into samples, and policy_loss gspo and"
                 " importance_level sequence need it whole; drop --context-window",
+            ),
+        )
+
+    def _placement_rules(self) -> Sequence[tuple[bool, str]]:
+        rollout, loss, staleness = self.rollout, self.loss, self.rollout.max_staleness
+        is_separate = self.parallel.placement == "separate"
+        return (
+            *(
+                (
+                    not is_separate and getattr(rollout, name) != getattr(RolloutConfig, name),
+                    f"{name} does nothing with placement colocated, where every rollout is sampled"
+                    f" under the present weights; drop {flag_of(name)} or set --placement separate"
+                    " --rollout-ranks 1",
+                )
+                for name in ("max_staleness", "sampler_timeout")
+            ),
+            (
+                is_separate and rollout.rollout_engine != "embedded",
+                "placement separate samples with the embedded engine; drop --rollout-engine"
+                f" {rollout.rollout_engine} or --placement separate",
+            ),
+            (
+                staleness >= self.train.num_steps,
+                f"max_staleness ({staleness}) must be below num_steps ({self.train.num_steps}), or"
+                " every rollout is sampled under the first weights; lower --max-staleness",
+            ),
+            (
+                staleness > 0 and loss.old_logprobs == "auto" and loss.importance_cap is None,
+                f"max_staleness {staleness} trains on samples of other weights, and nothing"
+                " corrects for that: add --importance-cap 2 (decoupled PPO), or --old-logprobs"
+                " engine (the ratio is to those that sampled), or --old-logprobs recompute to go"
+                " without",
+            ),
+            (
+                staleness > 0 and self.advantage.estimator.needs_fresh_samples,
+                f"{self.advantage.advantage_estimator} needs samples of the present weights, as it"
+                f" declares, and max_staleness is {staleness}; set --max-staleness 0 or another"
+                " --advantage-estimator",
             ),
         )
 

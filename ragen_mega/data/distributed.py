@@ -16,6 +16,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 _control_group: dist.ProcessGroup | None = None
+_store: dist.Store | None = None
+"""Where the ranks of the job find each other."""
 
 
 def start(timeout_minutes: float = 30.0) -> None:
@@ -23,10 +25,9 @@ def start(timeout_minutes: float = 30.0) -> None:
 
     Raises ValueError on a rank that has no GPU where others have one.
     """
-    global _control_group
+    global _store
     if dist.is_initialized():
         return
-    has_gpu = torch.cuda.is_available()
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if "RANK" not in os.environ:
         os.environ.update(
@@ -34,7 +35,7 @@ def start(timeout_minutes: float = 30.0) -> None:
         )
         store, rank, world_size = dist.HashStore(), 0, 1
     else:
-        if has_gpu:
+        if torch.cuda.is_available():
             _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun --max-restarts hands restarted ranks the store of those that died, with their
@@ -42,6 +43,27 @@ def start(timeout_minutes: float = 30.0) -> None:
         store = dist.PrefixStore(
             f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
         )
+    _store = store
+    _join(store, rank, world_size, timeout)
+
+
+def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:
+    """Make the last `num_last` ranks of the job one of their own, and the others one: from now on
+    rank, world size and all collectives, those of megatron-core too, are of the part that this rank
+    is in. Returns a store that both parts see. Collective over the whole job.
+    """
+    index, first, store = rank(), world_size() - num_last, _store
+    name, start, end = ("last", first, world_size()) if index >= first else ("first", 0, first)
+    barrier()
+    stop()
+    part = dist.PrefixStore(f"part_{name}", store)
+    _join(part, index - start, end - start, datetime.timedelta(minutes=timeout_minutes))
+    return dist.PrefixStore("parts", store)
+
+
+def _join(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
+    global _control_group
+    has_gpu = torch.cuda.is_available()
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
         store=store,

@@ -79,6 +79,13 @@ def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
     }
 
 
+def mean_staleness(step: int, groups: Sequence[TrajectoryGroup]) -> float:
+    """Steps by which the weights have moved on since they sampled: mean over sampled tokens."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    total = sum((step - one.weight_version) * one.num_sampled_tokens for one in trajectories)
+    return total / max(1, sum(one.num_sampled_tokens for one in trajectories))
+
+
 def observe(monitor: EchoTrapMonitor, metrics: Metrics) -> list[EchoTrapWarning]:
     """Feed a step's numbers to the monitor; returns the new warnings."""
     return monitor.observe(_signals(metrics, SIGNALS, entropy="actor/entropy"))

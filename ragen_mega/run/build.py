@@ -4,6 +4,7 @@ backend.
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -36,8 +37,9 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, evaluation_prompts
 from ragen_mega.run.check import check, sizes_without_effect
 from ragen_mega.run.nodes import meet
-from ragen_mega.run.placement import ACTOR, CRITIC, PLACEMENTS, Placement
+from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
 from ragen_mega.run.run import Run
+from ragen_mega.run.separate import Sampler, divide
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,
@@ -59,15 +61,18 @@ from ragen_mega.warm_start.small_model import (
 )
 
 
-def build(config: StarPOConfig) -> Run:
-    """Everything a run needs, warm start included. Raises ValueError before any training if
-    something cannot work.
+def build(config: StarPOConfig) -> Run | Sampler:
+    """Everything a run needs, warm start included; on a rank that only samples what that needs.
+    Raises ValueError before any training if something cannot work.
     """
     meet(config)
-    groups = initialize(config.parallel, config.train.seed)
-    names, trained = config.environment.evaluated, config.environment.shares
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
+    link, only_samples = divide(config)
+    if only_samples:
+        return Sampler(config, link, partial(build_sampling, config))
+    groups = initialize(config.parallel, config.train.seed)
+    names, trained = config.environment.evaluated, config.environment.shares
     prompts = {
         name: evaluation_prompts(
             config.environment,
@@ -101,7 +106,7 @@ def build(config: StarPOConfig) -> Run:
         start = start._replace(critic=local_directory(config.model.critic_load))
 
     timers = Timers()
-    placement = PLACEMENTS[config.parallel.placement](config.parallel.offload, timers.timed)
+    placement = Colocated(config.parallel.offload, timers.timed)
     policy, critic = build_models(config, hf, groups, start, placement)
     console.say(f"model: {precision.describe(policy.module.config)}")
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
@@ -119,14 +124,25 @@ def build(config: StarPOConfig) -> Run:
         console=console,
         placement=placement,
         timers=timers,
+        link=link,
         lock=lock,
     )
+    if run.samplers:
+        run.samplers.begin(base)
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
         run.repeat_from(run.step)
     else:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
     return run
+
+
+def build_sampling(config: StarPOConfig, base: Path) -> tuple[RolloutEngine, ChatRenderer]:
+    """What a rank that only samples does so with; `base` holds tokenizer and configuration of the
+    model.
+    """
+    renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    return build_engine(config, load_config(str(base))), renderer
 
 
 def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
@@ -146,7 +162,7 @@ def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
             config,
             first_step=first_step,
             world_size=world_size,
-            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+            ranks_per_node=ranks_per_node(world_size),
         )
         logger.write_config(config.to_dict(), start)
         opened.append(logger)
@@ -315,8 +331,8 @@ def num_engines(config: StarPOConfig) -> int:
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Ranks of this job on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    """Ranks on this machine, of this part of the job."""
+    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint | None]:

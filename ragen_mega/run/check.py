@@ -42,8 +42,9 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     is done. What needs torch, a GPU or the network is checked later.
     """
     config, _ = with_name(config)
-    config.parallel.check_world(num_ranks)
-    config.rollout.num_engines(num_ranks, ranks_per_node)
+    trainers = config.parallel.num_trainers(num_ranks)
+    samplers = config.parallel.rollout_ranks or trainers
+    config.rollout.num_engines(samplers, min(samplers, ranks_per_node))
     if config.evaluation.boards is not None:
         for name in config.environment.shares:
             load_boards(config.evaluation.boards, name, **config.environment.options(name))

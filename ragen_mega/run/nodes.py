@@ -260,7 +260,8 @@ def check_agreement(config: StarPOConfig) -> None:
     if error := disagreement(everyone):
         raise ValueError(error)
     for each in everyone:
-        config.rollout.num_engines(distributed.world_size(), each.num_ranks)
+        if config.parallel.placement == "colocated":
+            config.rollout.num_engines(distributed.world_size(), each.num_ranks)
     _check_shared(config.run_directory.parent, [each.host for each in everyone])
 
 

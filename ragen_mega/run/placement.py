@@ -7,7 +7,8 @@ SYNC     the policy's weights are sent to the engine, which has allocated memory
 ROLLOUT  the engine has the weights, so the trainer offloads its own; then the engine allocates
          its key-value cache.
 
-If an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT are repeated.
+If an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT are repeated. With
+placement `separate` (`separate.py`) ranks that train play evaluations only, in the same phases.
 """
 
 import enum
@@ -217,10 +218,6 @@ class Colocated:
                 " --max-context-length or --num-groups, and see tools/plan.py for what fits; the"
                 f" error was: {' '.join(str(error).split())[-_MAX_REASON:]}"
             ) from error
-
-
-PLACEMENTS: dict[str, type[Colocated]] = {"colocated": Colocated}
-"""Name in the configuration -> who has the devices."""
 
 
 def _gib(size: int) -> str:

@@ -4,11 +4,11 @@ evaluation, checkpoints, the log.
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
+from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -16,11 +16,9 @@ from typing import Any, Self, TextIO
 import torch
 from torch import Tensor
 
-from ragen_mega import __version__
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average
-from ragen_mega.algorithm.filters import CONSTANT_SCORE, filter_groups, group_uncertainty
-from ragen_mega.algorithm.rewards import shape_rewards
-from ragen_mega.algorithm.tables import PlugInError, is_judge
+from ragen_mega.algorithm.filters import filter_groups
+from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import checksum_each
@@ -34,22 +32,29 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
-from ragen_mega.report.step_metrics import collapse_signals, engine_vs_policy, observe
+from ragen_mega.report.step_metrics import (
+    collapse_signals,
+    engine_vs_policy,
+    mean_staleness,
+    observe,
+)
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
-from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines, engine_metrics
-from ragen_mega.rollout.collector import Task
-from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
+from ragen_mega.rollout.all_ranks import engine_metrics
+from ragen_mega.rollout.engine import Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each, mean_references
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
-from ragen_mega.rollout.verifier import Verifiers
 from ragen_mega.run.guards import FAULTS, CollapseGuard, UpdateGuard
+from ragen_mega.run.link import Link, LinkLost
 from ragen_mega.run.placement import Phase, Placement
+from ragen_mega.run.sampling import Origin, Sampling, Tasks, origin_of
+from ragen_mega.run.separate import Samplers
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
+from ragen_mega.storage.integrity import write_whole
 from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
@@ -58,9 +63,6 @@ EVALUATED = ("success", "reward", "random", "optimum")
 """The values of an evaluated set that are logged as eval/..."""
 _PROBES = 8
 """Prompts of every evaluation that are kept for the viewer."""
-Tasks = Sequence[Sequence[Task]]
-Origin = dict[str, Any]
-"""Everything that a rollout depends on, as JSON values."""
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Run:
     console: Console
     placement: Placement
     timers: Timers
+    link: Link | None = None  # to the ranks that only sample, if there are any; rank 0
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
     screen: ExitStack = field(default_factory=ExitStack)  # the console's, while training
     step: int = 0
@@ -110,9 +113,28 @@ class Run:
             keep_best=config.checkpoint.keep_best,
         )
         self.rollouts = RolloutStore(directory / ROLLOUTS)
-        self.verifiers = Verifiers(
-            config.advantage.reward_terms, timeout=config.environment.environment_timeout or None
+        self.sampling = Sampling(
+            config,
+            self.engine,
+            self.renderer,
+            self.tasks,
+            self.console,
+            say=self.console.say,
+            interrupt=lambda: self.stop.interrupt(),
+            stop_if_asked=self.stop_if_asked,
+            send_again=self.send_weights_again,
         )
+        self.samplers = None
+        if config.parallel.placement == "separate":
+            self.samplers = Samplers(
+                config,
+                self.link,
+                self.tasks,
+                recall=self._recall,
+                keep=self._keep,
+                stop_if_asked=self.stop_if_asked,
+                say=self.console.say,
+            )
         self.traces = TraceWriter(
             directory / TRACES, self.renderer.tokenizer.decode, config.environment
         )
@@ -138,91 +160,49 @@ class Run:
 
     def origin(self, tasks: Tasks) -> Origin:
         """What the rollout of these tasks depends on; two with the same origin are the same."""
-        values = self.config.to_dict()
-        played = [
-            (t.group_id, t.environment, t.seed, t.outcome_seed, t.board)
-            for group in tasks
-            for t in group
-        ]
         with self.timed("rollout_files"):
             weights = fingerprint(self.policy.local_weights())
-        return {
-            "weights": weights,
-            "weight_version": self.engine.weight_version + 1,
-            "tasks": hashlib.sha256(repr(played).encode()).hexdigest(),
-            "environment": values["environment"],
-            "rollout": values["rollout"],
-            "seed": self.config.train.seed,
-            "judges": [name for name in self.config.advantage.reward_terms if is_judge(name)],
-            "versions": {name: version(name) for name in ("torch", "transformers")}
-            | {"ragen_mega": __version__},
-        }
+        return origin_of(self.config, tasks, weights, self.engine.weight_version + 1)
 
     def recall(self, step: int, origin: Origin) -> list[TrajectoryGroup] | None:
         """The groups that an earlier process sampled for this step, None if it did not."""
         with self.timed("rollout_files"):
-            groups = on_main(lambda: self.rollouts.recall(step, origin, self.console.say))
+            groups = on_main(lambda: self._recall(step, origin))
         if groups is not None:
             self.engine.weight_version += 1  # those that sampled them
+        return groups
+
+    def _recall(self, step: int, origin: Origin) -> list[TrajectoryGroup] | None:
+        """On one rank."""
+        groups = self.rollouts.recall(step, origin, self.console.say)
+        if groups is not None:
             self.console.say(f"step {step}: repeated from the rollout in {self.rollouts.directory}")
         return groups
 
     def sample(self, tasks: Tasks) -> list[TrajectoryGroup]:
-        """Play the tasks of a step with an engine that has the policy's weights, and further rounds
-        as `--max-sampling-rounds` says. Raises as `_play` does.
+        """Play the tasks of a step with an engine that has the policy's weights. Raises as
+        `Sampling.sample` does.
         """
-        config, groups = self.config, self._play(tasks)
-        for sampling_round in range(1, config.rollout.max_sampling_rounds):
-            shaped, _ = shape_rewards(groups, config.advantage.reward_terms)
-            spread = group_uncertainty([group.total_rewards for group in shaped])
-            wanted = config.filter.num_kept(config.rollout.num_groups)
-            if int((spread > CONSTANT_SCORE).sum()) >= wanted:
-                break
-            groups += self._play(self.tasks.sample(self.step, sampling_round))
-        self.timers.sampled_tokens = sum(
-            trajectory.num_sampled_tokens for group in groups for trajectory in group.trajectories
-        )
+        groups = self.sampling.sample(self.step, tasks)
+        self.timers.sampled_tokens = count_sampled(groups)
         return groups
 
-    def _play(self, tasks: Tasks) -> list[TrajectoryGroup]:
-        """Play tasks and have them judged.
-
-        Raises, on all ranks alike, Interrupted if the run is to stop, FloatingPointError if the
-        weights have diverged, and EngineError if the rollout fails on any rank for another reason.
+    def order(self, step: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Let the ranks that only sample go on to the rollout of step `step + max_staleness`, with
+        the present weights. They are not waited for.
         """
-        config, num_tasks = self.config, sum(len(group) for group in tasks)
-        failure = None
-        max_turns, num_here = (
-            config.environment.expected_turns,
-            num_tasks // count_engines(self.engine),
-        )
-        with self.console.progress("rollout", num_here, max_turns=max_turns) as progress:
+        with self.timed("sync"):
+            digest = fingerprint(self.policy.local_weights())
+            self.samplers.order(step, digest, weights)
 
-            def advance(num_tokens: int, is_over: bool) -> None:
-                progress.turn(num_tokens, is_over)
-                self.stop.interrupt()
-
-            try:
-                groups = collect_on_all_ranks(
-                    self.engine,
-                    self.renderer,
-                    tasks,
-                    play_settings(
-                        config.rollout,
-                        config.environment,
-                        temperature=config.rollout.temperature,
-                        seed=config.train.seed,
-                    ),
-                    advance=advance,
-                    send_again=self.send_weights_again,
-                )
-            except (EngineError, FloatingPointError) as error:
-                failure = error
-        self.stop_if_asked()
-        if failure is not None:
-            raise failure
-        if missing := self.verifiers.judge(groups, self.renderer):
-            self.console.say(f"step {self.step}: {missing} verdicts of judges are missing")
+    def take(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:
+        """Wait for what they have sampled for a step. Raises as `Samplers.take` does."""
+        with self.timed("rollout"):
+            groups, seconds = self.samplers.take(step, metrics)
+        if seconds:
+            self.timers.sampled_tokens = count_sampled(groups)
+            self.timers.sampling_seconds = seconds
+        metrics.add("rollout", staleness=mean_staleness(step, groups))
         return groups
 
     def keep(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:
@@ -231,15 +211,16 @@ class Run:
         Raises OSError on all ranks if the disk is full.
         """
 
-        def write() -> None:
-            self.rollouts.write(step, groups, origin)
-            keep, saved = self.config.checkpoint.keep_rollouts, self.checkpoints.steps()
-            # The one to go back to may be old; what followed it is not repeated.
-            saved = [one for one in saved if one not in self.collapse_guard.pinned] or saved
-            self.rollouts.prune(oldest_kept(step, keep, saved))
-
         with self.timed("rollout_files"):
-            on_main(write)
+            on_main(lambda: self._keep(step, origin, groups))
+
+    def _keep(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:
+        """On one rank."""
+        self.rollouts.write(step, groups, origin)
+        keep, saved = self.config.checkpoint.keep_rollouts, self.checkpoints.steps()
+        # The one to go back to may be old; what followed it is not repeated.
+        saved = [one for one in saved if one not in self.collapse_guard.pinned] or saved
+        self.rollouts.prune(oldest_kept(self.step, keep, saved))
 
     def trace(
         self,
@@ -399,11 +380,12 @@ class Run:
             self.evaluated = self.evaluate(step + 1, metrics, self.config.evaluation.eval_samples)
         elif interval and (step + 1) % interval == 0:
             success = self._mean_success(self.evaluate(step + 1, metrics))
-        metrics.add("engine", engine_metrics(self.engine))
+        if not self.samplers:
+            metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
         if result.get("reward/success_ranking", 1.0) < 0.5:
             self.note(step, "the reward pays more for failing than for success (--reward)")
-        if num_lost := round(result["engine/restarts"]):
+        if num_lost := round(result.get("engine/restarts", 0)):
             self.note(
                 step,
                 f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/",
@@ -600,14 +582,30 @@ class Run:
             "empty_steps": self.empty_steps,
             "score_average": self.score_average,
         }
+        if self.samplers:
+            state["versions"] = self.samplers.state_dict()
         with self.timed("checkpoint"):
             self.checkpoints.save(
                 self.step,
-                partial(checkpoint.stage, trainers=self.trainers),
+                self._stage,
                 state,
                 success,
                 self.collapse_guard.pinned,
             )
+
+    def _stage(self, directory: Path) -> Callable[[], Path]:
+        """What a checkpoint copies at once and writes later: trainers, and what is still to be
+        sampled under earlier weights.
+        """
+        write = checkpoint.stage(directory, trainers=self.trainers)
+        ahead = self.samplers.staged() if self.samplers and distributed.is_main() else {}
+
+        def write_all() -> Path:
+            for name, content in ahead.items():
+                write_whole(directory / name, content)
+            return write()
+
+        return write_all
 
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint, whatever layout it was written on. Collective. Raises ValueError
@@ -628,6 +626,8 @@ class Run:
             self.collapse_guard.load_state_dict(state["collapse_guard"])
         for trainer in self.trainers.values():
             trainer.set_lr_factor(self.collapse_guard.lr_factor)
+        if self.samplers:
+            self.samplers.load_state_dict(saved.step, saved.directory, state.get("versions", {}))
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
@@ -641,7 +641,7 @@ class Run:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if isinstance(error, Interrupted):
+            if isinstance(error, (Interrupted, LinkLost)):
                 self.save()
                 self.checkpoints.wait()
                 self.console.say(f"stopped after {self.step} steps; --resume goes on from there")
@@ -649,11 +649,16 @@ class Run:
                 last = self.checkpoints.last("a lower --lr or --clip-grad")
                 raise type(error)(f"{error}; {last}") from error
         finally:
-            self.close()
+            is_stopped = isinstance(error, Interrupted)
+            self.close(0 if error is None else self.stop.exit_code if is_stopped else 2)
 
-    def close(self) -> None:
-        """Stop the engine and flush all files; safe after any failure."""
+    def close(self, exit_code: int = 0) -> None:
+        """Stop the engine and flush all files; safe after any failure. Ranks that only sample end
+        with this exit code.
+        """
         self.screen.close()
+        if self.samplers:
+            self.samplers.close(exit_code)
         self.engine.shutdown()
         self.logger.close()
         if self.lock:
@@ -666,6 +671,11 @@ class Run:
 
     def _is_best(self, success: float | None) -> bool:
         return success is not None and (self.best_success is None or success > self.best_success)
+
+
+def count_sampled(groups: Sequence[TrajectoryGroup]) -> int:
+    """Tokens that the policy sampled."""
+    return sum(one.num_sampled_tokens for group in groups for one in group.trajectories)
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:

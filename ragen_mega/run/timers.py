@@ -17,6 +17,8 @@ class Timers:
         self.totals = Metrics()
         self.sampled_tokens = 0
         """Of this step's rollout; 0 where it was not sampled but read from the disk."""
+        self.sampling_seconds: float | None = None
+        """What other ranks took for that, where others did it."""
         self.trained_tokens = 0
         """Positions that the updates of this step went through."""
         self._seconds: dict[str, float] = {}
@@ -60,7 +62,8 @@ class Timers:
             "total", train_seconds=Sum(training), trained_tokens=Sum(self.trained_tokens)
         )
         if self.sampled_tokens:  # sampling needs the weights, so sending them counts
-            rollout = seconds["rollout"] + seconds.get("sync", 0.0)
+            here = seconds["rollout"] + seconds.get("sync", 0.0)
+            rollout = here if self.sampling_seconds is None else self.sampling_seconds
             self.totals.add(
                 "total", rollout_tokens=Sum(self.sampled_tokens), rollout_seconds=Sum(rollout)
             )
@@ -71,6 +74,7 @@ class Timers:
             metrics.add("update", tokens_per_second=rate, computed_tokens_per_second=share * rate)
         metrics.add("time", seconds, step=sum(seconds.values()))
         self._seconds, self.sampled_tokens, self.trained_tokens = {}, 0, 0
+        self.sampling_seconds = None
 
     def state_dict(self) -> dict[str, float]:
         """The totals."""

@@ -1,0 +1,125 @@
+"""The rollout of a training step by the engines of these ranks, which have the weights: its tasks,
+further rounds, the verdicts of judges.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version as version_of
+from typing import Any
+
+from ragen_mega import __version__
+from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty
+from ragen_mega.algorithm.rewards import shape_rewards
+from ragen_mega.algorithm.tables import is_judge
+from ragen_mega.config import StarPOConfig
+from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.report.console import Console
+from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
+from ragen_mega.rollout.collector import Task
+from ragen_mega.rollout.engine import EngineError, RolloutEngine
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import TaskSampler, play_settings
+from ragen_mega.rollout.verifier import Verifiers
+
+Tasks = Sequence[Sequence[Task]]
+Origin = dict[str, Any]
+"""Everything that a rollout depends on, as JSON values."""
+
+
+def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) -> Origin:
+    """What the rollout of these tasks depends on, under weights with this digest; two with the same
+    origin are the same.
+    """
+    values = config.to_dict()
+    played = [
+        (t.group_id, t.environment, t.seed, t.outcome_seed, t.board)
+        for group in tasks
+        for t in group
+    ]
+    return {
+        "weights": weights,
+        "weight_version": version,
+        "tasks": hashlib.sha256(repr(played).encode()).hexdigest(),
+        "environment": values["environment"],
+        "rollout": values["rollout"],
+        "seed": config.train.seed,
+        "judges": [name for name in config.advantage.reward_terms if is_judge(name)],
+        "versions": {name: version_of(name) for name in ("torch", "transformers")}
+        | {"ragen_mega": __version__},
+    }
+
+
+@dataclass
+class Sampling:
+    """Who plays the tasks of a step. All methods are collective."""
+
+    config: StarPOConfig
+    engine: RolloutEngine
+    renderer: ChatRenderer
+    tasks: TaskSampler
+    console: Console
+    say: Callable[[str], None]
+    interrupt: Callable[[], None]
+    """Raises Interrupted after a turn if this rank was asked to stop."""
+    stop_if_asked: Callable[[], None]
+    """Raises Interrupted on all ranks if any was."""
+    send_again: Callable[[], None]
+    """Gives all engines their weights again, after one has lost them."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._settings = play_settings(
+            config.rollout,
+            config.environment,
+            temperature=config.rollout.temperature,
+            seed=config.train.seed,
+        )
+        self._verifiers = Verifiers(
+            config.advantage.reward_terms, timeout=config.environment.environment_timeout or None
+        )
+
+    def sample(self, step: int, tasks: Tasks) -> list[TrajectoryGroup]:
+        """Play the tasks of a step, and further rounds as `--max-sampling-rounds` says.
+
+        Raises, on all ranks alike, Interrupted if the run is to stop, FloatingPointError if the
+        weights have diverged, and EngineError if the rollout fails on any rank for another reason.
+        """
+        config, groups = self.config, self._play(step, tasks)
+        for sampling_round in range(1, config.rollout.max_sampling_rounds):
+            shaped, _ = shape_rewards(groups, config.advantage.reward_terms)
+            spread = group_uncertainty([group.total_rewards for group in shaped])
+            wanted = config.filter.num_kept(config.rollout.num_groups)
+            if int((spread > CONSTANT_SCORE).sum()) >= wanted:
+                break
+            groups += self._play(step, self.tasks.sample(step, sampling_round))
+        return groups
+
+    def _play(self, step: int, tasks: Tasks) -> list[TrajectoryGroup]:
+        """Play tasks and have them judged."""
+        failure = None
+        num_here = sum(len(group) for group in tasks) // count_engines(self.engine)
+        max_turns = self.config.environment.expected_turns
+        with self.console.progress("rollout", num_here, max_turns=max_turns) as progress:
+
+            def advance(num_tokens: int, is_over: bool) -> None:
+                progress.turn(num_tokens, is_over)
+                self.interrupt()
+
+            try:
+                groups = collect_on_all_ranks(
+                    self.engine,
+                    self.renderer,
+                    tasks,
+                    self._settings,
+                    advance=advance,
+                    send_again=self.send_again,
+                )
+            except (EngineError, FloatingPointError) as error:
+                failure = error
+        self.stop_if_asked()
+        if failure is not None:
+            raise failure
+        if missing := self._verifiers.judge(groups, self.renderer):
+            self.say(f"step {step}: {missing} verdicts of judges are missing")
+        return groups

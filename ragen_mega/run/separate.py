@@ -1,0 +1,405 @@
+"""Placement `separate`: some ranks of the job sample, the others train, at the same time.
+
+Rollout t is sampled under the weights after max(0, t - max_staleness) steps, whatever takes how
+long: a run is repeated to the bit without a record of timing. The trainers order a rollout as soon
+as these weights exist, so samplers are paced by the weights, and no trajectory is ever dropped.
+Weights of which ordered rollouts have not come back stay in host memory, and are in checkpoints.
+"""
+
+import pickle
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from ragen_mega.algorithm.tables import PlugInError
+from ragen_mega.config import StarPOConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.compact import CompactTrajectories, compact, expand
+from ragen_mega.data.distributed import is_main, on_main
+from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.report.console import Console
+from ragen_mega.report.metrics import Metrics
+from ragen_mega.rollout.all_ranks import engine_metrics
+from ragen_mega.rollout.collector import in_groups
+from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.run.link import SAMPLERS, Link, LinkLost, meet_part
+from ragen_mega.run.nodes import num_nodes
+from ragen_mega.run.sampling import Origin, Sampling, origin_of
+from ragen_mega.run.stop import StopSignal
+
+WEIGHTS = "weights_{:08d}.safetensors"
+"""File of a checkpoint: weights of that many steps, under which rollouts are still to be sampled.
+"""
+_POLL_SECONDS = 0.2
+_SECONDS_BETWEEN_BEATS = 1.0
+_FAILURES = (ValueError, OSError, EngineError, FloatingPointError)
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The trainers are ready: the directory of tokenizer and model configuration."""
+
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The rollout of a step to sample."""
+
+    rollout: int
+    version: int
+    """The steps that its weights have been trained for."""
+    weights: bytes | None
+    """As safetensors; None: those of the last order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A rollout that was sampled."""
+
+    rollout: int
+    trajectories: CompactTrajectories
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The trainers have ended."""
+
+    exit_code: int
+
+
+def divide(config: StarPOConfig) -> tuple[Link | None, bool]:
+    """Divide the job as the placement says; returns the connection of the two parts, on the first
+    rank of each, and whether this rank samples only. Collective over the whole job.
+    """
+    num_samplers = config.parallel.rollout_ranks
+    if not num_samplers:
+        return None, False
+    samples = distributed.rank() >= distributed.world_size() - num_samplers
+    store, is_one_machine = distributed.divide(num_samplers), num_nodes() == 1
+    if not is_main():
+        return None, samples
+    return meet_part(store, listens=not samples, is_one_machine=is_one_machine), samples
+
+
+class Samplers:
+    """The ranks that sample, as those that train see them. Methods are collective over the
+    trainers unless they say otherwise.
+    """
+
+    def __init__(
+        self,
+        config: StarPOConfig,
+        link: Link | None,
+        tasks: TaskSampler,
+        *,
+        recall: Callable[[int, Origin], list[TrajectoryGroup] | None],
+        keep: Callable[[int, Origin, Sequence[TrajectoryGroup]], None],
+        stop_if_asked: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """`recall` and `keep` read and write rollouts on the disk, on the first rank, which alone
+        has the `link`.
+        """
+        self._config, self._link, self._tasks = config, link, tasks
+        self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
+        self._next = 0  # the first rollout that was not asked for
+        self._ordered: dict[int, tuple[int, Origin]] = {}  # not taken yet: version, what it is from
+        self._digests: dict[int, str] = {}  # of the weights of recent versions
+        self._weights: dict[int, bytes] = {}  # of versions in `_ordered`; empty but on first rank
+        self._sent: int | None = None  # the latest version that they have
+        self._arrived: dict[int, Delivery] = {}  # first rank: ready to be taken
+        self._failure: Exception | None = None  # first rank: what ended their work
+
+    def begin(self, base: Path) -> None:
+        """Let them build what they sample with, from tokenizer and model in `base`."""
+        self._send(Begin(str(base)))
+
+    def order(self, step: int, digest: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Order the rollouts up to `step + max_staleness` that nobody has sampled yet, the last of
+        them under `weights`, those after `step` steps. Does not wait for samplers.
+        """
+        staleness = self._config.rollout.max_staleness
+        last = min(step + staleness, self._config.train.num_steps - 1)
+        self._digests[step] = digest
+        for rollout in range(self._next, last + 1):
+            due = max(0, rollout - staleness)
+            versions = {due, step} & self._digests.keys()
+            if not any(self._order(rollout, one, step, weights) for one in sorted(versions)):
+                raise AssertionError("the present weights can always be sent")
+            if due != self._ordered.get(rollout, (due,))[0]:
+                self._say(
+                    f"step {rollout}: sampled under the weights after {step} steps, since those of"
+                    f" {due} are not in the checkpoint"
+                )
+        self._next = last + 1
+        used = {version for version, _ in self._ordered.values()}
+        self._weights = {one: data for one, data in self._weights.items() if one in used}
+        self._digests = {
+            one: text for one, text in self._digests.items() if one >= max(0, step - staleness)
+        }
+
+    def _order(
+        self, rollout: int, version: int, step: int, weights: Iterable[tuple[str, Tensor]]
+    ) -> bool:
+        """Order a rollout under a version, unless it is on the disk; False if that cannot be."""
+        origin = origin_of(
+            self._config, self._tasks.sample(rollout), self._digests[version], version
+        )
+        if on_main(lambda: self._find_stored(rollout, origin)):
+            return True
+        if version == step and step not in self._weights:
+            self._weights[step] = packed(weights)
+        if version not in self._weights:
+            return False
+        self._ordered[rollout] = version, origin
+        data = self._weights[version] if version != self._sent else None
+        self._sent = version
+        self._send(Order(rollout, version, data))
+        return True
+
+    def take(self, step: int, metrics: Metrics) -> tuple[list[TrajectoryGroup], float]:
+        """The rollout of a step, as soon as it has come, and the seconds that it took (0 if it was
+        on the disk).
+
+        Raises, on all ranks alike, Interrupted if the run is to stop, LinkLost if the samplers have
+        ended or do not answer, and what ended their work.
+        """
+        ready = on_main(lambda: len(self._arrived) + (self._link.num_waiting if self._link else 0))
+        metrics.add("engine", ready=ready)
+        start = time.monotonic()
+        while (found := on_main(lambda: self._find(step, start))) is None:
+            self._stop_if_asked()
+        if isinstance(found, Exception):
+            raise found
+        self._ordered.pop(step, None)
+        for note in found.notes:
+            self._say(note)
+        metrics.add("engine", found.metrics)
+        return in_groups(expand(found.trajectories)), found.metrics.get("sampling_seconds", 0.0)
+
+    def staged(self) -> dict[str, bytes]:
+        """Name -> content of the files with which a checkpoint repeats the rollouts that are to
+        come. First rank, not collective.
+        """
+        with suppress(LinkLost):
+            while self._accept(0.0):
+                pass
+        missing = {
+            version
+            for rollout, (version, _) in self._ordered.items()
+            if rollout not in self._arrived
+        }
+        return {WEIGHTS.format(version): self._weights[version] for version in missing}
+
+    def state_dict(self) -> dict[str, str]:
+        """What a checkpoint says of them: version -> digest of its weights."""
+        return {str(version): digest for version, digest in self._digests.items()}
+
+    def load_state_dict(self, step: int, directory: Path, state: Mapping[str, str]) -> None:
+        """Go on from a checkpoint after `step` steps, in `directory`."""
+        self._next = step
+        self._digests = {int(version): digest for version, digest in state.items()}
+        paths = {version: directory / WEIGHTS.format(version) for version in self._digests}
+        there = on_main(lambda: [version for version, path in paths.items() if path.exists()])
+        self._weights = {one: paths[one].read_bytes() if is_main() else b"" for one in there}
+
+    def close(self, exit_code: int) -> None:
+        """Tell them how the run has ended. Not collective."""
+        if self._link:
+            self._link.send(End(exit_code))
+            self._link.close()
+
+    def _send(self, message: Begin | Order) -> None:
+        if self._link:
+            self._link.send(message)
+
+    def _find_stored(self, rollout: int, origin: Origin) -> bool:
+        """First rank: whether an earlier process has sampled this rollout."""
+        groups = self._recall(rollout, origin)
+        if groups is not None:
+            self._arrived[rollout] = Delivery(rollout, _compact(groups))
+        return groups is not None
+
+    def _find(self, rollout: int, start: float) -> Delivery | Exception | None:
+        """First rank: a rollout, or what ended the samplers' work; None if nothing came for now."""
+        if rollout in self._arrived:
+            return self._arrived.pop(rollout)
+        if self._failure is None and not self._accept(_POLL_SECONDS):
+            silent = time.monotonic() - max(start, self._link.last_heard)
+            if silent > self._config.rollout.sampler_timeout:
+                raise LinkLost(
+                    f"{SAMPLERS} have finished no turn for {silent:.0f} s; mend what they wait for"
+                    " or raise --sampler-timeout; --resume goes on from the last checkpoint"
+                )
+        return self._failure
+
+    def _accept(self, seconds: float) -> bool:
+        """First rank: read a message, and write a rollout to disk; False if none comes."""
+        data = self._link.receive(seconds)
+        if data is None:
+            return False
+        message = pickle.loads(data)
+        if isinstance(message, Exception):
+            self._failure = message
+            return True
+        _, origin = self._ordered[message.rollout]
+        self._keep(message.rollout, origin, in_groups(expand(message.trajectories)))
+        self._arrived[message.rollout] = message
+        return True
+
+
+class Sampler:
+    """A rank that only samples, with those of its kind. As a context manager it tells the trainers
+    what ends its work, and ends as they do. Methods are collective over the samplers.
+    """
+
+    def __init__(
+        self,
+        config: StarPOConfig,
+        link: Link | None,
+        prepare: Callable[[Path], tuple[RolloutEngine, ChatRenderer]],
+    ) -> None:
+        """`prepare` builds what samples, from the directory of tokenizer and configuration."""
+        self.stop = StopSignal()
+        self.summary: dict[str, Any] = {}
+        """Of the run; only trainers have one."""
+        self._config, self._link, self._prepare = config, link, prepare
+        self._notes: list[str] = []
+        self._weights: dict[str, Tensor] = {}
+        self._has_begun = self._has_told = False
+        self._last_beat = self._since = time.monotonic()
+        self._waited = 0.0
+
+    def orders(self) -> Iterator[Order]:
+        """The rollouts to sample, until the trainers have ended."""
+        if isinstance(begin := self._receive(), End):
+            raise SystemExit(begin.exit_code)
+        self.engine, renderer = self._prepare(Path(begin.base))
+        self._has_begun = True
+        self.tasks = TaskSampler(self._config)
+        self.sampling = Sampling(
+            self._config,
+            self.engine,
+            renderer,
+            self.tasks,
+            Console(is_writer=False, num_steps=0),
+            say=self._notes.append,
+            interrupt=self._beat,
+            stop_if_asked=lambda: None,  # the trainers stop
+            send_again=self._send_again,
+        )
+        self._since = time.monotonic()
+        while isinstance(order := self._receive(), Order):
+            self._waited, self._since = time.monotonic() - self._since, time.monotonic()
+            if order.weights is not None:
+                self._weights = load(order.weights)
+            self.engine.weight_version = order.version - 1  # loading counts it
+            yield order
+            self._since = time.monotonic()
+        if order.exit_code:
+            raise SystemExit(order.exit_code)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The stream of the weights that the present order is to be sampled under."""
+        yield from self._weights.items()
+
+    def sample(self, order: Order) -> list[TrajectoryGroup]:
+        """Play the rollout of an order, with an engine that has its weights."""
+        return self.sampling.sample(order.rollout, self.tasks.sample(order.rollout))
+
+    def deliver(self, order: Order, groups: Sequence[TrajectoryGroup]) -> None:
+        """Send a rollout to the trainers."""
+        metrics = engine_metrics(self.engine) | {
+            "sampling_seconds": time.monotonic() - self._since,
+            "waiting_seconds": self._waited,
+        }
+        if self._link:
+            notes = tuple(self._notes)
+            self._link.send(Delivery(order.rollout, _compact(groups), metrics, notes))
+        self._notes.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, LinkLost) and not self._has_begun:
+            raise SystemExit(2) from error  # the trainers have said why
+        if isinstance(error, _FAILURES) and not isinstance(error, LinkLost):
+            if self._link:
+                self._link.send(_portable(error))
+            self._wait_for_end()  # they say it
+        if isinstance(error, Interrupted):  # they have hung up
+            self._wait_for_end()
+
+    def _wait_for_end(self) -> NoReturn:
+        while not isinstance(message := self._receive(), End):
+            pass
+        raise SystemExit(message.exit_code)
+
+    def _receive(self) -> Begin | Order | End:
+        """The next message. Raises LinkLost if the trainers are gone."""
+        while (data := on_main(self._poll)) is None:
+            pass
+        return pickle.loads(data)
+
+    def _poll(self) -> bytes | None:
+        self._tell_stop()
+        return self._link.receive(_POLL_SECONDS)
+
+    def _beat(self) -> None:
+        """After a turn: a sign of life; raises Interrupted if the trainers have hung up."""
+        if self._link is None:
+            return
+        if self._link.is_closed:
+            raise Interrupted
+        self._tell_stop()
+        if time.monotonic() - self._last_beat > _SECONDS_BETWEEN_BEATS:
+            self._link.beat()
+            self._last_beat = time.monotonic()
+
+    def _tell_stop(self) -> None:
+        """Have the trainers stop the run if this rank was told to."""
+        if self.stop.received and not self._has_told:
+            self._has_told = True
+            self._link.send(Interrupted())
+
+    def _send_again(self) -> None:
+        self.engine.pause()
+        self.engine.load_weights(self.weights(), again=True)
+        self.engine.start()
+
+
+def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
+    """A stream of weights as safetensors, on the first rank; nothing elsewhere. Collective."""
+    tensors = {
+        name: tensor.to("cpu", copy=True).contiguous() if is_main() else tensor[:0]
+        for name, tensor in weights
+    }
+    return save(tensors) if is_main() else b""
+
+
+def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
+    return compact([one for group in groups for one in group.trajectories])
+
+
+def _portable(error: Exception) -> Exception:
+    """The error in a form that another process can unpickle."""
+    kinds = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
+    return next(kind for kind in kinds if isinstance(error, kind))(str(error))
