@@ -168,8 +168,8 @@ class ParallelConfig(Section):
     run resumes, but not exactly.
     """
     placement: Literal["colocated", "separate"] = "colocated"
-    """Who has the devices: engines and trainer share them, in turns; or (separate) the last
-    --rollout-ranks ranks only sample, while the others train on what was sampled before.
+    """Who has the devices: engines and trainer share them, in turns; or (separate) the last ranks
+    of the job only sample, while the others train on what was sampled before.
     """
     rollout_ranks: Natural = 0
     """Ranks that only sample (placement separate): as many that both sides take about as long for

@@ -24,6 +24,8 @@ GLOSSARY = {
     "rollout/num_trajectories": "Trajectories of the step.",
     "rollout/sampled_tokens": "Tokens that the policy sampled in the step.",
     "rollout/sampling_rounds": "Rollouts that the step took until enough groups had spread.",
+    "rollout/staleness": "Steps by which the weights had moved on since they sampled (placement"
+    " separate), mean over sampled tokens.",
     "rollout/environment_errors": "Trajectories that an error or the time limit of their"
     " environment ended.",
     "rollout/tokens_per_second": "Sampled tokens a second of rollout and weight sync.",
@@ -92,6 +94,11 @@ GLOSSARY = {
     "engine/imbalance": "Decoding steps of the busiest engine over their mean.",
     "engine/restarts": "Rollout servers that were lost and replaced.",
     "engine/reissued": "Requests that were asked again for that.",
+    "engine/ready": "Rollouts that lay ready when the trainers asked for one (placement separate)."
+    " Always 0: they wait for the samplers, and more --rollout-ranks would help.",
+    "engine/sampling_seconds": "Seconds that the ranks which only sample took for the rollout.",
+    "engine/waiting_seconds": "Seconds that they had waited for its weights. Large: the trainers"
+    " are slower, and fewer --rollout-ranks would do.",
     "eval/success": "Share of held-out prompts that were solved at this evaluation.",
     "eval/reward": "Mean total reward at this evaluation.",
     "eval/random": "Success of a uniformly random player on the same prompts.",

@@ -1,0 +1,199 @@
+"""Ranks that only sample beside ranks that train: the same numbers as together, any step and any
+resumed run to the bit, and one line for whatever ends it.
+"""
+
+import os
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragen_mega.commands.replay import replay
+from ragen_mega.storage.rollouts import RolloutStore
+from tests.support.faulty_runs import FLAGS, WARM_START, start_of
+from tests.support.runs import launch, metrics, start_ranks, state
+
+pytestmark = pytest.mark.forks
+NUM_STEPS = 4
+SEPARATE = "--placement separate --rollout-ranks 1".split()
+STALE = [*SEPARATE, *"--max-staleness 2 --importance-cap 2 --old-logprobs recompute".split()]
+
+
+def flags(output: Path, *others: str) -> list[str]:
+    """Of a short run from the small model."""
+    start = ("--load", str(start_of(output)), "--num-steps", str(NUM_STEPS))
+    return [*FLAGS, *start, "--minibatch-size", "8", "--eval-samples", "1", *others]
+
+
+def sampled(run: Path) -> list[list]:
+    """What the trajectories of every step are, besides the number of their weights."""
+    store = RolloutStore(run / "rollouts")
+    return [
+        [
+            (one.group_id, one.tokens, one.rollout_logprobs, one.total_reward)
+            for group in store.read(step).groups
+            for one in group.trajectories
+        ]
+        for step in store.steps()
+    ]
+
+
+def versions(run: Path) -> list[set[int]]:
+    """The weights that the trajectories of every step were sampled under."""
+    store = RolloutStore(run / "rollouts")
+    return [
+        {one.weight_version for group in store.read(step).groups for one in group.trajectories}
+        for step in store.steps()
+    ]
+
+
+def assert_equal(run: Path, straight: Path) -> None:
+    assert [row["step"] for row in metrics(run)] == list(range(NUM_STEPS))
+    assert metrics(run) == metrics(straight)
+    assert sampled(run) == sampled(straight)
+    last, others = state(run, NUM_STEPS), state(straight, NUM_STEPS)
+    assert last.keys() == others.keys()
+    assert all(torch.equal(last[key], others[key]) for key in last)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `start`, a small model."""
+    output = tmp_path_factory.mktemp("separate")
+    launch(output, "start", 1, *FLAGS, *WARM_START, "--warm-start-first-turn-steps", "40")
+    return output
+
+
+@pytest.fixture(scope="module")
+def stale(output: Path) -> Path:
+    """A run on rollouts of weights two steps old."""
+    return launch(output, "stale", 2, *flags(output, *STALE))
+
+
+def test_without_staleness_it_equals_the_colocated_run_to_the_bit(output: Path) -> None:
+    together = launch(output, "together", 1, *flags(output))
+    apart = launch(output, "apart", 2, *flags(output, *SEPARATE))
+    assert versions(apart) == [{step} for step in range(NUM_STEPS)]
+    assert sampled(apart) == sampled(together)
+    assert [
+        {key: value for key, value in row.items() if key != "rollout/staleness"}
+        for row in metrics(apart)
+    ] == metrics(together)
+    last, others = state(apart, NUM_STEPS), state(together, NUM_STEPS)
+    assert all(torch.equal(last[key], others[key]) for key in others)
+
+
+def test_rollouts_are_of_weights_so_many_steps_old_and_corrected(stale: Path) -> None:
+    assert versions(stale) == [{0}, {0}, {0}, {1}]
+    rows = metrics(stale)
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2]
+    assert rows[0]["mismatch/logprob_max_abs_diff"] < 1e-5
+    assert all(row["mismatch/logprob_max_abs_diff"] > 1e-3 for row in rows[1:])
+    assert all(row["actor/importance"] != 1.0 for row in rows[1:])
+
+
+def test_any_step_is_repeated_to_the_bit(stale: Path) -> None:
+    result = replay(
+        Namespace(
+            run=stale,
+            step=3,
+            tolerance=0.0,
+            num_ranks=None,
+            tensor_model_parallel_size=None,
+            pipeline_model_parallel_size=None,
+            use_distributed_optimizer=None,
+        )
+    )
+    assert result["keys"]["rollout/staleness"]["replayed"] == 2
+    assert result["equal"] and len(result["keys"]) > 20, result["keys"]
+
+
+def test_a_killed_run_goes_on_to_the_bit(output: Path, stale: Path) -> None:
+    """From a checkpoint with rollouts missing that weights of before sample."""
+    processes = start_ranks(output, "killed", 2, *flags(output, *STALE))
+    checkpoint = output / "killed" / "checkpoints" / "step_00000002"
+    while not checkpoint.exists():
+        assert all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+    for process in processes:
+        process.kill()
+        process.join()
+    for path in (output / "killed" / "rollouts").glob("step_0000000[2-9]*"):
+        path.unlink()
+    assert_equal(launch(output, "killed", 2, *flags(output, *STALE, "--resume")), stale)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_to_the_bit(
+    output: Path, stale: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """The signal reaches the rank that samples alone, which has the others stop."""
+    processes = start_ranks(output, "stopped", 2, *flags(output, *STALE, "--save-interval", "0"))
+    while not (output / "stopped" / "rollouts" / "step_00000001.safetensors").exists():
+        assert all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+    os.kill(processes[1].pid, signal.SIGTERM)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2
+    assert "--resume goes on from there" in capfd.readouterr().out
+    (checkpoint,) = (output / "stopped" / "checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("step_")) < NUM_STEPS
+    assert_equal(launch(output, "stopped", 2, *flags(output, *STALE, "--resume")), stale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["trainer", "sampler"])
+def test_a_killed_rank_ends_the_others_with_one_line(
+    victim: int, output: Path, stale: Path, capfd: pytest.CaptureFixture
+) -> None:
+    name = f"without_{victim}"
+    processes = start_ranks(output, name, 2, *flags(output, *STALE))
+    while not (output / name / "checkpoints" / "step_00000002").exists():
+        assert all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+    capfd.readouterr()
+    processes[victim].kill()
+    processes[1 - victim].join()
+    assert processes[1 - victim].exitcode == 2
+    gone = ("train", "sample")[victim]
+    assert capfd.readouterr().err == (
+        f"error: the ranks that {gone} have ended; --resume goes on from the last checkpoint, and"
+        " the launcher says more\n"
+    )
+    assert_equal(launch(output, name, 2, *flags(output, *STALE, "--resume")), stale)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_never_answers_ends_the_run(
+    output: Path, capfd: pytest.CaptureFixture
+) -> None:
+    patience = ("--sampler-timeout", "3")
+    processes = start_ranks(output, "silent", 2, *flags(output, *STALE, *patience))
+    while not (output / "silent" / "rollouts").exists():
+        assert all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    processes[0].join()
+    said = capfd.readouterr().err
+    processes[1].kill()
+    assert processes[0].exitcode == 2 and said.count("\n") == 1
+    assert "have finished no turn for 3 s" in said
+
+
+@pytest.mark.slow
+def test_what_ends_a_sampler_is_what_the_run_says(
+    output: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """A judge that cannot be reached from there."""
+    judge = ("--reward", "environment + http://127.0.0.1:9/judge", "--num-steps", "3")
+    processes = start_ranks(output, "judged", 2, *flags(output, *SEPARATE, *judge))
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [2, 2]
+    said = capfd.readouterr().err
+    assert said.startswith("error: the judge http://127.0.0.1:9/judge gave no verdict on 8")
+    assert said.count("\n") == 1
