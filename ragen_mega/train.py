@@ -117,12 +117,11 @@ def sample(sampler: Sampler) -> None:
     """What ranks do that only sample: one rollout after another, each under the weights that the
     trainers have sent for it, until these end.
     """
-    for order in sampler.orders():
-        with sampler.engine.awake():
-            sampler.engine.load_weights(sampler.weights())
-            sampler.engine.start()
-            groups = sampler.sample(order)
-        sampler.deliver(order, groups)
+    with sampler.awake():
+        for order in sampler.orders():
+            sampler.load_weights(order)
+            for step, groups in sampler.sample(order.rollout):
+                sampler.deliver(step, groups)
 
 
 def train(config: StarPOConfig) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
-from ragen_mega.report.step_metrics import mean_staleness
+from ragen_mega.report.step_metrics import staleness
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models
@@ -87,7 +87,7 @@ class Replay(Run):
 
     def take(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:
         groups = self.recall(step, {})
-        metrics.add("rollout", staleness=mean_staleness(step, groups))
+        metrics.add("rollout", staleness(step, groups))
         return groups
 
     def repeatable(self) -> list[int]:

@@ -175,6 +175,10 @@ class ParallelConfig(Section):
     """Ranks that only sample (placement separate): as many that both sides take about as long for
     a step. Evaluations are played by those that train.
     """
+    sampler_timeout: Positive = 1800.0
+    """Seconds without a finished turn after which ranks that only sample count as lost (placement
+    separate).
+    """
     offload: OffloadMode = "none"
     """What is moved to host memory: nothing; parameters, gradients and optimizer state during
     rollouts; or, besides, actor and critic in turns, each while the other one computes.
@@ -186,6 +190,10 @@ class ParallelConfig(Section):
                 (self.placement == "separate") != (self.rollout_ranks > 0),
                 f"placement {self.placement} and rollout_ranks {self.rollout_ranks} do not go"
                 " together; set --placement separate --rollout-ranks 1 or more, or none of them",
+            ),
+            (
+                self.placement != "separate" and self.sampler_timeout != 1800.0,
+                "sampler_timeout does nothing with placement colocated; drop --sampler-timeout",
             ),
             (
                 self.sequence_parallel and self.tensor_model_parallel_size == 1,
@@ -454,9 +462,15 @@ class RolloutConfig(Section):
     and training overlap whole; more evens out steps of unequal length and keeps as many weights in
     host memory; with 0 each side waits for the other.
     """
-    sampler_timeout: Positive = 1800.0
-    """Seconds without a finished turn after which ranks that only sample count as lost (placement
-    separate).
+    carry_over: Annotated[float, Bounds("at least 0, below 1", 0, 0.999)] = 0.0
+    """Share of a rollout's trajectories that may be unfinished when its ranks go on to the next
+    one: they go on beside it, from their next turn on under its weights (partial rollouts; with
+    --max-staleness 2 or more, so that the trainers do not wait for them). Keeps the engines full
+    where some trajectories are much longer than others. Resumes, but not to the bit.
+    """
+    carry_over_cache: Literal["recompute", "keep"] = "recompute"
+    """What the key-value caches of those trajectories then hold: their context, computed again
+    under the new weights, or (keep) what the old ones have computed.
     """
     weight_transfer: Literal["auto", "file", "ipc"] = "auto"
     """How weights reach SGLang's servers: `ipc` copies on the device and keeps no copy, so that a
@@ -1133,7 +1147,24 @@ class StarPOConfig(Section):
                     f" under the present weights; drop {flag_of(name)} or set --placement separate"
                     " --rollout-ranks 1",
                 )
-                for name in ("max_staleness", "sampler_timeout")
+                for name in ("max_staleness", "carry_over")
+            ),
+            (
+                rollout.carry_over > 0 and staleness < 2,
+                f"carry_over {rollout.carry_over} leaves trajectories for the next weights, for"
+                f" which the trainers would wait at max_staleness {staleness}; set --max-staleness"
+                " 2 or drop --carry-over",
+            ),
+            (
+                rollout.carry_over > 0 and rollout.max_sampling_rounds > 1,
+                f"carry_over {rollout.carry_over} does not go with max_sampling_rounds"
+                f" {rollout.max_sampling_rounds}, which judges whole rollouts before it goes on;"
+                " drop one of them",
+            ),
+            (
+                rollout.carry_over == 0 and rollout.carry_over_cache != "recompute",
+                f"carry_over_cache {rollout.carry_over_cache} does nothing without carry_over; add"
+                " --carry-over 0.2 or drop --carry-over-cache",
             ),
             (
                 is_separate and rollout.rollout_engine != "embedded",

@@ -19,6 +19,11 @@ from torch import Tensor
 
 from ragen_mega.data.forest import Forest
 
+VERSION = "weight_version"
+"""Key in the info of a turn that was sampled under other weights than the first of its trajectory:
+their version.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -148,6 +153,11 @@ class Trajectory:
         (Eq. 7).
         """
         return sum(turn.reward for turn in self.turns)
+
+    @property
+    def versions(self) -> list[int]:
+        """[K] of the weights that sampled each turn."""
+        return [turn.info.get(VERSION, self.weight_version) for turn in self.turns]
 
     @property
     def success(self) -> bool:

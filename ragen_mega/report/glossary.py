@@ -26,6 +26,7 @@ GLOSSARY = {
     "rollout/sampling_rounds": "Rollouts that the step took until enough groups had spread.",
     "rollout/staleness": "Steps by which the weights had moved on since they sampled (placement"
     " separate), mean over sampled tokens.",
+    "rollout/continued": "Share of trajectories that went on under later weights (--carry-over).",
     "rollout/environment_errors": "Trajectories that an error or the time limit of their"
     " environment ended.",
     "rollout/tokens_per_second": "Sampled tokens a second of rollout and weight sync.",

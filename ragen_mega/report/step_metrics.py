@@ -79,11 +79,21 @@ def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
     }
 
 
-def mean_staleness(step: int, groups: Sequence[TrajectoryGroup]) -> float:
-    """Steps by which the weights have moved on since they sampled: mean over sampled tokens."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    total = sum((step - one.weight_version) * one.num_sampled_tokens for one in trajectories)
-    return total / max(1, sum(one.num_sampled_tokens for one in trajectories))
+def staleness(step: int, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Steps by which the weights have moved on since they sampled, mean over sampled tokens, and
+    the share of trajectories that went on under other weights than they began with.
+    """
+    trajectories = [one for group in groups for one in group.trajectories]
+    behind = [
+        (step - version, turn.end - turn.start)
+        for one in trajectories
+        for turn, version in zip(one.turns, one.versions, strict=True)
+    ]
+    total = sum(size for _, size in behind)
+    return {
+        "staleness": sum(steps * size for steps, size in behind) / max(1, total),
+        "continued": sum(len({*one.versions}) > 1 for one in trajectories) / len(trajectories),
+    }
 
 
 def observe(monitor: EchoTrapMonitor, metrics: Metrics) -> list[EchoTrapWarning]:

@@ -6,7 +6,8 @@ the other engines have played their parts, and wait.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple
 from typing import TypeVar
 
@@ -62,50 +63,122 @@ def collect_on_all_ranks(
     send_again: Callable[[], None] | None = None,
 ) -> list[TrajectoryGroup]:
     """Play all tasks, on the ranks that run engines, and give every rank all groups, in order.
-    Collective.
+    Collective. Raises as `JointCollection.play` does.
+    """
+    with JointCollection(engine, renderer, settings, advance=advance, send_again=send_again) as all:
+        tasks = all.add(groups)
+        all.play()
+        return all.take(tasks)
+
+
+class JointCollection(AbstractContextManager["JointCollection"]):
+    """Trajectories in progress on the engines of all ranks, which are awake and have their weights.
+    Methods are collective.
 
     Tasks without a slot wait in one queue. Every few decoding steps they are dealt to the engines
     with room, and somewhat more than there are slots, so that no slot is idle until the next deal.
     The deal depends only on the engines' steps, so the batches of a rollout are reproducible.
-    `send_again` gives all engines their weights again; it is called on all ranks if any engine has
-    lost them. Raises the same on all ranks: Interrupted if `advance` did on any, else
-    FloatingPointError or EngineError if any failed.
     """
-    tasks = [task for group in groups for task in group]
-    slots = distributed.gather_objects(engine.num_slots)
-    waiting, played = deque(range(len(tasks))), [list[int]() for _ in slots]
-    unfinished = [0] * len(slots)
 
-    def send() -> None:
-        if send_again is None:
-            raise EngineError("the rollout engine has lost its weights")
-        send_again()
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        renderer: ChatRenderer,
+        settings: PlaySettings,
+        *,
+        advance: Advance | None = None,
+        send_again: Callable[[], None] | None = None,
+    ) -> None:
+        """`send_again` gives all engines their weights again; it is called on all ranks if any
+        engine has lost them.
+        """
+        self._collection = Collection(engine, renderer, (), settings, advance=advance)
+        self._engine, self._send_again = engine, send_again
+        self._slots = distributed.gather_objects(engine.num_slots)
+        self._tasks: list[Task] = []
+        self._waiting: deque[int] = deque()
+        self._dealt: list[list[int]] = [[] for _ in self._slots]  # by rank, as it got them
+        self._unfinished: list[set[int]] = [set() for _ in self._slots]
 
-    with Collection(engine, renderer, (), settings, advance=advance) as collection:
+    def __exit__(self, *error: object) -> None:
+        self._collection.__exit__(*error)
 
-        def play() -> tuple[bool, int]:
-            has_weights = collection.play(_STEPS_BETWEEN_DEALS if waiting else None)
-            return has_weights, collection.num_unfinished
+    def add(self, groups: Sequence[Sequence[Task]]) -> range:
+        """Add tasks, which the next `play` begins; returns their indices."""
+        first = len(self._tasks)
+        self._tasks += [task for group in groups for task in group]
+        added = range(first, len(self._tasks))
+        self._waiting.extend(added)
+        return added
 
-        is_over = False
-        while not is_over:
-            rooms = [num + num // 4 - left for num, left in zip(slots, unfinished)]
-            parts = [[waiting.popleft() for _ in range(num)] for num in deal(len(waiting), rooms)]
-            collection.add(tasks[index] for index in parts[distributed.rank()])
-            for mine, part in zip(played, parts):
-                mine += part
+    @property
+    def unfinished(self) -> set[int]:
+        """Tasks without a finished trajectory."""
+        return {*self._waiting}.union(*self._unfinished)
+
+    def play(self, is_enough: Callable[[set[int]], bool] | None = None) -> None:
+        """Play until all tasks are finished, or `is_enough(unfinished)` says so, which is asked
+        every few decoding steps.
+
+        Raises the same on all ranks: Interrupted if `advance` did on any, else FloatingPointError
+        or EngineError if any failed.
+        """
+        collection, mine = self._collection, distributed.rank()
+
+        def play() -> tuple[bool, list[int]]:
+            steps = _STEPS_BETWEEN_DEALS if self._waiting or is_enough else None
+            return collection.play(steps), collection.unfinished
+
+        while (left := self.unfinished) and not (is_enough and is_enough(left)):
+            rooms = [num + num // 4 - len(one) for num, one in zip(self._slots, self._unfinished)]
+            for rank, num in enumerate(deal(len(self._waiting), rooms)):
+                part = [self._waiting.popleft() for _ in range(num)]
+                self._dealt[rank] += part
+                if rank == mine:
+                    collection.add(self._tasks[index] for index in part)
             have_weights, unfinished = zip(*_on_all_ranks(play))
             if not all(have_weights):
-                _on_all_ranks(send)
-            else:
-                is_over = not any(unfinished) and not waiting
-        found = exchange(collection.trajectories())
-    order = {
-        index: trajectory
-        for mine, part in zip(played, found)
-        for index, trajectory in zip(mine, part, strict=True)
-    }
-    return in_groups(order[index] for index in range(len(tasks)))
+                _on_all_ranks(self._send)
+            self._note(unfinished)
+
+    def take(self, tasks: Iterable[int]) -> list[TrajectoryGroup]:
+        """The groups of finished tasks, in order, on every rank."""
+        wanted, mine = set(tasks), distributed.rank()
+        places = [
+            [place for place, index in enumerate(dealt) if index in wanted] for dealt in self._dealt
+        ]
+        found = exchange(self._collection.take(places[mine]))
+        order = {
+            dealt[place]: trajectory
+            for dealt, at, part in zip(self._dealt, places, found, strict=True)
+            for place, trajectory in zip(at, part, strict=True)
+        }
+        return in_groups(order[index] for index in sorted(wanted))
+
+    def hold(self) -> None:
+        """Let the turns that have begun end; the next `play` begins further ones."""
+
+        def hold() -> list[int]:
+            self._collection.hold()
+            return self._collection.unfinished
+
+        self._note(_on_all_ranks(hold))
+
+    def drop_caches(self) -> None:
+        """Let the next turns of unfinished trajectories compute their contexts again."""
+        self._collection.drop_caches()
+
+    def _note(self, unfinished: Sequence[list[int]]) -> None:
+        """Remember which tasks are unfinished, by rank and index there."""
+        self._unfinished = [
+            {dealt[index] for index in indices}
+            for dealt, indices in zip(self._dealt, unfinished, strict=True)
+        ]
+
+    def _send(self) -> None:
+        if self._send_again is None:
+            raise EngineError("the rollout engine has lost its weights")
+        self._send_again()
 
 
 def exchange(trajectories: list[Trajectory]) -> list[list[Trajectory]]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ragen_mega.config import EnvironmentConfig
-from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
+from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory, TrajectoryGroup
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import ERROR, Episode, TurnResult, failed_turn
 from ragen_mega.environments.pool import (
@@ -188,6 +188,9 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._players: asyncio.Future[Any] | None = None
         self._lost: asyncio.Future[None] | None = None
         self._sent_again = asyncio.Event()
+        self._turns = asyncio.Event()  # set while new turns may begin
+        self._held: asyncio.Future[None] | None = None  # done once all players wait for that
+        self._num_held = 0
         self._workers: list[Worker] = []
         # An embedded engine decides between its decoding steps when outside answers count.
         self._meanwhile = getattr(engine, "meanwhile", _plainly)
@@ -210,6 +213,11 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         """Tasks without a finished trajectory."""
         return len(self._tasks) - len(self._trajectories)
 
+    @property
+    def unfinished(self) -> list[int]:
+        """Their indices."""
+        return [index for index in range(len(self._tasks)) if index not in self._trajectories]
+
     def play(self, steps: int | None = None) -> bool:
         """Play until every trajectory is over, or for `steps` steps of the engine, and return True.
         Returns False if the engine has lost its weights: give it weights and call this again.
@@ -220,12 +228,43 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         """
         return _apart(self._runner.run, self._play(steps))
 
+    def hold(self) -> None:
+        """Play the turns that have begun to their ends; the next `play` begins further ones. Raises
+        as `play` does.
+        """
+        _apart(self._runner.run, self._finish_turns())
+
+    def drop_caches(self) -> None:
+        """Let the next turn of every trajectory compute its context again."""
+        for session in self.unfinished:
+            self._engine.release(session)
+
     def trajectories(self) -> list[Trajectory]:
         """The finished trajectories, in order of the tasks."""
         return [trajectory for _, trajectory in sorted(self._trajectories.items())]
 
+    def take(self, indices: Iterable[int]) -> list[Trajectory]:
+        """The finished trajectories of these tasks."""
+        return [self._trajectories[index] for index in indices]
+
+    async def _finish_turns(self) -> None:
+        if self._players is None or self._players.done():
+            return
+        self._turns.clear()
+        self._held = asyncio.Future()
+        self._engine.limit(None)
+        await asyncio.wait([self._players, self._held], return_when=asyncio.FIRST_COMPLETED)
+        if self._players.done():
+            self._players.result()
+
+    def _check_held(self) -> None:
+        num_players = sum(kind.num_players for kind in self._kinds.values())
+        if not self._turns.is_set() and self._num_held == num_players and not self._held.done():
+            self._held.set_result(None)
+
     async def _play(self, steps: int | None) -> bool:
         self._sent_again.set()
+        self._turns.set()
         self._lost, self._sent_again = asyncio.Future(), asyncio.Event()
         before = [] if self._players is None else [self._players]
         self._players = asyncio.gather(*before, *self._seat_new())
@@ -280,6 +319,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                     finally:
                         self._engine.release(session)
         kind.num_players -= 1
+        self._check_held()
 
     @contextlib.contextmanager
     def _seat(self, kind: _Kind) -> Iterator[_Seat]:
@@ -333,6 +373,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             )
             completion = await self._generate(context.tokens[:], sampling, session)
             turn = trajectory.append_action(completion)
+            if self._engine.weight_version != trajectory.weight_version:
+                turn.info[VERSION] = self._engine.weight_version
             context.answer(completion.tokens)
             turn.info["finish_reason"] = completion.finish_reason
             turn.info["max_tokens"] = sampling.max_tokens
@@ -394,6 +436,11 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     async def _generate(
         self, tokens: list[int], sampling: SamplingParams, session: int
     ) -> Completion:
+        if not self._turns.is_set():
+            self._num_held += 1
+            self._check_held()
+            await self._turns.wait()
+            self._num_held -= 1
         while True:
             lost, sent_again = self._lost, self._sent_again
             try:

@@ -35,8 +35,8 @@ from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import (
     collapse_signals,
     engine_vs_policy,
-    mean_staleness,
     observe,
+    staleness,
 )
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
@@ -202,7 +202,7 @@ class Run:
         if seconds:
             self.timers.sampled_tokens = count_sampled(groups)
             self.timers.sampling_seconds = seconds
-        metrics.add("rollout", staleness=mean_staleness(step, groups))
+        metrics.add("rollout", staleness(step, groups))
         return groups
 
     def keep(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:

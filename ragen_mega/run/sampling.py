@@ -15,7 +15,7 @@ from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
-from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
+from ragen_mega.rollout.all_ranks import JointCollection, collect_on_all_ranks, count_engines
 from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -96,7 +96,7 @@ class Sampling:
         return groups
 
     def _play(self, step: int, tasks: Tasks) -> list[TrajectoryGroup]:
-        """Play tasks and have them judged."""
+        """Play tasks and have them judged, to the end."""
         failure = None
         num_here = sum(len(group) for group in tasks) // count_engines(self.engine)
         max_turns = self.config.environment.expected_turns
@@ -120,6 +120,20 @@ class Sampling:
         self.stop_if_asked()
         if failure is not None:
             raise failure
+        return self.judge(step, groups)
+
+    def together(self) -> JointCollection:
+        """A collection of trajectories of several rollouts."""
+        return JointCollection(
+            self.engine,
+            self.renderer,
+            self._settings,
+            advance=lambda num_tokens, is_over: self.interrupt(),
+            send_again=self.send_again,
+        )
+
+    def judge(self, step: int, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Have the rollout of a step judged. Raises EngineError on all ranks if a judge is away."""
         if missing := self._verifiers.judge(groups, self.renderer):
             self.say(f"step {step}: {missing} verdicts of judges are missing")
         return groups

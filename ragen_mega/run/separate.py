@@ -9,7 +9,7 @@ Weights of which ordered rollouts have not come back stay in host memory, and ar
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -157,7 +157,9 @@ class Samplers:
         origin = origin_of(
             self._config, self._tasks.sample(rollout), self._digests[version], version
         )
-        if on_main(lambda: self._find_stored(rollout, origin)):
+        # What was carried over is only finished beside the next rollout.
+        may_skip = not (self._config.rollout.carry_over and self._sent is not None)
+        if may_skip and on_main(lambda: self._find_stored(rollout, origin)):
             return True
         if version == step and step not in self._weights:
             self._weights[step] = packed(weights)
@@ -238,7 +240,7 @@ class Samplers:
             return self._arrived.pop(rollout)
         if self._failure is None and not self._accept(_POLL_SECONDS):
             silent = time.monotonic() - max(start, self._link.last_heard)
-            if silent > self._config.rollout.sampler_timeout:
+            if silent > self._config.parallel.sampler_timeout:
                 raise LinkLost(
                     f"{SAMPLERS} have finished no turn for {silent:.0f} s; mend what they wait for"
                     " or raise --sampler-timeout; --resume goes on from the last checkpoint"
@@ -279,55 +281,87 @@ class Sampler:
         self._notes: list[str] = []
         self._weights: dict[str, Tensor] = {}
         self._has_begun = self._has_told = False
-        self._last_beat = self._since = time.monotonic()
-        self._waited = 0.0
+        self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks
+        self._last_beat = self._start = time.monotonic()
+        self._waited = self._worked = 0.0  # seconds since the last delivery
 
-    def orders(self) -> Iterator[Order]:
-        """The rollouts to sample, until the trainers have ended."""
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Inside, the engine is awake; it is built once the trainers have begun."""
         if isinstance(begin := self._receive(), End):
             raise SystemExit(begin.exit_code)
-        self.engine, renderer = self._prepare(Path(begin.base))
+        self._engine, renderer = self._prepare(Path(begin.base))
         self._has_begun = True
-        self.tasks = TaskSampler(self._config)
-        self.sampling = Sampling(
+        self._sampling = Sampling(
             self._config,
-            self.engine,
+            self._engine,
             renderer,
-            self.tasks,
+            TaskSampler(self._config),
             Console(is_writer=False, num_steps=0),
             say=self._notes.append,
             interrupt=self._beat,
             stop_if_asked=lambda: None,  # the trainers stop
             send_again=self._send_again,
         )
-        self._since = time.monotonic()
+        with self._engine.awake(), self._sampling.together() as self._together:
+            yield
+
+    def orders(self) -> Iterator[Order]:
+        """The rollouts to sample, until the trainers have ended."""
+        start = time.monotonic()
         while isinstance(order := self._receive(), Order):
-            self._waited, self._since = time.monotonic() - self._since, time.monotonic()
-            if order.weights is not None:
-                self._weights = load(order.weights)
-            self.engine.weight_version = order.version - 1  # loading counts it
+            self._start = time.monotonic()
+            self._waited += self._start - start
             yield order
-            self._since = time.monotonic()
+            start = time.monotonic()
+            self._worked += start - self._start
         if order.exit_code:
             raise SystemExit(order.exit_code)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The stream of the weights that the present order is to be sampled under."""
-        yield from self._weights.items()
+    def load_weights(self, order: Order) -> None:
+        """Give the engine the weights that an order is due under. Trajectories of the rollout
+        before that are unfinished go on with them.
+        """
+        if order.weights is None:  # the engine has them
+            return
+        self._weights = load(order.weights)
+        if self._open and self._config.rollout.carry_over_cache == "recompute":
+            self._together.drop_caches()
+        self._engine.load_weights(self._weights.items(), again=bool(self._open))
+        self._engine.weight_version = order.version
+        self._engine.start()
 
-    def sample(self, order: Order) -> list[TrajectoryGroup]:
-        """Play the rollout of an order, with an engine that has its weights."""
-        return self.sampling.sample(order.rollout, self.tasks.sample(order.rollout))
+    def sample(self, step: int) -> Iterator[tuple[int, list[TrajectoryGroup]]]:
+        """Play the rollout of a step, and what is left of the one before; yields each rollout that
+        is complete. With `--carry-over` the last trajectories are left for the next call.
+        """
+        tasks, share = self._sampling.tasks.sample(step), self._config.rollout.carry_over
+        if not share:
+            yield step, self._sampling.sample(step, tasks)
+            return
+        self._open[step] = self._together.add(tasks)
+        is_last = step + 1 == self._config.train.num_steps
+        for rollout, indices in list(self._open.items()):
+            most = 0 if rollout < step or is_last else int(share * len(indices))
+            self._together.play(
+                lambda left, of=indices, most=most: len(left.intersection(of)) <= most
+            )
+            if rollout == step:  # what the environments answer meanwhile is not to be late
+                self._together.hold()
+            if not self._together.unfinished.intersection(indices):
+                del self._open[rollout]
+                yield rollout, self._sampling.judge(rollout, self._together.take(indices))
 
-    def deliver(self, order: Order, groups: Sequence[TrajectoryGroup]) -> None:
+    def deliver(self, rollout: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Send a rollout to the trainers."""
-        metrics = engine_metrics(self.engine) | {
-            "sampling_seconds": time.monotonic() - self._since,
+        now = time.monotonic()
+        metrics = engine_metrics(self._engine) | {
+            "sampling_seconds": self._worked + now - self._start,
             "waiting_seconds": self._waited,
         }
+        self._start, self._worked, self._waited = now, 0.0, 0.0
         if self._link:
-            notes = tuple(self._notes)
-            self._link.send(Delivery(order.rollout, _compact(groups), metrics, notes))
+            self._link.send(Delivery(rollout, _compact(groups), metrics, tuple(self._notes)))
         self._notes.clear()
 
     def __enter__(self) -> Self:
@@ -381,9 +415,7 @@ class Sampler:
             self._link.send(Interrupted())
 
     def _send_again(self) -> None:
-        self.engine.pause()
-        self.engine.load_weights(self.weights(), again=True)
-        self.engine.start()
+        self._engine.load_weights(self._weights.items(), again=True)
 
 
 def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:

@@ -112,7 +112,6 @@ def test_any_step_is_repeated_to_the_bit(stale: Path) -> None:
 
 
 def test_a_killed_run_goes_on_to_the_bit(output: Path, stale: Path) -> None:
-    """From a checkpoint with rollouts missing that weights of before sample."""
     processes = start_ranks(output, "killed", 2, *flags(output, *STALE))
     checkpoint = output / "killed" / "checkpoints" / "step_00000002"
     while not checkpoint.exists():
@@ -121,8 +120,6 @@ def test_a_killed_run_goes_on_to_the_bit(output: Path, stale: Path) -> None:
     for process in processes:
         process.kill()
         process.join()
-    for path in (output / "killed" / "rollouts").glob("step_0000000[2-9]*"):
-        path.unlink()
     assert_equal(launch(output, "killed", 2, *flags(output, *STALE, "--resume")), stale)
 
 
@@ -197,3 +194,16 @@ def test_what_ends_a_sampler_is_what_the_run_says(
     said = capfd.readouterr().err
     assert said.startswith("error: the judge http://127.0.0.1:9/judge gave no verdict on 8")
     assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_trajectories_that_are_carried_over_are_repeated_too(output: Path) -> None:
+    """Two ranks that sample, two that train."""
+    layout = (*"--rollout-ranks 2 --tensor-model-parallel-size 2".split(), "--carry-over", "0.5")
+    runs = [
+        launch(output, f"carried_{name}", 4, *flags(output, *STALE, *layout))
+        for name in ("once", "again")
+    ]
+    assert_equal(*runs)
+    rows = metrics(runs[0])
+    assert any(row["rollout/continued"] for row in rows) and not rows[-1]["rollout/continued"]

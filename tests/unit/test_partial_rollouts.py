@@ -1,0 +1,119 @@
+"""Trajectories that are unfinished when new weights come go on under them, turn by turn, with a
+cache that is computed again or kept: their log-probabilities are those of transformers in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
+
+from ragen_mega.data.types import Trajectory
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.registry import make
+from ragen_mega.report.step_metrics import staleness
+from ragen_mega.rollout.all_ranks import JointCollection
+from ragen_mega.rollout.collector import PlaySettings, in_groups, tasks_for_group
+from ragen_mega.rollout.renderer import ChatRenderer
+from tests.support.rounding import exact_logprobs
+from tests.support.small_policy import lake_tokenizer, tiny_qwen2
+
+SETTINGS = PlaySettings(max_response_length=8, max_context_length=256, temperature=1.0, seed=1)
+FIRST, SECOND = 3, 4
+"""Versions of the weights."""
+
+
+def episode(max_turns: int) -> Episode:
+    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns)
+    return Episode(make("frozen_lake", success_rate=1.0), rules)
+
+
+LONG, SHORT = partial(episode, 6), partial(episode, 1)
+
+
+def play(
+    first: Qwen2ForCausalLM, second: Qwen2ForCausalLM, renderer: ChatRenderer, keeps_caches: bool
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Four long and four short trajectories under the first weights, of which the long ones go on
+    under the second beside four others; and these.
+    """
+    engine = EmbeddedEngine(first.config, max_context=256, max_sessions=8)
+    with engine.awake():
+        engine.load_weights(first.state_dict().items())
+        engine.weight_version = FIRST
+        with JointCollection(engine, renderer, SETTINGS) as together:
+            old = together.add(
+                [
+                    tasks_for_group(0, "frozen_lake", 0, LONG, group_size=4),
+                    tasks_for_group(1, "frozen_lake", 1, SHORT, group_size=4),
+                ]
+            )
+            together.play(lambda left: len(left) <= 4)
+            together.hold()
+            assert together.unfinished == set(old[:4])
+            if not keeps_caches:
+                together.drop_caches()
+            engine.load_weights(second.state_dict().items(), again=True)
+            engine.weight_version = SECOND
+            new = together.add([tasks_for_group(2, "frozen_lake", 2, LONG, group_size=4)])
+            together.play()
+            found = [
+                [one for group in together.take(tasks) for one in group.trajectories]
+                for tasks in (old, new)
+            ]
+    return found[0], found[1]
+
+
+def kept(first: Qwen2ForCausalLM, second: Qwen2ForCausalLM, tokens: list[int], at: int) -> Tensor:
+    """[L - at, V] float64 log-probabilities behind the positions from `at` on, of the second model
+    on the cache that the first has left.
+    """
+    one, other = copy.deepcopy(first).double(), copy.deepcopy(second).double()
+    with torch.inference_mode():
+        cache = one(torch.tensor([tokens[:at]]), use_cache=True).past_key_values
+        logits = other(torch.tensor([tokens[at:]]), past_key_values=cache).logits[0]
+    return torch.log_softmax(logits, dim=-1)
+
+
+@pytest.mark.parametrize("keeps_caches", [False, True], ids=["recomputed", "kept"])
+def test_turns_are_of_the_weights_that_they_name(keeps_caches: bool) -> None:
+    tokenizer = lake_tokenizer(LONG)
+    first, renderer = tiny_qwen2(len(tokenizer)), ChatRenderer(tokenizer, think=True)
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    old, new = play(first, second, renderer, keeps_caches)
+
+    assert [{*one.versions} for one in old] == [{FIRST, SECOND}] * 4 + [{FIRST}] * 4
+    assert all(one.versions == sorted(one.versions) for one in old)
+    assert [{*one.versions} for one in new] == [{SECOND}] * 4
+    for one in old + new:
+        under = {
+            version: exact_logprobs(model, one.tokens, 1.0)
+            for version, model in ((FIRST, first), (SECOND, second))
+        }
+        switch = one.versions.index(SECOND) if SECOND in one.versions else len(one.turns)
+        for index, (turn, version) in enumerate(zip(one.turns, one.versions)):
+            exact, bound = under[version]
+            if keeps_caches and one in old and index >= switch:
+                # the last sampled token of a turn is first read by the next one
+                at = one.turns[switch - 1].end - 1
+                exact = torch.cat([exact[:at], kept(first, second, one.tokens, at)])
+            for position in range(turn.start, turn.end):
+                expected = exact[position - 1, one.tokens[position]]
+                assert abs(one.rollout_logprobs[position] - float(expected)) <= bound
+
+    found = staleness(SECOND, in_groups(old))
+    assert found["continued"] == 0.5 and 0 < found["staleness"] < 1
+
+
+def test_the_same_twice() -> None:
+    tokenizer = lake_tokenizer(LONG)
+    model, renderer = tiny_qwen2(len(tokenizer)), ChatRenderer(tokenizer, think=True)
+    assert play(model, model, renderer, False) == play(model, model, renderer, False)

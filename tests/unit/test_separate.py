@@ -1,0 +1,290 @@
+"""What ranks that train order from ranks that only sample: which rollout under which weights, what
+a checkpoint keeps of it, and what ends it in one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
+from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data import distributed
+from ragen_mega.data.compact import compact
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.report.metrics import Metrics
+from ragen_mega.rollout.engine import EngineError, Interrupted
+from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.run.link import SAMPLERS, TRAINERS, Link, LinkLost
+from ragen_mega.run.separate import Delivery, End, Samplers
+
+NUM_STEPS = 6
+SEPARATE = "--environments bandit --placement separate --rollout-ranks 1"
+
+
+def config(staleness: int, *others: str) -> StarPOConfig:
+    flags = f"{SEPARATE} --max-staleness {staleness} --importance-cap 2 --num-steps {NUM_STEPS}"
+    return parse([*flags.split(), *others])
+
+
+def links() -> tuple[Link, Link]:
+    """Both ends of one connection."""
+    ours, theirs = socket.socketpair()
+    return Link(ours, SAMPLERS), Link(theirs, TRAINERS)
+
+
+def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "weight", torch.full((3,), float(version))
+
+
+def group(step: int) -> TrajectoryGroup:
+    trajectory = Trajectory(group_id=step, tokens=[1], loss_mask=[False], rollout_logprobs=[0.0])
+    trajectory.append_action(Completion([step], [-1.0], "stop"))
+    return TrajectoryGroup(step, [trajectory])
+
+
+class Job:
+    """The trainers' view of samplers, whose end of the connection the test has; and a disk."""
+
+    def __init__(self, config: StarPOConfig) -> None:
+        distributed.start()
+        self.config, self.disk, self.said = config, {}, []
+        self.link, self.theirs = links()
+        self.is_stopped = False
+        self.samplers = Samplers(
+            config,
+            self.link,
+            TaskSampler(config),
+            recall=self.recall,
+            keep=lambda step, origin, groups: self.disk.update({step: (origin, groups)}),
+            stop_if_asked=self.stop_if_asked,
+            say=self.said.append,
+        )
+
+    def recall(self, step: int, origin: dict) -> list[TrajectoryGroup] | None:
+        stored, groups = self.disk.get(step, (None, None))
+        return groups if stored == origin else None
+
+    def stop_if_asked(self) -> None:
+        if self.is_stopped:
+            raise Interrupted
+
+    def order(self, step: int) -> list[tuple[int, int, float | None]]:
+        """What step `step` orders: rollout, version, and the weights that come with it."""
+        digest = hashlib.sha256(f"{step}".encode()).hexdigest()
+        self.samplers.order(step, digest, weights(step))
+        self.link.send(None)  # what the samplers get behind it
+        orders = []
+        while (order := pickle.loads(self.theirs.receive(10.0))) is not None:
+            sent = None if order.weights is None else float(load(order.weights)["weight"][0])
+            orders.append((order.rollout, order.version, sent))
+        return orders
+
+    def deliver(self, step: int) -> None:
+        self.theirs.send(Delivery(step, compact(group(step).trajectories)))
+
+    def take(self, step: int) -> list[TrajectoryGroup]:
+        return self.samplers.take(step, Metrics())[0]
+
+    def restarted(self, step: int, directory: Path) -> Job:
+        """Another process that goes on from a checkpoint after `step` steps."""
+        for name, content in self.samplers.staged().items():
+            (directory / name).write_bytes(content)
+        other = Job(self.config)
+        other.disk = self.disk
+        other.samplers.load_state_dict(step, directory, self.samplers.state_dict())
+        return other
+
+
+@pytest.mark.parametrize(
+    ("staleness", "orders"),
+    [
+        (0, [[(step, step, step)] for step in range(NUM_STEPS)]),
+        (1, [[(0, 0, 0), (1, 0, None)], *([(t + 1, t, t)] for t in range(1, 5)), []]),
+        (
+            3,
+            [
+                [(0, 0, 0), (1, 0, None), (2, 0, None), (3, 0, None)],
+                [(4, 1, 1)],
+                [(5, 2, 2)],
+                [],
+                [],
+                [],
+            ],
+        ),
+    ],
+)
+def test_every_rollout_is_due_under_the_weights_of_so_many_steps_before(
+    staleness: int, orders: list
+) -> None:
+    job = Job(config(staleness))
+    for step, expected in enumerate(orders):
+        assert job.order(step) == expected
+        job.deliver(step)
+        assert job.take(step)[0].trajectories[0].tokens == [1, step]
+    assert sorted(job.disk) == list(range(NUM_STEPS)) and not job.said
+
+
+def test_a_checkpoint_repeats_what_was_under_way_under_the_same_weights(tmp_path: Path) -> None:
+    job = Job(config(2))
+    assert job.order(0) == [(0, 0, 0), (1, 0, None), (2, 0, None)]
+    job.deliver(0)
+    job.take(0)
+    assert job.order(1) == [(3, 1, 1)]
+    job.deliver(1)
+    job.take(1)
+    job.deliver(2)  # on its way when the checkpoint is written; 3 is not
+    while job.link.num_waiting == 0:
+        pass
+    other = job.restarted(2, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights_00000001.safetensors"]
+    assert other.order(2) == [(3, 1, 1), (4, 2, 2)]
+    assert other.take(2)[0].trajectories[0].tokens == [1, 2]  # from the disk
+
+
+def test_without_those_weights_the_present_ones_sample_and_it_is_said(tmp_path: Path) -> None:
+    job = Job(config(2))
+    job.order(0)
+    other = job.restarted(1, tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    other.samplers.load_state_dict(1, tmp_path, job.samplers.state_dict())
+    assert other.order(1) == [(1, 1, 1), (2, 1, None), (3, 1, None)]
+    assert other.said == [
+        f"step {step}: sampled under the weights after 1 steps, since those of 0 are not in the"
+        " checkpoint"
+        for step in (1, 2)
+    ]
+
+
+def test_what_was_carried_over_is_never_waited_for(tmp_path: Path) -> None:
+    """Its next rollout is ordered, even if it is on the disk."""
+    job = Job(config(2, "--carry-over", "0.5"))
+    job.order(0)
+    for step in (0, 1, 2):
+        job.deliver(step)
+    job.take(0)
+    job.take(1)
+    other = job.restarted(1, tmp_path)
+    del other.disk[1]
+    assert [rollout for rollout, _, _ in other.order(1)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "failure", [EngineError("broken"), FloatingPointError("nan"), Interrupted(), OSError("full")]
+)
+def test_what_ends_their_work_is_raised_once_it_is_needed(failure: Exception) -> None:
+    job = Job(config(1))
+    job.order(0)
+    job.deliver(0)
+    job.theirs.send(failure)
+    assert job.take(0)
+    with pytest.raises(type(failure)):
+        job.take(1)
+
+
+def test_samplers_that_end_or_fall_silent_end_the_run_with_one_line() -> None:
+    job = Job(config(1, "--sampler-timeout", "0.5"))
+    job.order(0)
+    job.theirs.beat()
+    with pytest.raises(LinkLost, match=r"^the ranks that sample have finished no turn for [01] s;"):
+        job.take(0)
+    job.theirs.close()
+    with pytest.raises(LinkLost, match="^the ranks that sample have ended; --resume goes on"):
+        job.take(0)
+
+
+def test_a_stop_is_heard_while_a_rollout_is_waited_for() -> None:
+    job = Job(config(1))
+    job.order(0)
+    job.is_stopped = True
+    with pytest.raises(Interrupted):
+        job.take(0)
+
+
+def test_messages_keep_their_order_whatever_their_size() -> None:
+    ours, theirs = links()
+    with closing(ours), closing(theirs):
+        large = bytes(40_000_000)  # more than any socket buffers
+        for message in (1, large, 2):
+            ours.send(message)
+        theirs.send("back")  # while that is under way
+        assert pickle.loads(ours.receive(60.0)) == "back"
+        assert [pickle.loads(theirs.receive(60.0)) for _ in range(3)] == [1, large, 2]
+        assert theirs.receive(0.01) is None
+        ours.send(End(3))
+        ours.close()
+        assert pickle.loads(theirs.receive(60.0)) == End(3)
+        with pytest.raises(LinkLost):
+            theirs.receive(60.0)
+        assert theirs.is_closed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rollout-ranks 1", "placement colocated and rollout_ranks 1 do not go together; set"),
+        ("--placement separate", "placement separate and rollout_ranks 0 do not go together"),
+        ("--max-staleness 1", "max_staleness does nothing with placement colocated"),
+        ("--carry-over 0.1", "carry_over does nothing with placement colocated"),
+        ("--sampler-timeout 5", "sampler_timeout does nothing with placement colocated"),
+        (f"{SEPARATE} --max-staleness 1", "nothing corrects for that: add --importance-cap 2"),
+        (
+            f"{SEPARATE} --max-staleness 9 --num-steps 9 --importance-cap 2",
+            "max_staleness (9) must be below num_steps (9)",
+        ),
+        (f"{SEPARATE} --rollout-engine sglang", "placement separate samples with the embedded"),
+        (
+            f"{SEPARATE} --max-staleness 1 --importance-cap 2 --carry-over 0.5",
+            "the trainers would wait at max_staleness 1; set --max-staleness 2",
+        ),
+        (
+            f"{SEPARATE} --max-staleness 2 --importance-cap 2 --carry-over 0.5"
+            " --max-sampling-rounds 2 --filter-strategy top_fraction",
+            "carry_over 0.5 does not go with max_sampling_rounds 2",
+        ),
+        (f"{SEPARATE} --carry-over-cache keep", "carry_over_cache keep does nothing without"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line(flags: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(flags.split())
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ("--rollout-ranks 2", 2, "rollout_ranks (2) must leave a rank that trains, and the job"),
+        (
+            "--rollout-ranks 1 --tensor-model-parallel-size 2",
+            2,
+            "must divide the world size (1); start torchrun with --nproc-per-node 3 or more",
+        ),
+    ],
+)
+def test_an_impossible_split_of_the_ranks_is_one_line(flags: str, ranks: int, message: str) -> None:
+    parallel = parse(["--placement", "separate", *flags.split()]).parallel
+    with pytest.raises(ValueError) as error:
+        parallel.num_trainers(ranks)
+    assert message in str(error.value)
+
+
+def never_called(inputs: object) -> None:
+    """An estimator."""
+
+
+def test_an_estimator_can_refuse_stale_samples() -> None:
+    ESTIMATORS.register("refuses", Estimator(never_called, needs_fresh_samples=True))
+    flags = f"{SEPARATE} --importance-cap 2 --advantage-estimator refuses".split()
+    parse(flags)
+    with pytest.raises(ValueError, match="refuses needs samples of the present weights"):
+        parse([*flags, "--max-staleness", "1"])

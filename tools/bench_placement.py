@@ -1,0 +1,154 @@
+"""Time training steps with ranks that sample beside ranks that train, against ranks that do both in
+turns.
+
+    python tools/bench_placement.py --json placement.json
+
+Two ranks, a small model with random weights and an environment of which every step takes --latency
+seconds. Runs of the two placements alternate; `separate` has one rank that samples, one step ahead
+(--max-staleness 1). A step's seconds are the wall clock from one row of metrics.jsonl to the next,
+without the first two of a run. The model cannot sample a stop token, so that both placements
+sample and train on the same number of tokens. `sampling` and `training` are what the one rank of each took
+for a step in the separate runs: the ratio is largest where they are alike; flags after -- go to
+the training program.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_step import ended
+from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
+from random_models import write_checkpoint
+
+from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
+from ragen_mega.config import ModelConfig
+from ragen_mega.report.metrics import METRICS_FILE, read_metrics
+from ragen_mega.warm_start.small_model import small_model
+
+ENVIRONMENT = "slow_world:SlowWorld"
+PLACEMENTS = {
+    "colocated": (),
+    "separate": tuple(
+        "--placement separate --rollout-ranks 1 --max-staleness 1 --importance-cap 2".split()
+    ),
+}
+WARMUP = 2
+"""First steps of a run, which do not count."""
+_POLL_SECONDS = 0.01
+FLAGS = (
+    *OUTPUTS,
+    flag("--latency", "seconds of an environment's step", 0.1),
+    flag("--turns", "of a trajectory", 5),
+    flag("--num-groups", "initial states a step", 4),
+    flag("--group-size", "trajectories of each", 8),
+    flag("--response-length", "sampled tokens a turn", 4),
+    flag("--steps", "of a run; the first two do not count", 12),
+    flag("--repeats", "runs of each placement", 3),
+    flag("--output", "checkpoint, runs and logs", Path("bench_placement")),
+    ("training", {"nargs": "*", "metavar": "-- FLAGS", "help": "of the training program"}),
+)
+
+
+def train(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
+    """Wall-clock seconds of the steps of one run, and its rows of metrics. If it fails, leave with
+    the end of its log.
+    """
+    directory = arguments.output / placement
+    metrics, log = directory / METRICS_FILE, arguments.output / f"{placement}.log"
+    metrics.unlink(missing_ok=True)
+    flags = (
+        f"--recipe none --environments {ENVIRONMENT} --max-turns {arguments.turns}"
+        f" --prompt-style compact --max-response-length {arguments.response_length}"
+        f" --max-context-length 512 --num-groups {arguments.num_groups}"
+        f" --group-size {arguments.group_size} --minibatch-size"
+        f" {arguments.num_groups * arguments.group_size} --filter-strategy none"
+        f" --old-logprobs recompute --num-steps {arguments.steps + 1} --save-interval 0"
+        f" --eval-interval 0 --eval-prompts 1 --eval-samples 1 --name {placement} --overwrite"
+    ).split()
+    options = json.dumps({ENVIRONMENT: {"latency": arguments.latency}})
+    places = ("--environment-options", options, "--load", str(arguments.output / "checkpoint"))
+    words = (*flags, *places, "--output", str(arguments.output), *PLACEMENTS[placement])
+    here = Path(__file__).resolve().parent
+    paths = [str(here), str(here.parent), str(here.parent / "kernels")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    stamps: list[float] = []
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            ranks_command(2, PROGRAM, "train", *words, *arguments.training),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        with ended(process):
+            while process.poll() is None and len(stamps) < arguments.steps:
+                if metrics.exists() and metrics.read_bytes().count(b"\n") > len(stamps):
+                    stamps.append(time.monotonic())
+                time.sleep(_POLL_SECONDS)
+    if len(stamps) < arguments.steps:
+        print(*log.read_text(errors="replace").splitlines()[-15:], sep="\n", file=sys.stderr)
+        raise SystemExit(1)
+    gaps = [later - earlier for earlier, later in zip(stamps, stamps[1:])]
+    return {"seconds": gaps[WARMUP - 1 :], "rows": read_metrics(metrics)[WARMUP:]}
+
+
+def parts(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds of a step of one sampling rank, and of one training rank less its waiting."""
+    rows = [row for run in runs for row in run["rows"]]
+    return {
+        "sampling": statistics.median(row["engine/sampling_seconds"] for row in rows),
+        "training": statistics.median(row["time/step"] - row["time/rollout"] for row in rows),
+    }
+
+
+@command(__doc__, *FLAGS)
+def main(arguments: argparse.Namespace) -> None:
+    if arguments.steps <= WARMUP:
+        raise ValueError(f"--steps must be at least {WARMUP + 1}, not {arguments.steps}")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    checkpoint = arguments.output / "checkpoint"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    hf = small_model(ModelConfig(), vocab_size=2048)
+    write_checkpoint(hf, "bandit", checkpoint, dtype=torch.float32)
+    jobs = {name: lambda name=name: train(arguments, name) for name in PLACEMENTS}
+    runs = interleave(jobs, arguments.repeats)
+    seconds = {name: [one for run in of for one in run["seconds"]] for name, of in runs.items()}
+    medians = {name: statistics.median(of) for name, of in seconds.items()}
+    report = provenance() | {
+        "latency": arguments.latency,
+        "trajectories": arguments.num_groups * arguments.group_size,
+        "turns": arguments.turns,
+        "response_length": arguments.response_length,
+        "seconds": {name: spread(of) for name, of in seconds.items()},
+        "of_one_rank": parts(runs["separate"]),
+        "speedup": medians["colocated"] / medians["separate"],
+        "all_seconds": seconds,
+    }
+    one = report["of_one_rank"]
+    rows = [
+        (
+            name,
+            f"{at['median']:.3f}",
+            f"{at['min']:.3f} - {at['max']:.3f}",
+            f"{3600 / at['median']:.0f}",
+        )
+        for name, at in report["seconds"].items()
+    ]
+    text = table(("placement", "s/step", "spread", "steps an hour"), rows)
+    text += (
+        f"\n\nseparate is {report['speedup']:.2f} times as fast; one rank samples a step in"
+        f" {one['sampling']:.3f} s and trains on it in {one['training']:.3f} s"
+    )
+    publish(arguments, report, text, {"seconds per step": seconds})
+
+
+if __name__ == "__main__":
+    main()
