@@ -7,9 +7,9 @@ Two ranks, a small model with random weights and an environment of which every s
 seconds. Runs of the two placements alternate; `separate` has one rank that samples, one step ahead
 (--max-staleness 1). A step's seconds are the wall clock from one row of metrics.jsonl to the next,
 without the first two of a run. The model cannot sample a stop token, so that both placements
-sample and train on the same number of tokens. `sampling` and `training` are what the one rank of each took
-for a step in the separate runs: the ratio is largest where they are alike; flags after -- go to
-the training program.
+sample and train on the same number of tokens. `sampling` and `training` are what the one rank of
+each took for a step in the separate runs: the ratio is largest where they are alike. Flags after --
+go to the training program.
 """
 
 import argparse

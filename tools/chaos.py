@@ -92,6 +92,12 @@ LAYOUTS = (
     Layout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
     Layout("tp2", ("--tensor-model-parallel-size", "2")),
     Layout("pp2", ("--pipeline-model-parallel-size", "2")),
+    Layout(
+        "separate",
+        tuple(
+            "--placement separate --rollout-ranks 1 --max-staleness 2 --importance-cap 2".split()
+        ),
+    ),
 )
 
 

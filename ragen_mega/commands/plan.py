@@ -295,6 +295,11 @@ def main(arguments: argparse.Namespace) -> int:
     machine = find_machine(arguments.hardware)
     recipe = own_recipe(arguments, machine)
     config = recipe or parse(with_recipe(arguments.others, default=arguments.recipe))
+    if config.parallel.placement != "colocated":
+        raise ValueError(
+            f"the plan knows placement colocated, not {config.parallel.placement}; drop --placement"
+            " and --rollout-ranks to plan what the ranks that train need"
+        )
     hf = model_config(arguments.model or config.model.load or "")
     if arguments.search:  # the search starts from one rank
         config = alone(config)

@@ -583,6 +583,7 @@ class Run:
             "score_average": self.score_average,
         }
         if self.samplers:
+            self.samplers.flush()
             state["versions"] = self.samplers.state_dict()
         with self.timed("checkpoint"):
             self.checkpoints.save(
@@ -598,7 +599,7 @@ class Run:
         sampled under earlier weights.
         """
         write = checkpoint.stage(directory, trainers=self.trainers)
-        ahead = self.samplers.staged() if self.samplers and distributed.is_main() else {}
+        ahead = self.samplers.staged() if self.samplers else {}
 
         def write_all() -> Path:
             for name, content in ahead.items():

@@ -135,10 +135,8 @@ class Samplers:
         self._digests[step] = digest
         for rollout in range(self._next, last + 1):
             due = max(0, rollout - staleness)
-            versions = {due, step} & self._digests.keys()
-            if not any(self._order(rollout, one, step, weights) for one in sorted(versions)):
-                raise AssertionError("the present weights can always be sent")
-            if due != self._ordered.get(rollout, (due,))[0]:
+            if due not in self._digests or not self._order(rollout, due, step, weights):
+                self._order(rollout, step, step, weights)
                 self._say(
                     f"step {rollout}: sampled under the weights after {step} steps, since those of"
                     f" {due} are not in the checkpoint"
@@ -153,7 +151,9 @@ class Samplers:
     def _order(
         self, rollout: int, version: int, step: int, weights: Iterable[tuple[str, Tensor]]
     ) -> bool:
-        """Order a rollout under a version, unless it is on the disk; False if that cannot be."""
+        """Order a rollout under a version, unless it is on the disk; False if its weights are not
+        there. Those of `step` always are.
+        """
         origin = origin_of(
             self._config, self._tasks.sample(rollout), self._digests[version], version
         )
@@ -178,7 +178,7 @@ class Samplers:
         Raises, on all ranks alike, Interrupted if the run is to stop, LinkLost if the samplers have
         ended or do not answer, and what ended their work.
         """
-        ready = on_main(lambda: len(self._arrived) + (self._link.num_waiting if self._link else 0))
+        ready = on_main(lambda: len(self._arrived) + self._link.num_waiting)
         metrics.add("engine", ready=ready)
         start = time.monotonic()
         while (found := on_main(lambda: self._find(step, start))) is None:
@@ -191,13 +191,16 @@ class Samplers:
         metrics.add("engine", found.metrics)
         return in_groups(expand(found.trajectories)), found.metrics.get("sampling_seconds", 0.0)
 
+    def flush(self) -> None:
+        """Write to disk what has come. Raises OSError on all ranks if that fails."""
+        on_main(self._accept_all)
+
     def staged(self) -> dict[str, bytes]:
         """Name -> content of the files with which a checkpoint repeats the rollouts that are to
-        come. First rank, not collective.
+        come; nothing but on the first rank. Not collective.
         """
-        with suppress(LinkLost):
-            while self._accept(0.0):
-                pass
+        if not self._link:
+            return {}
         missing = {
             version
             for rollout, (version, _) in self._ordered.items()
@@ -247,6 +250,12 @@ class Samplers:
                 )
         return self._failure
 
+    def _accept_all(self) -> None:
+        """First rank: as `_accept`, for every message that has come."""
+        with suppress(LinkLost):  # `take` says so
+            while self._accept(0.0):
+                pass
+
     def _accept(self, seconds: float) -> bool:
         """First rank: read a message, and write a rollout to disk; False if none comes."""
         data = self._link.receive(seconds)
@@ -291,7 +300,6 @@ class Sampler:
         if isinstance(begin := self._receive(), End):
             raise SystemExit(begin.exit_code)
         self._engine, renderer = self._prepare(Path(begin.base))
-        self._has_begun = True
         self._sampling = Sampling(
             self._config,
             self._engine,
@@ -310,7 +318,7 @@ class Sampler:
         """The rollouts to sample, until the trainers have ended."""
         start = time.monotonic()
         while isinstance(order := self._receive(), Order):
-            self._start = time.monotonic()
+            self._has_begun, self._start = True, time.monotonic()
             self._waited += self._start - start
             yield order
             start = time.monotonic()
@@ -325,8 +333,10 @@ class Sampler:
         if order.weights is None:  # the engine has them
             return
         self._weights = load(order.weights)
-        if self._open and self._config.rollout.carry_over_cache == "recompute":
+        if self._config.rollout.carry_over_cache == "recompute":
             self._together.drop_caches()
+        else:
+            self._engine.seal_caches()
         self._engine.load_weights(self._weights.items(), again=bool(self._open))
         self._engine.weight_version = order.version
         self._engine.start()

@@ -56,7 +56,9 @@ def play(
             together.play(lambda left: len(left) <= 4)
             together.hold()
             assert together.unfinished == set(old[:4])
-            if not keeps_caches:
+            if keeps_caches:
+                engine.seal_caches()
+            else:
                 together.drop_caches()
             engine.load_weights(second.state_dict().items(), again=True)
             engine.weight_version = SECOND

@@ -96,6 +96,7 @@ class Job:
 
     def restarted(self, step: int, directory: Path) -> Job:
         """Another process that goes on from a checkpoint after `step` steps."""
+        self.samplers.flush()
         for name, content in self.samplers.staged().items():
             (directory / name).write_bytes(content)
         other = Job(self.config)

@@ -128,6 +128,12 @@ class EmbeddedEngine(RolloutEngine):
         )
         self.weight_version += not again
 
+    def seal_caches(self) -> None:
+        """Before other weights come while sessions go on: what these have cached serves no other
+        session.
+        """
+        self._slots.seal()
+
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
     ) -> Completion:

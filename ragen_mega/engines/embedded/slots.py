@@ -65,6 +65,8 @@ class _Rows:
         # The completion ends when the trajectory has this many tokens.
         self.limit = np.zeros(num_slots, dtype=np.int64)
         self.running = np.zeros(num_slots, dtype=np.bool_)
+        # Its cache is of earlier weights, which no other row may read.
+        self.sealed = np.zeros(num_slots, dtype=np.bool_)
         self.inverse_temperature = np.ones(num_slots, dtype=real)
         self.top_p = np.ones(num_slots)
         self.greedy = np.zeros(num_slots, dtype=np.bool_)
@@ -107,7 +109,12 @@ class SlotTable:
             self._cache.copy_row(last, slot, int(self._rows.length[last]))
             self._rows.move(last, slot)
         self._rows.length[last] = 0
-        self._rows.running[last] = False
+        self._rows.running[last] = self._rows.sealed[last] = False
+        self._prefix_is_stale = True
+
+    def seal(self) -> None:
+        """Keep what is cached to the rows that have it: other weights come."""
+        self._rows.sealed[: self._num_slots] = True
         self._prefix_is_stale = True
 
     @torch.inference_mode()
@@ -115,7 +122,9 @@ class SlotTable:
         """Decode one token for every running slot. Returns the completions that end with it."""
         rows, num_rows = self._rows, self._num_slots
         if self._prefix_is_stale:
-            self._prefix = self._cache.share(rows.ids[:num_rows], int(rows.length[:num_rows].min()))
+            length = int(rows.length[:num_rows].min())
+            is_sealed = rows.sealed[:num_rows].any()
+            self._prefix = None if is_sealed else self._cache.share(rows.ids[:num_rows], length)
             self._prefix_is_stale = False
         index = np.arange(num_rows)
         positions = rows.length[:num_rows].copy()
@@ -170,14 +179,17 @@ class SlotTable:
         prefix.
         """
         suffixes, deferred = [], []
-        ids, length = self._rows.ids[: self._num_slots], self._rows.length[: self._num_slots]
+        ids, length, sealed = (
+            array[: self._num_slots]
+            for array in (self._rows.ids, self._rows.length, self._rows.sealed)
+        )
         planned = length.copy()  # cached once the suffixes are computed
         for request in requests:
             source = slot = request.slot
             num_tokens = len(request.tokens)
             cached = int(min(shared_length(ids[slot], request.tokens), length[slot]))
             if cached == 0:  # a new trajectory
-                shared = shared_length(ids, request.tokens)  # [n]
+                shared = shared_length(ids, request.tokens) * ~sealed  # [n]
                 reusable = np.minimum(shared, length)
                 source = int(reusable.argmax())
                 cached = int(reusable[source])
