@@ -40,8 +40,8 @@ GLOSSARY = {
     " be learned from them.",
     "filter/kept_std": "Standard deviation of total rewards within a kept group.",
     "mismatch/logprob_mean_abs_diff": "Mean distance of the engine's and the trainer's"
-    " log-probabilities of the sampled tokens, in nats, under the same weights; with --max-staleness"
-    " the engine's are of earlier ones.",
+    " log-probabilities of the sampled tokens, in nats, under the same weights; the engine's are of"
+    " earlier ones with --max-staleness.",
     "mismatch/logprob_max_abs_diff": "The largest such distance.",
     "mismatch/kl_rollout_old": "KL divergence from the engine to the trainer (k3), nats a token.",
     "collapse/mutual_information": "How many nats the prompt tells about the thought (RAGEN-2)."

@@ -78,9 +78,9 @@ def test_without_staleness_it_equals_the_colocated_run_to_the_bit(output: Path) 
     apart = launch(output, "apart", 2, *flags(output, *SEPARATE))
     assert versions(apart) == [{step} for step in range(NUM_STEPS)]
     assert sampled(apart) == sampled(together)
+    of_age = {"rollout/staleness", "rollout/continued"}
     assert [
-        {key: value for key, value in row.items() if key != "rollout/staleness"}
-        for row in metrics(apart)
+        {key: value for key, value in row.items() if key not in of_age} for row in metrics(apart)
     ] == metrics(together)
     last, others = state(apart, NUM_STEPS), state(together, NUM_STEPS)
     assert all(torch.equal(last[key], others[key]) for key in others)
@@ -148,8 +148,8 @@ def test_a_killed_rank_ends_the_others_with_one_line(
     victim: int, output: Path, stale: Path, capfd: pytest.CaptureFixture
 ) -> None:
     name = f"without_{victim}"
-    processes = start_ranks(output, name, 2, *flags(output, *STALE))
-    while not (output / name / "checkpoints" / "step_00000002").exists():
+    processes = start_ranks(output, name, 2, *flags(output, *STALE, "--save-interval", "1"))
+    while not (output / name / "rollouts" / "step_00000000.safetensors").exists():
         assert all(process.is_alive() for process in processes)
         time.sleep(0.01)
     capfd.readouterr()
@@ -198,10 +198,11 @@ def test_what_ends_a_sampler_is_what_the_run_says(
 
 @pytest.mark.slow
 def test_trajectories_that_are_carried_over_are_repeated_too(output: Path) -> None:
-    """Two ranks that sample, two that train."""
-    layout = (*"--rollout-ranks 2 --tensor-model-parallel-size 2".split(), "--carry-over", "0.5")
+    """Two ranks that sample, two that train. Answers without the form go on for six turns."""
+    layout = "--rollout-ranks 2 --tensor-model-parallel-size 2 --carry-over 0.5".split()
+    turns = "--max-turns 6 --max-context-length 240".split()
     runs = [
-        launch(output, f"carried_{name}", 4, *flags(output, *STALE, *layout))
+        launch(output, f"carried_{name}", 4, *flags(output, *STALE, *layout, *turns))
         for name in ("once", "again")
     ]
     assert_equal(*runs)
