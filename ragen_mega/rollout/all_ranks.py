@@ -65,10 +65,11 @@ def collect_on_all_ranks(
     """Play all tasks, on the ranks that run engines, and give every rank all groups, in order.
     Collective. Raises as `JointCollection.play` does.
     """
-    with JointCollection(engine, renderer, settings, advance=advance, send_again=send_again) as all:
-        tasks = all.add(groups)
-        all.play()
-        return all.take(tasks)
+    options = {"advance": advance, "send_again": send_again}
+    with JointCollection(engine, renderer, settings, **options) as joint:
+        tasks = joint.add(groups)
+        joint.play()
+        return joint.take(tasks)
 
 
 class JointCollection(AbstractContextManager["JointCollection"]):
@@ -142,7 +143,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
             self._note(unfinished)
 
     def take(self, tasks: Iterable[int]) -> list[TrajectoryGroup]:
-        """The groups of finished tasks, in order, on every rank."""
+        """The groups of finished tasks, in order, on every rank, which keep them no longer."""
         wanted, mine = set(tasks), distributed.rank()
         places = [
             [place for place, index in enumerate(dealt) if index in wanted] for dealt in self._dealt

@@ -183,7 +183,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._repetitions: Counter[tuple[int, int]] = Counter()
         self._settings = settings
         self._advance = advance or (lambda num_tokens, is_over: None)
-        self._trajectories: dict[int, Trajectory] = {}  # by session, as they end
+        # By session, as they end; None once they were taken.
+        self._trajectories: dict[int, Trajectory | None] = {}
         self._runner = asyncio.Runner()
         self._players: asyncio.Future[Any] | None = None
         self._lost: asyncio.Future[None] | None = None
@@ -240,12 +241,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             self._engine.release(session)
 
     def trajectories(self) -> list[Trajectory]:
-        """The finished trajectories, in order of the tasks."""
-        return [trajectory for _, trajectory in sorted(self._trajectories.items())]
+        """The finished trajectories, in order of the tasks; `take` has taken none."""
+        return [self._trajectories[index] for index in sorted(self._trajectories)]
 
-    def take(self, indices: Iterable[int]) -> list[Trajectory]:
-        """The finished trajectories of these tasks."""
-        return [self._trajectories[index] for index in indices]
+    def take(self, indices: Sequence[int]) -> list[Trajectory]:
+        """The finished trajectories of these tasks, which are not kept."""
+        taken = [self._trajectories[index] for index in indices]
+        self._trajectories |= dict.fromkeys(indices)
+        return taken
 
     async def _finish_turns(self) -> None:
         if self._players is None or self._players.done():
