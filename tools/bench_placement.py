@@ -66,9 +66,9 @@ def train(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
     metrics, log = directory / METRICS_FILE, arguments.output / f"{placement}.log"
     metrics.unlink(missing_ok=True)
     flags = (
-        f"--recipe none --environments {ENVIRONMENT} --max-turns {arguments.turns}"
-        f" --prompt-style compact --max-response-length {arguments.response_length}"
-        f" --max-context-length 512 --num-groups {arguments.num_groups}"
+        f"--recipe none --environments {ENVIRONMENT} --max-turns {arguments.turns} --no-think"
+        f" --max-actions {arguments.turns} --prompt-style compact --max-context-length 512"
+        f" --max-response-length {arguments.response_length} --num-groups {arguments.num_groups}"
         f" --group-size {arguments.group_size} --minibatch-size"
         f" {arguments.num_groups * arguments.group_size} --filter-strategy none"
         f" --old-logprobs recompute --num-steps {arguments.steps + 1} --save-interval 0"
