@@ -41,7 +41,7 @@ def starpo(run: Run) -> None:
         metrics = Metrics()
 
         # Rollout: from each of P initial states sample N trajectories of at most K turns.
-        if run.samplers:  # other ranks do, under these weights now, up to `max_staleness` ahead
+        if run.samplers:  # other ranks do, `max_staleness` ahead: these weights are for them
             run.order(step, policy.export_weights())
             groups = run.take(step, metrics)
         else:  # the engine takes the weights while the rest of the trainer is away, then the device

@@ -71,8 +71,8 @@ def train(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
         f" --max-response-length {arguments.response_length} --num-groups {arguments.num_groups}"
         f" --group-size {arguments.group_size} --minibatch-size"
         f" {arguments.num_groups * arguments.group_size} --filter-strategy none"
-        f" --old-logprobs recompute --num-steps {arguments.steps + 1} --save-interval 0"
-        f" --eval-interval 0 --eval-prompts 1 --eval-samples 1 --name {placement} --overwrite"
+        f" --advantage-estimator grpo --old-logprobs recompute --save-interval 0"
+        f" --num-steps {arguments.steps + 1} --eval-interval 0 --eval-prompts 1 --eval-samples 1 --name {placement} --overwrite"
     ).split()
     options = json.dumps({ENVIRONMENT: {"latency": arguments.latency}})
     places = ("--environment-options", options, "--load", str(arguments.output / "checkpoint"))
