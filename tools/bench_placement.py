@@ -72,7 +72,8 @@ def train(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
         f" --group-size {arguments.group_size} --minibatch-size"
         f" {arguments.num_groups * arguments.group_size} --filter-strategy none"
         f" --advantage-estimator grpo --old-logprobs recompute --save-interval 0"
-        f" --num-steps {arguments.steps + 1} --eval-interval 0 --eval-prompts 1 --eval-samples 1 --name {placement} --overwrite"
+        f" --num-steps {arguments.steps + 1} --eval-interval 0 --eval-prompts 1"
+        f" --eval-samples 1 --name {placement} --overwrite"
     ).split()
     options = json.dumps({ENVIRONMENT: {"latency": arguments.latency}})
     places = ("--environment-options", options, "--load", str(arguments.output / "checkpoint"))
