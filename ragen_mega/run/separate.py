@@ -389,7 +389,7 @@ class Sampler:
             if self._link:
                 self._link.send(_portable(error))
             self._wait_for_end()  # they say it
-        if isinstance(error, Interrupted):  # they have hung up
+        if isinstance(error, Interrupted):  # they have hung up, or will
             self._wait_for_end()
 
     def _wait_for_end(self) -> NoReturn:
@@ -399,28 +399,29 @@ class Sampler:
 
     def _receive(self) -> Begin | Order | End:
         """The next message. Raises LinkLost if the trainers are gone."""
-        while (data := on_main(self._poll)) is None:
-            pass
+        while (data := on_main(lambda: self._link.receive(_POLL_SECONDS))) is None:
+            if self.stop.agreed():
+                self._tell_stop()
         return pickle.loads(data)
 
-    def _poll(self) -> bytes | None:
-        self._tell_stop()
-        return self._link.receive(_POLL_SECONDS)
-
     def _beat(self) -> None:
-        """After a turn: a sign of life; raises Interrupted if the trainers have hung up."""
+        """After a turn: a sign of life. Raises Interrupted if the trainers have hung up, or on
+        another rank than the first if it was told to stop.
+        """
         if self._link is None:
+            self.stop.interrupt()
             return
         if self._link.is_closed:
             raise Interrupted
-        self._tell_stop()
+        if self.stop.received:
+            self._tell_stop()
         if time.monotonic() - self._last_beat > _SECONDS_BETWEEN_BEATS:
             self._link.beat()
             self._last_beat = time.monotonic()
 
     def _tell_stop(self) -> None:
-        """Have the trainers stop the run if this rank was told to."""
-        if self.stop.received and not self._has_told:
+        """Have the trainers stop the run: a rank that samples was told to."""
+        if self._link and not self._has_told:
             self._has_told = True
             self._link.send(Interrupted())
 
