@@ -5,7 +5,10 @@ cache that is computed again or kept: their log-probabilities are those of trans
 from __future__ import annotations
 
 import copy
+import random
+import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from transformers import Qwen2ForCausalLM
 from ragen_mega.data.types import Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.step_metrics import staleness
 from ragen_mega.rollout.all_ranks import JointCollection
 from ragen_mega.rollout.collector import PlaySettings, in_groups, tasks_for_group
@@ -28,20 +31,40 @@ FIRST, SECOND = 3, 4
 """Versions of the weights."""
 
 
-def episode(max_turns: int) -> Episode:
+class Dawdler(FrozenLake):
+    """Answers from a thread, now and then."""
+
+    is_instant = False
+
+    def reset(self, seed: int, **options: Any) -> str:
+        time.sleep(random.uniform(0, 0.01))
+        return super().reset(seed, **options)
+
+    def facts(self) -> Any:
+        time.sleep(random.uniform(0, 0.01))
+        return super().facts()
+
+
+def episode(max_turns: int, world: type[FrozenLake] = FrozenLake) -> Episode:
     rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns)
-    return Episode(make("frozen_lake", success_rate=1.0), rules)
+    return Episode(world(success_rate=1.0), rules)
 
 
-LONG, SHORT = partial(episode, 6), partial(episode, 1)
+LONG = partial(episode, 6)
 
 
 def play(
-    first: Qwen2ForCausalLM, second: Qwen2ForCausalLM, renderer: ChatRenderer, keeps_caches: bool
+    first: Qwen2ForCausalLM,
+    second: Qwen2ForCausalLM,
+    renderer: ChatRenderer,
+    *,
+    keeps_caches: bool,
+    world: type[FrozenLake] = FrozenLake,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """Four long and four short trajectories under the first weights, of which the long ones go on
     under the second beside four others; and these.
     """
+    long, short = (partial(episode, turns, world) for turns in (6, 1))
     engine = EmbeddedEngine(first.config, max_context=256, max_sessions=8)
     with engine.awake():
         engine.load_weights(first.state_dict().items())
@@ -49,8 +72,8 @@ def play(
         with JointCollection(engine, renderer, SETTINGS) as together:
             old = together.add(
                 [
-                    tasks_for_group(0, "frozen_lake", 0, LONG, group_size=4),
-                    tasks_for_group(1, "frozen_lake", 1, SHORT, group_size=4),
+                    tasks_for_group(0, "frozen_lake", 0, long, group_size=4),
+                    tasks_for_group(1, "frozen_lake", 1, short, group_size=4),
                 ]
             )
             together.play(lambda left: len(left) <= 4)
@@ -62,7 +85,7 @@ def play(
                 together.drop_caches()
             engine.load_weights(second.state_dict().items(), again=True)
             engine.weight_version = SECOND
-            new = together.add([tasks_for_group(2, "frozen_lake", 2, LONG, group_size=4)])
+            new = together.add([tasks_for_group(2, "frozen_lake", 2, long, group_size=4)])
             together.play()
             found = [
                 [one for group in together.take(tasks) for one in group.trajectories]
@@ -90,7 +113,7 @@ def test_turns_are_of_the_weights_that_they_name(keeps_caches: bool) -> None:
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    old, new = play(first, second, renderer, keeps_caches)
+    old, new = play(first, second, renderer, keeps_caches=keeps_caches)
 
     assert [{*one.versions} for one in old] == [{FIRST, SECOND}] * 4 + [{FIRST}] * 4
     assert all(one.versions == sorted(one.versions) for one in old)
@@ -115,7 +138,10 @@ def test_turns_are_of_the_weights_that_they_name(keeps_caches: bool) -> None:
     assert found["continued"] == 0.5 and 0 < found["staleness"] < 1
 
 
-def test_the_same_twice() -> None:
+def test_the_same_whenever_environments_answer() -> None:
     tokenizer = lake_tokenizer(LONG)
     model, renderer = tiny_qwen2(len(tokenizer)), ChatRenderer(tokenizer, think=True)
-    assert play(model, model, renderer, False) == play(model, model, renderer, False)
+    once, again = (
+        play(model, model, renderer, keeps_caches=False, world=Dawdler) for _ in range(2)
+    )
+    assert once == again
