@@ -158,7 +158,7 @@ class Victim:
     def phase(self) -> str:
         """What the run is doing, judged by its files."""
         said = self.said()
-        if not re.search(r"^step \d+ bandit: ", said, re.MULTILINE) and not RESUMED.search(said):
+        if not re.search(r"^after \d+ steps, bandit: ", said, re.MULTILINE) and not RESUMED.search(said):
             return "setup"
         if any((self.directory / CHECKPOINTS).glob(".step_*.tmp")):
             return "checkpoint"
