@@ -62,6 +62,7 @@ TRAINING_FLAGS = f"""
 MARKER = "RAGEN_CHAOS"
 """Environment variable of every process of a run, by which stragglers are found."""
 RESUMED = re.compile(r"resumed from .*: (\d+) steps are done")
+EVALUATED = re.compile(r"^after \d+ steps, bandit: ", re.MULTILINE)
 CLOCKED = re.compile(r"(time|memory|engine)/|.*per_second")
 """Metrics that depend on the clock."""
 FLAGS = (
@@ -158,7 +159,7 @@ class Victim:
     def phase(self) -> str:
         """What the run is doing, judged by its files."""
         said = self.said()
-        if not re.search(r"^after \d+ steps, bandit: ", said, re.MULTILINE) and not RESUMED.search(said):
+        if not (EVALUATED.search(said) or RESUMED.search(said)):
             return "setup"
         if any((self.directory / CHECKPOINTS).glob(".step_*.tmp")):
             return "checkpoint"
