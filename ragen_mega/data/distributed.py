@@ -85,10 +85,10 @@ def _take_device(local_rank: int, num_gpus: int) -> None:
 
 def stop() -> None:
     """Leave the job."""
-    global _control_group
+    global _control_group, _store
     if dist.is_initialized():
         dist.destroy_process_group()
-    _control_group = None
+    _control_group = _store = None
 
 
 def device() -> torch.device:
