@@ -10,7 +10,8 @@
 
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
-evaluation prompts are the same for all. If the code or the study has changed since the first
+evaluation prompts are the same for all. A warm start that several arms have is made once, by the
+runs that go first. If the code or the study has changed since the first
 run, their results are not mixed; --mixed accepts that, and the report says so.
 
 --match steps gives every arm as many optimizer steps as the first one, --match tokens as many
@@ -29,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -172,11 +173,68 @@ def chosen(study: Study, models: str | None, layouts: str | None) -> list[Arm]:
     return [arm for arm in study.arms if all(getattr(arm, kind) in picked[kind] for kind in picked)]
 
 
-class Runner:
-    """Works through commands, some at a time; each is (name, command, log)."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run to begin or to go on with."""
 
-    def __init__(self, jobs: Sequence[tuple[str, list[str], Path]], threads: int) -> None:
-        self._waiting: queue.SimpleQueue = queue.SimpleQueue()
+    name: str
+    command: Sequence[str]
+    log: Path
+    source: Path | None
+    """Another run whose warm start it takes if that is there by then."""
+
+    def words(self) -> list[str]:
+        """The command as it is to be run now."""
+        if self.source is None or not has_warm_start(self.source):
+            return [*self.command]
+        return [*self.command, "--warm-start-from", str(self.source)]
+
+
+def has_warm_start(run: Path) -> bool:
+    """Whether a run has made its warm start, which it has before it writes metrics."""
+    return (run / METRICS_FILE).exists()
+
+
+def find_jobs(
+    study: Study, arms: Sequence[Arm], seeds: Sequence[int], folder: Path, match: str, ranks: int
+) -> list[Job]:
+    """The runs that have not finished: first those that make a warm start, then those that can take
+    it from one of them; of either kind whole comparisons first.
+    """
+    jobs: list[Job] = []
+    makers: dict[str, Path] = {}
+    for seed in seeds:
+        for arm in arms:
+            if seed - seeds[0] >= (arm.seeds or len(seeds)):
+                continue
+            run = folder / f"{arm.name}-seed{seed}"
+            maker = makers.setdefault(_warm_start_of(study, arm, seed, match), run)
+            if not (run / SUMMARY_FILE).exists():
+                command, log = (
+                    training(study, arm, seed, folder, match, ranks),
+                    folder / f"{run.name}.log",
+                )
+                jobs.append(Job(run.name, command, log, None if maker == run else maker))
+    return sorted(jobs, key=lambda job: job.source is not None)
+
+
+def _warm_start_of(study: Study, arm: Arm, seed: int, match: str) -> str:
+    """Equal for runs that have the same warm start."""
+    config = parse([*flags_of(study, arm, match), "--seed", str(seed)])
+    if config.model.load is not None:
+        return f"{arm.name}-{seed}"  # there is none to take
+    settings, train = config.to_dict(), config.train
+    shaping = [settings[part] for part in ("model", "environment", "parallel", "warm_start")]
+    of_critic = [settings["advantage"], settings["loss"]] if config.warm_starts_critic else None
+    optimizer = [train.seed, train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch]
+    return json.dumps([shaping, optimizer, of_critic], sort_keys=True)
+
+
+class Runner:
+    """Works through jobs, some at a time."""
+
+    def __init__(self, jobs: Sequence[Job], threads: int) -> None:
+        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
         for job in jobs:
             self._waiting.put(job)
         self._total, self._threads = len(jobs), threads
@@ -212,18 +270,18 @@ class Runner:
         environment = os.environ | {"OMP_NUM_THREADS": str(self._threads)}
         while not self._waiting.empty():
             try:
-                name, words, log = self._waiting.get_nowait()
+                job = self._waiting.get_nowait()
             except queue.Empty:
                 return
             with self._lock:
                 if self._is_stopped:
                     return
-                with log.open("a") as file:
+                with job.log.open("a") as file:
                     output = {"stdout": file, "stderr": subprocess.STDOUT}
                     alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
-                    process = subprocess.Popen(words, env=environment, **output, **alone)
-                self._running[name] = process
-            self._close(name, process.wait(), log)
+                    process = subprocess.Popen(job.words(), env=environment, **output, **alone)
+                self._running[job.name] = process
+            self._close(job.name, process.wait(), job.log)
 
     def _close(self, name: str, status: int, log: Path) -> None:
         with self._lock:
@@ -473,19 +531,9 @@ def main(arguments: argparse.Namespace) -> int | None:
     )
     if arguments.report:
         return write_report(study, folder, arguments.reports, seeds, mixed, machine)
-    jobs = [
-        (
-            f"{arm.name}-seed{seed}",
-            training(study, arm, seed, folder, arguments.match, arguments.ranks),
-            folder / f"{arm.name}-seed{seed}.log",
-        )
-        for seed in seeds  # whole comparisons first
-        for arm in arms
-        if seed - arguments.first_seed < (arm.seeds or arguments.seeds)
-        and not (folder / f"{arm.name}-seed{seed}" / SUMMARY_FILE).exists()
-    ]
+    jobs = find_jobs(study, arms, seeds, folder, arguments.match, arguments.ranks)
     if arguments.slurm:
-        arguments.slurm.write_text("".join(shlex.join(words) + "\n" for _, words, _ in jobs))
+        arguments.slurm.write_text("".join(shlex.join(job.command) + "\n" for job in jobs))
         print(f"{len(jobs)} commands in {arguments.slurm}; then --report")
         return 0
     cores = len(os.sched_getaffinity(0))

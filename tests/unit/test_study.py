@@ -150,6 +150,29 @@ def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
         tool.claim_folder(folder, study, "steps", mixed=False)
 
 
+def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_path: Path) -> None:
+    other = '[[arms]]\nname = "wide"\nflags = "--hidden-size 64"\n[[claims]]'
+    tiny.write_text(TINY.replace("[[claims]]", other))
+    study = Study.read(tiny, "small")
+
+    def jobs() -> dict[str, Path | None]:
+        found = tool.find_jobs(study, study.arms, range(2), tmp_path, "none", 1)
+        return {job.name: job.source for job in found}
+
+    takers = {"high-seed0": tmp_path / "low-seed0", "high-seed1": tmp_path / "low-seed1"}
+    makers = dict.fromkeys(["low-seed0", "wide-seed0", "low-seed1", "wide-seed1"])
+    assert list(jobs().items()) == [*makers.items(), *takers.items()]
+    (tmp_path / "low-seed0").mkdir()
+    (tmp_path / "low-seed0" / "summary.json").touch()
+    assert jobs() == {
+        name: source for name, source in (makers | takers).items() if name != "low-seed0"
+    }
+    taker = tool.Job("high-seed0", ["train"], tmp_path / "log", tmp_path / "low-seed0")
+    assert taker.words() == ["train"], "nothing to take yet"
+    (tmp_path / "low-seed0" / "metrics.jsonl").touch()
+    assert taker.words() == ["train", "--warm-start-from", str(tmp_path / "low-seed0")]
+
+
 def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
     where = ("--output", folder / "runs", "--reports", folder / "reports", *flags)
     return [sys.executable, str(ROOT / "tools" / "study.py"), str(tiny), *map(str, where)]
@@ -174,3 +197,9 @@ def test_a_stopped_study_goes_on(tiny: Path, tmp_path: Path) -> None:
     text = (tmp_path / "reports" / "tiny.md").read_text()
     assert "| more is more | bandit | high - low |" in text and "random player" in text
     assert (tmp_path / "reports" / "tiny.svg").stat().st_size > 1000
+    for seed in range(2):
+        low, high = (tmp_path / "runs" / f"{arm}-seed{seed}" for arm in ("low", "high"))
+        starts = [run / "warm_start" / "model.safetensors" for run in (low, high)]
+        assert starts[0].read_bytes() == starts[1].read_bytes()
+        taken = json.loads((high / "config.json").read_text())["warm_start"]["warm_start_from"]
+        assert taken == str(low)
