@@ -54,6 +54,7 @@ class Recipe:
 
     def each_rank(self) -> Iterator[tuple[int, int, Any]]:
         """(stage, tensor-parallel rank, groups) of the first data-parallel replica."""
+        shutdown()  # what a test before has started in this process
         for stage in range(self.pp):
             for tp_rank in sorted({0, self.tp - 1}):
                 rank = tp_rank + stage * self.ranks // self.pp
