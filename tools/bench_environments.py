@@ -11,6 +11,7 @@ turn, so that other load on the machine affects them alike.
 """
 
 import argparse
+import gc
 import itertools
 import random
 import tempfile
@@ -97,6 +98,8 @@ class SaysOn(DeafRenderer):
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """The report. Raises ValueError if an episode is not played to its end."""
     torch.set_num_threads(arguments.threads)
+    gc.collect()
+    gc.freeze()  # as the program does before it trains
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     renderer = SaysOn(load_tokenizer(str(directory)))
     turns, num_tasks = arguments.turns, arguments.environments
