@@ -191,9 +191,9 @@ def test_models_and_layouts_choose_what_runs(
     run_study(capsys, path, *flags, "--models", "large", "--layouts", "all")
     words = lines.read_text().splitlines()
     assert [re.search(r"--name (\S+)", one)[1] for one in words] == [
-        "large-alone-seed0", "large-strong-seed0", "large-weak-seed0", "large-alone-seed1",
+        "large-alone-seed0", "large-strong-seed0", "large-alone-seed1", "large-weak-seed0",
     ]  # fmt: skip
-    assert ["--nproc-per-node 2" in one for one in words] == [False, True, True, False]
+    assert ["--nproc-per-node 2" in one for one in words] == [False, True, False, True]
 
 
 def test_a_study_may_get_more_arms_and_another_text(known: tuple[Path, Study]) -> None:
