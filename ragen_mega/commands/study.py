@@ -202,31 +202,30 @@ def find_jobs(
     it from one of them; of either kind whole comparisons first.
     """
     jobs: list[Job] = []
-    makers: dict[str, Path] = {}
+    makers: dict[tuple[str, int], Path] = {}
+    starts = {arm.name: _warm_start_of(study, arm, match) for arm in arms}
     for seed in seeds:
         for arm in arms:
             if seed - seeds[0] >= (arm.seeds or len(seeds)):
                 continue
             run = folder / f"{arm.name}-seed{seed}"
-            maker = makers.setdefault(_warm_start_of(study, arm, seed, match), run)
+            maker = makers.setdefault((starts[arm.name], seed), run)
             if not (run / SUMMARY_FILE).exists():
-                command, log = (
-                    training(study, arm, seed, folder, match, ranks),
-                    folder / f"{run.name}.log",
-                )
-                jobs.append(Job(run.name, command, log, None if maker == run else maker))
+                command = training(study, arm, seed, folder, match, ranks)
+                source = None if maker == run else maker
+                jobs.append(Job(run.name, command, folder / f"{run.name}.log", source))
     return sorted(jobs, key=lambda job: job.source is not None)
 
 
-def _warm_start_of(study: Study, arm: Arm, seed: int, match: str) -> str:
-    """Equal for runs that have the same warm start."""
-    config = parse([*flags_of(study, arm, match), "--seed", str(seed)])
+def _warm_start_of(study: Study, arm: Arm, match: str) -> str:
+    """Equal for arms whose runs of one seed have the same warm start."""
+    config = parse(flags_of(study, arm, match))
     if config.model.load is not None:
-        return f"{arm.name}-{seed}"  # there is none to take
+        return arm.name  # there is none to take
     settings, train = config.to_dict(), config.train
     shaping = [settings[part] for part in ("model", "environment", "parallel", "warm_start")]
     of_critic = [settings["advantage"], settings["loss"]] if config.warm_starts_critic else None
-    optimizer = [train.seed, train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch]
+    optimizer = [train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch]
     return json.dumps([shaping, optimizer, of_critic], sort_keys=True)
 
 

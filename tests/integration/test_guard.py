@@ -6,9 +6,7 @@ has one.
 """
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,11 @@ import torch
 
 from ragen_mega.algorithm.diagnostics import CollapseThresholds
 from ragen_mega.config import parse
-from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
-from ragen_mega.train import starpo
 from ragen_mega.warm_start.small_model import write_small_model
 from tests.support.forked_ranks import fork_ranks, join_ranks
-from tests.support.runs import finish, metrics, state
+from tests.support.runs import finish, metrics, send_sigterm_after, state, stop
 
 pytestmark = pytest.mark.forks
 FLAGS = """
@@ -114,20 +110,8 @@ def test_a_rollback_brings_weights_and_moments_back(straight: Path) -> None:
 
 def stopped(run: Run, step: int) -> None:
     """Train until SIGTERM comes while `step` is logged."""
-    before, log = signal.getsignal(signal.SIGTERM), run.logger.log
-
-    def logging(at: int, values: dict) -> None:
-        log(at, values)
-        if at == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    run.logger.log = logging
-    run.stop.listen()
-    try:
-        with pytest.raises(Interrupted), run:
-            starpo(run)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    send_sigterm_after(run.logger, "log", lambda at, values: at == step)
+    stop(run)
 
 
 @pytest.mark.parametrize("distance", [-1, 0, 1])

@@ -3,7 +3,6 @@ bit, on others to rounding.
 """
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,11 +15,17 @@ import pytest
 import torch
 
 from ragen_mega.config import parse
-from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
-from ragen_mega.train import starpo
-from tests.support.runs import finish, launch, metrics, start_ranks, state
+from tests.support.runs import (
+    finish,
+    launch,
+    metrics,
+    send_sigterm_after,
+    start_ranks,
+    state,
+    stop,
+)
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.forks
@@ -49,30 +54,6 @@ LAYOUTS = {
 
 def open_run(output: Path, name: str, *flags: str) -> Run:
     return build(parse([*FLAGS, "--output", str(output), "--name", name, *flags]))
-
-
-def stop(run: Run) -> None:
-    """Train until the SIGTERM that something in the run sends, and leave as the program does."""
-    before = signal.getsignal(signal.SIGTERM)
-    run.stop.listen()
-    try:
-        with pytest.raises(Interrupted), run:
-            starpo(run)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def send_sigterm_after(target: object, name: str, is_time) -> None:
-    """Let the method `name` send SIGTERM to this process when `is_time(its arguments)`."""
-    method = getattr(target, name)
-
-    def calling(*args, **kwargs):
-        result = method(*args, **kwargs)
-        if is_time(*args):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    setattr(target, name, calling)
 
 
 def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> None:

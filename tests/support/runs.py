@@ -3,12 +3,16 @@ checkpoints.
 """
 
 import json
+import os
+import signal
 from multiprocessing.context import ForkProcess as Process
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.run.run import Run
 from ragen_mega.train import main, starpo
 from tests.support.forked_ranks import fork_ranks, join_ranks
@@ -19,6 +23,30 @@ def finish(run: Run) -> Path:
     with run:
         starpo(run)
     return run.logger.directory
+
+
+def stop(run: Run) -> None:
+    """Train until the SIGTERM that something in the run sends, and leave as the program does."""
+    before = signal.getsignal(signal.SIGTERM)
+    run.stop.listen()
+    try:
+        with pytest.raises(Interrupted), run:
+            starpo(run)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def send_sigterm_after(target: object, name: str, is_time) -> None:
+    """Let the method `name` send SIGTERM to this process when `is_time(its arguments)`."""
+    method = getattr(target, name)
+
+    def calling(*args, **kwargs):
+        result = method(*args, **kwargs)
+        if is_time(*args):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    setattr(target, name, calling)
 
 
 def start_ranks(output: Path, name: str, num_ranks: int, *flags: str) -> list[Process]:

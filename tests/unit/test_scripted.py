@@ -100,7 +100,8 @@ def test_sokoban_leaves_out_one_kind_of_fact(untold: str, gone: str) -> None:
     """And nothing else."""
     whole, less = make("sokoban", dim=7), make("sokoban", dim=7, untold=untold)
     for seed in range(20):
-        whole.reset(seed), less.reset(seed)
+        for environment in (whole, less):
+            environment.reset(seed)
         every = describe_sokoban(whole, ("Up", "Left"))
         told = describe_sokoban(less, ("Up", "Left"))
         shorter = re.sub(gone, " go" if untold == "ahead" else "", every)
