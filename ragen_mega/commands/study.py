@@ -11,8 +11,9 @@
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
 evaluation prompts are the same for all. A warm start that several arms have is made once, by the
-runs that go first. If the code or the study has changed since the first
-run, their results are not mixed; --mixed accepts that, and the report says so.
+runs that go first, or taken from another study beside this one. If the code or the study has
+changed since the first run, their results are not mixed; --mixed accepts that, and the report says
+so.
 
 --match steps gives every arm as many optimizer steps as the first one, --match tokens as many
 sampled trajectories; none takes the number of steps from the arms.
@@ -51,6 +52,7 @@ from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance
 from ragen_mega.report.study import PRESETS, Arm, Estimate, Study, estimate, percent
+from ragen_mega.storage.run_directory import CONFIG_FILE
 
 STUDIES = RECIPES.parent / "studies"
 IDENTITY = "study.json"
@@ -199,17 +201,20 @@ def find_jobs(
     study: Study, arms: Sequence[Arm], seeds: Sequence[int], folder: Path, match: str, ranks: int
 ) -> list[Job]:
     """The runs that have not finished: first those that make a warm start, then those that can take
-    it from one of them; of either kind whole comparisons first.
+    it from one of them or from another study of the same code beside `folder`; of either kind whole
+    comparisons first.
     """
     jobs: list[Job] = []
-    makers: dict[tuple[str, int], Path] = {}
-    starts = {arm.name: _warm_start_of(study, arm, match) for arm in arms}
+    makers = warm_starts_beside(folder)
     for seed in seeds:
         for arm in arms:
             if seed - seeds[0] >= (arm.seeds or len(seeds)):
                 continue
             run = folder / f"{arm.name}-seed{seed}"
-            maker = makers.setdefault((starts[arm.name], seed), run)
+            config = parse([*flags_of(study, arm, match), "--seed", str(seed)])
+            maker = run  # a loaded model is its own start
+            if config.model.load is None:
+                maker = makers.setdefault(warm_start_key(config), run)
             if not (run / SUMMARY_FILE).exists():
                 command = training(study, arm, seed, folder, match, ranks)
                 source = None if maker == run else maker
@@ -217,16 +222,30 @@ def find_jobs(
     return sorted(jobs, key=lambda job: job.source is not None)
 
 
-def _warm_start_of(study: Study, arm: Arm, match: str) -> str:
-    """Equal for arms whose runs of one seed have the same warm start."""
-    config = parse(flags_of(study, arm, match))
-    if config.model.load is not None:
-        return arm.name  # there is none to take
-    settings, train = config.to_dict(), config.train
-    shaping = [settings[part] for part in ("model", "environment", "parallel", "warm_start")]
+def warm_starts_beside(folder: Path) -> dict[str, Path]:
+    """Key -> a run that has made this warm start, of studies of the same code in the same place."""
+    found: dict[str, Path] = {}
+    code = code_digest()
+    for path in sorted(folder.parent.glob(f"*/{IDENTITY}")):
+        if path.parent == folder or json.loads(path.read_text())["code"] != code:
+            continue
+        for run in filter(has_warm_start, sorted(path.parent.iterdir())):
+            config = StarPOConfig.from_dict(json.loads((run / CONFIG_FILE).read_text()))
+            if config.model.load is None:
+                found.setdefault(warm_start_key(config), run)
+    return found
+
+
+def warm_start_key(config: StarPOConfig) -> str:
+    """Equal for runs that have the same warm start."""
+    settings, train, environment = config.to_dict(), config.train, config.environment
+    world = settings["environment"] | {"eval_environments": None, "environment_timeout": None}
+    world["environment_options"] = {name: environment.options(name) for name in environment.shares}
+    start = settings["warm_start"] | {"warm_start_from": None}
     of_critic = [settings["advantage"], settings["loss"]] if config.warm_starts_critic else None
-    optimizer = [train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch]
-    return json.dumps([shaping, optimizer, of_critic], sort_keys=True)
+    optimizer = [train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch, train.seed]
+    parts = [settings["model"], world, settings["parallel"], start, optimizer, of_critic]
+    return json.dumps(parts, sort_keys=True)
 
 
 class Runner:

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ragen_mega.config import ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
-from ragen_mega.config.schema import flag_of
+from ragen_mega.config.schema import flag_of, parse_shares
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.models.directory import glance
 from ragen_mega.models.shape import ModelShape, cut_error
@@ -30,11 +31,6 @@ from ragen_mega.storage.run_directory import (
 )
 
 _SIZES = tuple(one.name for one in fields(ModelConfig) if one.name not in ("load", "critic_load"))
-_SHAPING_A_WARM_START = {
-    "model": _SIZES,
-    "environment": ("environments", "environment_options", "think", "prompt_style"),
-}
-"""Settings without which a warm start cannot be used, by section."""
 
 
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
@@ -121,15 +117,25 @@ def _check_warm_start(config: StarPOConfig) -> None:
             f"warm_start_from must be the directory of a run without --load; {source} lacks"
             f" {', '.join(missing) or CONFIG_FILE}"
         )
-    before, now = json.loads((source / CONFIG_FILE).read_text()), config.to_dict()
-    for section, names in _SHAPING_A_WARM_START.items():
-        for name in names:
-            there, here = before.get(section, {}).get(name), now[section][name]
-            if there != here:
-                raise ValueError(
-                    f"warm_start_from {source} was made with {name} {there}, and this run has"
-                    f" {here}; choose another run, or drop it to make a warm start"
-                )
+    there = _shape_of_warm_start(json.loads((source / CONFIG_FILE).read_text()))
+    for name, here in _shape_of_warm_start(config.to_dict()).items():
+        if there[name] != here:
+            raise ValueError(
+                f"warm_start_from {source} was made with {name} {there[name]}, and this run has"
+                f" {here}; choose another run, or drop it to make a warm start"
+            )
+
+
+def _shape_of_warm_start(settings: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal for a warm start to be of use, from settings as config.json has them."""
+    model, world = settings["model"], settings["environment"]
+    names = parse_shares(world["environments"])
+    options = json.loads(world["environment_options"])
+    return {
+        **{name: model.get(name) for name in _SIZES},
+        **{name: world.get(name) for name in ("environments", "think", "prompt_style")},
+        "environment_options": {name: options.get(name, {}) for name in names},
+    }
 
 
 def _check_sglang(python: str | None) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ragen_mega.commands import study as tool
 from ragen_mega.config import parse
+from ragen_mega.report.metrics import write_json
 from ragen_mega.report.study import Study, estimate
 from tests.support.processes import wait_until
 
@@ -171,6 +172,28 @@ def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_pat
     assert taker.words() == ["train"], "nothing to take yet"
     (tmp_path / "low-seed0" / "metrics.jsonl").touch()
     assert taker.words() == ["train", "--warm-start-from", str(tmp_path / "low-seed0")]
+
+
+def test_a_warm_start_is_taken_from_a_study_beside(tiny: Path, tmp_path: Path) -> None:
+    """From one of the same code, whatever it evaluates; not from older code."""
+    study, runs = Study.read(tiny, "small"), tmp_path / "runs"
+    tool.claim_folder(runs / "other", study, "none", mixed=False)
+    made = runs / "other" / "some-seed0"
+    made.mkdir()
+    flags = [*tool.flags_of(study, study.arms[0], "none"), "--eval-environments", "sokoban"]
+    config = parse([*flags, "--environment-options", '{"sokoban": {"max_shortest": 3}}'])
+    write_json(made / "config.json", config.to_dict() | {"provenance": []})
+    (made / "metrics.jsonl").touch()
+
+    def sources() -> list[Path | None]:
+        found = tool.find_jobs(study, study.arms, range(2), runs / "mine", "none", 1)
+        return [job.source for job in sorted(found, key=lambda job: job.name)]
+
+    second = runs / "mine" / "low-seed1"
+    assert sources() == [made, second, made, None]
+    state = json.loads((runs / "other" / tool.IDENTITY).read_text())
+    write_json(runs / "other" / tool.IDENTITY, state | {"code": "older"})
+    assert sources() == [runs / "mine" / "low-seed0", second, None, None]
 
 
 def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
