@@ -229,12 +229,23 @@ def passes(
         / (cut.tp if cut.sequence_parallel else 1)
     )
     hop = sent / machine.link(cut.num_gpus) + machine.constants.latency
+    bubble = (cut.pp - 1) / cut.vp * (body + last / cut.pp) / micros
     return terms | {
         "LM head": last / cut.pp,
         "stage imbalance": last * (cut.pp - 1) / cut.pp,
-        "pipeline bubble": (cut.pp - 1) / cut.vp * (body + last / cut.pp) / micros,
+        "pipeline bubble": bubble * idle_share(machine.hardware.cores, cut),
         "pipeline transfers": (micros + cut.pp - 1) * cut.vp * hop * (cut.pp > 1),
     }
+
+
+def idle_share(cores: int, cut: Cut) -> float:
+    """Share of a pipeline's bubble in which nothing computes: where ranks share `cores`, those that
+    have work compute faster while others wait for theirs.
+    """
+    stage = cut.num_gpus / cut.pp
+    if not cores or cut.num_gpus <= cores:
+        return 1.0
+    return max(0.0, (cores - stage) / (cut.num_gpus - stage))
 
 
 def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:

@@ -21,6 +21,7 @@ from ragen_mega.models.time_plan import (
     Sizes,
     decode_step,
     default_play,
+    idle_share,
     layer,
     passes,
     product,
@@ -101,6 +102,13 @@ def test_a_layout_pays_for_what_it_adds() -> None:
     scored = passes(H100, sizes, Cut(), tokens=8192, length=2048, micros=8, backward=0.0)
     ratio = sum(plain[name] for name in scored) / sum(scored.values())
     assert 3 <= ratio < 3.3  # backward is twice forward, 2.5 times in attention
+
+
+def test_ranks_that_share_cores_compute_in_each_others_bubbles() -> None:
+    """Two stages of two ranks keep two cores busy throughout: all their work over two cores."""
+    assert idle_share(0, Cut(tp=2, pp=2)) == idle_share(2, Cut(pp=2)) == 1.0
+    assert idle_share(2, Cut(tp=2, pp=2)) == 0.0
+    assert 0.0 < idle_share(2, Cut(pp=4)) < 1.0
 
 
 def test_lengths_have_their_mean_and_limit() -> None:
