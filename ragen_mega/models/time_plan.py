@@ -243,7 +243,7 @@ def idle_share(cores: int, cut: Cut) -> float:
     have work compute faster while others wait for theirs.
     """
     stage = cut.num_gpus / cut.pp
-    if not cores or cut.num_gpus <= cores:
+    if not cores or cut.pp == 1 or cut.num_gpus <= cores:
         return 1.0
     return max(0.0, (cores - stage) / (cut.num_gpus - stage))
 

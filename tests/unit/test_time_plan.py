@@ -106,7 +106,8 @@ def test_a_layout_pays_for_what_it_adds() -> None:
 
 def test_ranks_that_share_cores_compute_in_each_others_bubbles() -> None:
     """Two stages of two ranks keep two cores busy throughout: all their work over two cores."""
-    assert idle_share(0, Cut(tp=2, pp=2)) == idle_share(2, Cut(pp=2)) == 1.0
+    whole = (idle_share(0, Cut(tp=2, pp=2)), idle_share(2, Cut(pp=2)), idle_share(2, Cut(dp=4)))
+    assert whole == (1.0, 1.0, 1.0)
     assert idle_share(2, Cut(tp=2, pp=2)) == 0.0
     assert 0.0 < idle_share(2, Cut(pp=4)) < 1.0
 
