@@ -11,6 +11,7 @@ import pytest
 from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
+from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Lake
 from ragen_mega.environments.worlds.frozen_lake.narrator import describe as describe_frozen_lake
 from ragen_mega.environments.worlds.sokoban.narrator import describe as describe_sokoban
 from ragen_mega.warm_start.scripted import scripted_response
@@ -156,8 +157,18 @@ def test_frozen_lake_neighbours_are_what_they_are_called(seed: int) -> None:
             cell == facts["goal"]
         )
         if word in ("closer", "farther"):
-            nearer = distance(cell, facts["goal"]) < distance(facts["player"], facts["goal"])
-            assert (word == "closer") == nearer
+            way = {place: _way(environment.lake, place) for place in (cell, facts["player"])}
+            assert (word == "closer") == (way[cell] < way[facts["player"]])
+
+
+def _way(lake: Lake, cell: tuple[int, int]) -> int:
+    """Least number of moves to the goal that avoid the holes, by trying all sequences together."""
+    reached, moves = {cell}, 0
+    while lake.goal not in reached:
+        reached = {lake.neighbour(one, move) for one in reached for move in DIRECTIONS}
+        reached -= lake.holes
+        moves += 1
+    return moves
 
 
 @pytest.mark.parametrize("name", ["sokoban", "frozen_lake", "bandit"])
