@@ -118,7 +118,8 @@ def test_frozen_lake_moves_lead_ahead_and_never_behind(seed: int) -> None:
     words = "(edge|hole|goal|closer|farther)"
     facts = re.match(rf"(?: (?:Left|Down|Right|Up)(?: to\(\d, \d\))? {words})" + "{4}", thought)
     neighbours = dict(re.findall(rf" (\w+)(?: to\(\d, \d\))? {words}", facts[0]))
-    moves = re.findall(rf" {words}/{words} (Left|Down|Right|Up)", thought[facts.end() :])
+    moves = re.findall(rf"{words}/{words} (Left|Down|Right|Up)", thought[facts.end() :])
+    assert re.findall(r"(\w+)/\w+/\w+ (\w+)", thought) == [("go", "Up"), ("then", "Right")]
     assert [action for _, _, action in moves] == ["Left", "Down", "Right", "Up", "Up", "Right"]
     assert len(neighbours) == 4 and moves[4] == moves[3] and moves[5] == moves[2]
     for behind, ahead, action in moves:

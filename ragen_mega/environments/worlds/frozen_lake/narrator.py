@@ -25,15 +25,15 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
         for action, cell in cells.items()
     ]
     moves = {
-        action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}"
+        action: f"{kinds[order[index - 2]]}/{kinds[action]} {action}"
         for index, action in enumerate(order)
     }
-    # The second of two moves has other odds than the first; its own marker lets a policy prefer
-    # other words there.
+    # The second of two moves has other odds than the first: its words are other tokens, so that a
+    # policy can prefer others.
     chosen = [
-        f" {'then' if index else 'go'}{moves[action]}" for index, action in enumerate(actions)
+        f"{'then' if index else 'go'}/{moves[action]}" for index, action in enumerate(actions)
     ]
-    return "".join([*parts, *moves.values(), *chosen])
+    return "".join([*parts, *(f" {words}" for words in (*moves.values(), *chosen))])
 
 
 def _lake_cell(lake: Lake, player: Cell, cell: Cell) -> str:
