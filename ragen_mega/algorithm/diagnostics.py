@@ -109,7 +109,10 @@ class EchoTrapThresholds:
     window: int = 10
     """Number of steps of the early level (a mean) and of the current level (a median)."""
     reward_std_cliff: float = 0.5
-    """Warn when the level of the in-group reward std falls below this share of its early level."""
+    """Warn when the level of the in-group reward std falls below this share of its early level,
+    times the share of what was unsolved then that still is: groups that are solved stop differing,
+    and only a fall beyond that is a sign of the Echo Trap.
+    """
     reward_std_lost: float = 0.1
     """Warn when it stayed below this share for a whole window: RAGEN's criterion for stopping."""
     solved_success_rate: float = 0.9
@@ -209,13 +212,16 @@ class EchoTrapMonitor:
         self._lowest_entropy, self._active = state["lowest_entropy"], list(state["active"])
 
     def _reward_std_warnings(self) -> list[EchoTrapWarning]:
-        is_solved = self._has_level("success_rate") and (
-            median(self._window("success_rate")) >= self.thresholds.solved_success_rate
-        )
-        if not self._has_level("reward_std") or is_solved:
+        unsolved = 1.0
+        if self._has_level("success_rate"):
+            before, now = fmean(self._early["success_rate"]), median(self._window("success_rate"))
+            if now >= self.thresholds.solved_success_rate:
+                return []
+            unsolved = min(1.0, (1 - now) / (1 - before)) if before < 1 else 1.0
+        if not self._has_level("reward_std"):
             return []
         early, recent = fmean(self._early["reward_std"]), self._window("reward_std")
-        cliff = self.thresholds.reward_std_cliff * early
+        cliff = self.thresholds.reward_std_cliff * early * unsolved
         lost = self.thresholds.reward_std_lost * early
         warnings = []
         if median(recent) < cliff:

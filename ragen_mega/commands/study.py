@@ -7,6 +7,7 @@
     ragen-mega study --list
     ragen-mega study scaling --models 0.2M,3M --layouts all
     ragen-mega study qwen --preset paper --hardware H100 --predict
+    ragen-mega study --signals studies            # what foretold success and collapse in them
 
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
@@ -42,7 +43,7 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib import pyplot
 
-from ragen_mega.commands import study_scaling
+from ragen_mega.commands import study_scaling, study_signals
 from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
 from ragen_mega.commands.plan import find_machine
 from ragen_mega.config import StarPOConfig, parse
@@ -518,9 +519,12 @@ def write_report(
     flag("--reports", "folder of the report", Path("docs/results/studies")),
     flag("--mixed", "go on although code or study has changed", False),
     flag("--report", "only report what has finished", False),
+    flag("--signals", "only correlate signals with outcomes, over the studies in here", type=Path),
     flag("--slurm", "write the commands here, one a line, instead of running them", type=Path),
 )
 def main(arguments: argparse.Namespace) -> int | None:
+    if arguments.signals:
+        return study_signals.write(arguments.signals, arguments.reports)
     if arguments.list or not arguments.study:
         for path in sorted(STUDIES.glob("*.toml")):
             study = Study.read(path)

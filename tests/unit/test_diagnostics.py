@@ -261,8 +261,9 @@ def per_step(curve):
 
 
 def first_warnings(run):
-    """Rule -> step at which the monitor first warns on a run of Fig. 6."""
+    """Rule -> step at which the monitor first warns on a run of Fig. 6, with its success."""
     curves = {"reward_std": REWARD_STD, "entropy": ENTROPY, "grad_norm": GRAD_NORM}
+    curves |= {"success_rate": SUCCESS}
     signals = {name: per_step(curve[run]) for name, curve in curves.items() if run in curve}
     monitor, steps = EchoTrapMonitor(), {}
     for step in range(1, max(map(len, signals.values())) + 1):
@@ -330,6 +331,56 @@ def test_a_solved_task_may_lose_its_reward_std(success, expected):
         )
         fired += [warning.rule for warning in warnings]
     assert fired == expected
+
+
+# Recipe sokoban, seed 103: success in training and in-group reward std of each step.
+SOLVED = {
+    "success_rate": [
+        0.07, 0.12, 0.21, 0.29, 0.54, 0.75, 0.81, 0.87, 0.81, 0.82, 0.84, 0.82, 0.86, 0.86, 0.90,
+        0.80, 0.85, 0.87, 0.87, 0.79, 0.91, 0.89, 0.86, 0.87, 0.96, 0.78, 0.84, 0.84, 0.95, 0.92,
+        0.92, 0.79, 0.78, 0.91, 0.91, 0.91, 0.93, 0.88, 0.82, 0.84,
+    ],
+    "reward_std": [
+        1.06, 1.55, 2.27, 2.33, 2.06, 2.22, 2.07, 1.18, 1.01, 1.33, 1.06, 1.85, 0.85, 0.57, 0.43,
+        0.85, 0.66, 1.30, 0.83, 1.04, 1.25, 0.55, 0.88, 0.18, 1.16, 0.92, 0.75, 0.56, 0.70, 0.87,
+        0.75, 1.45, 0.86, 1.38, 1.12, 0.05, 0.63, 0.73, 0.74, 0.51,
+    ],
+}  # fmt: skip
+
+
+def cliffs(success, reward_std):
+    """Steps at which the monitor says that the reward std has fallen off a cliff."""
+    monitor = EchoTrapMonitor()
+    said = [
+        monitor.observe({"success_rate": rate, "reward_std": std})
+        for rate, std in zip(success, reward_std, strict=True)
+    ]
+    return [n for n, now in enumerate(said) if "reward_std_cliff" in [one.rule for one in now]]
+
+
+def line(start, end, steps=30):
+    return [start + (end - start) * n / (steps - 1) for n in range(steps)]
+
+
+def test_groups_that_are_solved_are_no_cliff():
+    success, std = SOLVED.values()
+    assert statistics.median(std[-10:]) < statistics.mean(std[:10]) / 2, "a fall there is"
+    assert cliffs(success, std) == []
+    rising = [0.2] * 10 + line(0.2, 0.89) + [0.89] * 20
+    # Every group alike; then prompts that are always or never solved but for a tenth of them.
+    assert cliffs(rising, [(p * (1 - p)) ** 0.5 for p in rising]) == []
+    assert cliffs(rising, [0.4 * (1 - p) for p in rising]) == []
+
+
+@pytest.mark.parametrize("peak", [0.2, 0.6, 0.8])
+def test_a_cliff_of_the_reward_std_is_told_whatever_was_learned_before(peak):
+    """The std falls to a tenth while success stays, before it falls too; and while it falls."""
+    learned = [0.2] * 10 + line(0.2, peak) + [peak] * 20
+    before = [0.4 * min(1.0, 2 * (p * (1 - p)) ** 0.5) for p in learned]
+    (told,) = cliffs(learned + [peak] * 10, before + [before[-1] / 10] * 10)
+    assert told >= len(learned)
+    (told,) = cliffs(learned + line(peak, 0.0), before + line(before[-1], 0.0))
+    assert len(learned) < told < len(learned) + 30
 
 
 def test_entropy_rules():
