@@ -6,7 +6,7 @@
     ragen-mega study filter --report              # what there is so far
     ragen-mega study --list
     ragen-mega study scaling --models 0.2M,3M --layouts all
-    ragen-mega study qwen --preset paper --hardware H100 --predict
+    ragen-mega study pretrained --preset paper --hardware H100 --predict    # hours and money
     ragen-mega study --signals studies            # what foretold success and collapse in them
 
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
@@ -512,8 +512,8 @@ def write_report(
     flag("--ranks", "ranks of a run", 1),
     flag("--models", "of a scaling study: which, with commas between (default: all)"),
     flag("--layouts", "of a scaling study: which, or all (default: its first; to --predict all)"),
-    flag("--hardware", "of a scaling study: predict for this GPU, or for what --calibrate wrote"),
-    flag("--predict", "of a scaling study: only predict its steps, and run nothing", False),
+    flag("--hardware", "predict for this GPU, or for what --calibrate wrote"),
+    flag("--predict", "only predict what the study takes and costs, and run nothing", False),
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
     flag("--output", "folder of the runs (default: studies/NAME-PRESET)", type=Path),
     flag("--reports", "folder of the report", Path("docs/results/studies")),
@@ -545,9 +545,11 @@ def main(arguments: argparse.Namespace) -> int | None:
         parse(flags_of(study, arm, arguments.match))  # a wrong flag is said before anything runs
     machine = find_machine(arguments.hardware) if arguments.hardware else None
     if arguments.predict:
-        if machine is None or study.target is None:
-            raise ValueError("--predict is of a scaling study and needs --hardware; add it")
-        return study_scaling.write_predicted(study, arms, machine, arguments.reports)
+        if machine is None:
+            raise ValueError("--predict needs to know the GPU; add --hardware")
+        return study_scaling.write_predicted(
+            study, arms, machine, arguments.reports, arguments.seeds
+        )
     mixed = claim_folder(
         folder, study, arguments.match, mixed=arguments.mixed, only_report=arguments.report
     )

@@ -461,9 +461,43 @@ def record(
     }  # fmt: skip
 
 
-def write_predicted(study: Study, arms: Sequence[Arm], machine: Machine, output: Path) -> None:
-    """NAME_predicted.md: steps, efficiencies and prices of `arms` before anything runs. Raises
-    ValueError for a model whose sizes are not published.
+def whole_run(one: Speed) -> float:
+    """Seconds of all steps and evaluations of a run, the first before training; an evaluation's
+    episodes count as those of a rollout, of which fewer run at a time.
+    """
+    config = one.config
+    episodes = sum(config.planned_evaluations(1).values()) + config.evaluation.eval_prompts
+    evaluations = episodes / one.trajectories * one.seconds["rollout"]
+    return config.train.num_steps * one.step + evaluations
+
+
+def price_table(
+    speeds: Mapping[str, Speed], machine: Machine, seconds: Mapping[str, float], *, in_all: bool
+) -> str:
+    """What `seconds` of every arm cost, and all of them, with the interval of predictions."""
+    factor = uncertainty()
+
+    def within_factor(value: float) -> str:
+        return f"{value:.3g} ({value / factor:.3g} to {value * factor:.3g})"
+
+    hours = {name: seconds[name] * one.ranks / 3600 for name, one in speeds.items()}
+    rows = [
+        (name, *map(within_factor, (one.step, hours[name], machine.hardware.dollars * hours[name])))
+        for name, one in speeds.items()
+    ]
+    if in_all:
+        total = sum(hours.values())
+        spent = (total, machine.hardware.dollars * total)
+        rows.append(("in all", "", *map(within_factor, spent)))
+    return table(("arm", "seconds of a step", "GPU-hours", "$"), rows)
+
+
+def write_predicted(
+    study: Study, arms: Sequence[Arm], machine: Machine, output: Path, num_seeds: int
+) -> None:
+    """NAME_predicted.md: steps, efficiencies and prices of `arms` before anything runs; of a
+    scaling study those of STEPS steps, of any other those of all runs. Raises ValueError for a
+    model whose sizes are not published.
     """
     speeds = {}
     for arm in arms:
@@ -471,24 +505,25 @@ def write_predicted(study: Study, arms: Sequence[Arm], machine: Machine, output:
         shape = ModelShape.of(model_config(config.model.load or ""))
         planned = Speed(shape, config, arm.ranks or 1, default_play(config), {}, 0.0)
         speeds[arm.name] = predicted(machine, planned)
-    factor, dollars = uncertainty(), machine.hardware.dollars
-    prices = []
-    for name, one in speeds.items():
-        hours = STEPS * one.step * one.ranks / 3600
-        spent = (one.step, hours, dollars * hours)
-        prices.append((name, *(f"{x:.3g} ({x / factor:.3g} to {x * factor:.3g})" for x in spent)))
+    scales = study.target is not None
+    seconds = {
+        name: STEPS * one.step if scales else num_seeds * whole_run(one)
+        for name, one in speeds.items()
+    }
+    what = f"{STEPS} steps" if scales else f"All runs, {num_seeds} seeds of each, evaluations too,"
     ranks = efficiency_table(study, speeds, {})
     parts = (
         f"# {study.title}, predicted",
         f"Written by `ragen-mega study {study.name} --preset {study.preset} --hardware"
         f" {machine.hardware.name} --predict`. **Nothing here was measured.** Half of the published"
-        f" steps of reinforcement learning lie within a factor of {factor:.2g} of their prediction:"
-        " the intervals. Efficiencies compare predictions with each other.",
+        f" steps of reinforcement learning lie within a factor of {uncertainty():.2g} of their"
+        " prediction: the intervals."
+        + (" Efficiencies compare predictions with each other." if ranks else ""),
         "## A step",
         speed_table(speeds, {}, machine),
         *(["## More ranks", ranks] if ranks else []),
-        f"## {STEPS} steps at {dollars:.2f} $ a GPU-hour",
-        table(("arm", "seconds of a step", "GPU-hours", "$"), prices),
+        f"## {what} at {machine.hardware.dollars:.2f} $ a GPU-hour",
+        price_table(speeds, machine, seconds, in_all=not scales),
         study.notes.strip(),
     )
     output.mkdir(parents=True, exist_ok=True)

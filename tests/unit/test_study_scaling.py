@@ -15,6 +15,8 @@ import pytest
 from ragen_mega.commands import study as tool
 from ragen_mega.commands.plan import planned_gpus
 from ragen_mega.config import parse
+from ragen_mega.models.memory_plan import GIB, Setting, plan
+from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.study import Study
 from ragen_mega.warm_start.small_model import small_model
@@ -171,7 +173,7 @@ def test_nothing_is_fitted_to_too_little(
         ((path, "--models", "tiny"), "--models names tiny; study known has small, middle, large"),
         ((path, "--layouts", "alone,tp"), "--layouts names tp; study known has alone, strong"),
         (("filter", "--models", "small"), "study filter has no models and layouts"),
-        ((path, "--predict"), "--predict is of a scaling study and needs --hardware"),
+        ((path, "--predict"), "--predict needs to know the GPU; add --hardware"),
         ((path, "--predict", "--hardware", "H9"), "--hardware must be one of"),
         ((path, "--predict", "--hardware", "H100"), "the size of the model is not known"),
     ):
@@ -217,18 +219,77 @@ def test_a_report_keeps_the_code_of_the_runs(known: tuple[Path, Study]) -> None:
     assert json.loads(identity.read_text())["code"] == "older"
 
 
+@pytest.mark.parametrize("name", ["qwen", "pretrained"])
 def test_the_predicted_page_is_what_the_tool_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = run_study(
-        capsys, "qwen", "--preset", "paper", "--hardware", "H100", "--predict",
-        "--reports", tmp_path,
-    )  # fmt: skip
+        capsys, name, "--preset", "paper", "--hardware", "H100", "--predict", "--reports", tmp_path
+    )
     assert code == 0
-    page = (ROOT / "docs" / "results" / "qwen_predicted.md").read_text()
-    assert (tmp_path / "qwen_predicted.md").read_text() == page
+    page = (ROOT / "docs" / "results" / f"{name}_predicted.md").read_text()
+    assert (tmp_path / f"{name}_predicted.md").read_text() == page
+
+
+def test_the_study_of_qwen_has_all_its_recipes() -> None:
     study = Study.read(tool.STUDIES / "qwen.toml", "paper")
     recipes = {path.stem for path in tool.RECIPES.glob("qwen*.flags")}
     assert {arm.model: arm.ranks for arm in study.arms if arm.layout == "recipe"} == {
         name: planned_gpus(name) for name in recipes
     }
+
+
+def test_the_pretrained_study_is_the_papers() -> None:
+    """Model, batch, lengths and arms of arXiv:2504.20073, on a GPU that they fit on."""
+    study = Study.read(tool.STUDIES / "pretrained.toml", "paper")
+    games, kinds = ("bandit", "sokoban", "frozen_lake"), ("ppo", "grpo", "starpo-s")
+    assert [arm.name for arm in study.arms] == [f"{g}-{kind}" for g in games for kind in kinds]
+    for arm in study.arms:
+        game, _, kind = arm.name.partition("-")
+        config = parse(tool.flags_of(study, arm, "none"))
+        rollout, train, loss = config.rollout, config.train, config.loss
+        assert config.model.load == "Qwen/Qwen2.5-0.5B-Instruct" and config.parallel.bf16
+        assert (rollout.num_groups, rollout.group_size, train.minibatch_size) == (8, 16, 32)
+        assert (train.num_steps, train.updates_per_rollout, train.lr) == (200, 1, 1e-6)
+        assert [*config.environment.shares] == [game] and loss.entropy_coef == 0.001
+        one_shot = game == "bandit"
+        assert rollout.expected_response_length == (500 if one_shot else 400)
+        assert config.environment.expected_turns == (1 if one_shot else 5)
+        assert config.advantage.uses_critic == (kind != "grpo")
+        robust = kind == "starpo-s"
+        assert config.filter.num_kept(8) == (2 if robust else None)
+        assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.2, 0.28 if robust else 0.2)
+        terms = (config.advantage.kl_reward_coef, loss.kl_coef)
+        assert terms == {"ppo": (0.001, 0), "grpo": (0, 0.001), "starpo-s": (0, 0)}[kind]
+        shape = ModelShape.of(model_config(config.model.load))
+        phases = plan(shape, Setting.from_config(config, 1)).values()
+        assert max(sum(terms.values()) for terms in phases) < 72 * GIB, "of an H100's 80"
+
+
+def test_the_price_of_a_study_counts_its_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps, seeds, and evaluations at the rollout's pace: two of 32 episodes, the last of 64."""
+    path = tmp_path / "priced.toml"
+    path.write_text(
+        'title = "t"\nsource = "s"\n[paper]\nrecipe = "qwen2.5_0.5b"\n'
+        'flags = "--num-steps 30 --eval-interval 20 --eval-prompts 32 --eval-samples 2"\n'
+        '[[arms]]\nname = "a"\nflags = ""\n[[arms]]\nname = "b"\nflags = "--filter-value 0.5"\n'
+    )
+    code, text = run_study(
+        capsys, path, "--hardware", "H100", "--predict", "--seeds", 4, "--reports", tmp_path
+    )
+    assert code == 0 and "4 seeds of each" in text
+
+    def cells(start: str, at: int) -> list[str]:
+        row = [line for line in text.splitlines() if line.startswith(f"| {start} |")][at]
+        return [cell.split(" (")[0].strip() for cell in row.strip("|").split("|")]
+
+    hours = []
+    for arm in ("a", "b"):
+        rollout, step = float(cells(arm, 0)[6]), float(cells(arm, 0)[11])
+        expected = 4 * (30 * step + (32 + 32 + 64) / 128 * rollout) / 3600
+        hours.append(float(cells(arm, 1)[2]))
+        assert hours[-1] == pytest.approx(expected, rel=0.01)  # three digits are printed
+        assert float(cells(arm, 1)[3]) == pytest.approx(3 * expected, rel=0.01)
+    assert float(cells("in all", 0)[2]) == pytest.approx(sum(hours), rel=0.01)
