@@ -537,7 +537,8 @@ def main(arguments: argparse.Namespace) -> int | None:
         raise ValueError("--seeds, --jobs and --ranks must be at least 1")
     study = find(arguments.study, arguments.preset)
     study = replace(study, flags=(*study.flags, *shlex.split(arguments.flags)))
-    layouts = "all" if arguments.predict and not arguments.layouts else arguments.layouts
+    scales = study.target is not None
+    layouts = arguments.layouts or ("all" if arguments.predict and scales else None)
     arms = chosen(study, arguments.models, layouts)
     folder = arguments.output or Path("studies") / f"{study.name}-{study.preset}"
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)

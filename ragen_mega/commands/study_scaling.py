@@ -510,7 +510,7 @@ def write_predicted(
         name: STEPS * one.step if scales else num_seeds * whole_run(one)
         for name, one in speeds.items()
     }
-    what = f"{STEPS} steps" if scales else f"All runs, {num_seeds} seeds of each, evaluations too,"
+    what = f"{STEPS} steps" if scales else f"All runs, {num_seeds} seeds of each, with evaluations,"
     ranks = efficiency_table(study, speeds, {})
     parts = (
         f"# {study.title}, predicted",

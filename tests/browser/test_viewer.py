@@ -211,6 +211,13 @@ def page(run: Path) -> Iterator:
 @needs_browser
 def test_overview_shows_the_outcome(run: Path, page) -> None:
     summary = json.loads((run / "summary.json").read_text())
+    page.locator(".plot .main-svg").first.wait_for()
+    # What makes it open fast: traces stay packed, one plot is drawn, and lists are short.
+    assert page.evaluate("cache.size") == 0
+    assert page.locator(".plot").count() == 1
+    assert page.locator("#view *").count() < 1000
+    kinds = page.locator("script[id^=trace]").evaluate_all("all => all.map(one => one.type)")
+    assert len(kinds) > 3 and set(kinds) == {"text/plain"}
     text = page.locator(".outcome").inner_text()
     for name, result in summary["sets"].items():
         assert name in text and f"{100 * result['success']:.1f}%" in text
