@@ -118,6 +118,8 @@ def test_the_page_tells_what_is_known(
     assert "`rollout/entropy_variance`" not in rows
     early = found["collapse"]["rollout/entropy"]
     assert early["10 steps ahead, same step"]["value"] == pytest.approx(1)
+    # Of both arms of 8 seeds, steps from which one collapses within ten, until it has.
+    assert early["10 steps ahead, same step"]["num_rows"] == 2 * 8 * 10
     assert 0.5 < early["10 steps ahead, within runs"]["value"] < 0.9  # it is early
     assert early["20 steps ahead, same step"]["value"] < 0.9  # at first there is no sign yet
     noise = found["collapse"]["actor/grad_norm"]["10 steps ahead, same step"]

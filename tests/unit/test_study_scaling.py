@@ -257,7 +257,7 @@ def test_the_pretrained_study_is_the_papers() -> None:
         assert config.environment.expected_turns == (1 if one_shot else 5)
         assert config.advantage.uses_critic == (kind != "grpo")
         robust = kind == "starpo-s"
-        assert config.filter.num_kept(8) == (2 if robust else None)
+        assert config.filter.num_kept(8) == (2 if robust else 8)
         assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.2, 0.28 if robust else 0.2)
         terms = (config.advantage.kl_reward_coef, loss.kl_coef)
         assert terms == {"ppo": (0.001, 0), "grpo": (0, 0.001), "starpo-s": (0, 0)}[kind]
