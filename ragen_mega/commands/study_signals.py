@@ -1,8 +1,9 @@
 """The page of `ragen-mega study --signals`: what foretold success and collapse in finished runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -34,9 +35,9 @@ def write(folder: Path, output: Path) -> None:
     has too few runs.
     """
     runs, short = read_runs(folder)
-    tables = (with_final_success(runs), with_collapse(runs))
+    tables, place = (with_final_success(runs), with_collapse(runs)), provenance()
     output.mkdir(parents=True, exist_ok=True)
-    text = markdown(runs, short, *tables)
+    text = markdown(runs, short, place, *tables)
     (output / f"{NAME}.md").write_text(text)
     record = {
         title: {
@@ -50,7 +51,7 @@ def write(folder: Path, output: Path) -> None:
          "final": run.final, "collapsed_at": first_collapse(run)}
         for run in runs
     ]  # fmt: skip
-    write_json(output / f"{NAME}.json", {"place": provenance(), **record, "runs": told})
+    write_json(output / f"{NAME}.json", {"place": place, **record, "runs": told})
     plot(*tables, output / f"{NAME}.svg")
     print(text)
 
@@ -61,14 +62,15 @@ def first_collapse(run: Run) -> int | None:
     return int(state.argmax()) if state.any() else None
 
 
-def markdown(runs: Sequence[Run], short: int, final: Table, collapse: Table) -> str:
+def markdown(
+    runs: Sequence[Run], short: int, place: Mapping[str, Any], final: Table, collapse: Table
+) -> str:
     """The page as text."""
     shown = [one for part in (final, collapse) for of in part.values() for one in of.values()]
     shown = [one for one in shown if one is not None]
     beyond = sum(one.low > 0 or one.high < 0 for one in shown)
     studies = sorted({run.study for run in runs})
     fallen = [run for run in runs if first_collapse(run) is not None]
-    place = provenance()
     return "\n\n".join(
         (
             "# What tells beforehand",
@@ -85,6 +87,7 @@ def markdown(runs: Sequence[Run], short: int, final: Table, collapse: Table) -> 
             f"**Many comparisons.** {len(shown)} intervals are shown, of which about"
             f" {(1 - LEVEL) * len(shown):.0f} would miss 0 if nothing told anything; {beyond} do."
             f" Bold: different from 0 also with Bonferroni's correction for all {len(shown)}."
+            " A number of groups that could agree by luck is never bold."
             " Signals depend on each other and studies share recipes, so neighbouring rows are not"
             " separate evidence, and bold ones hold for small models on these games.",
             "## Success at the end",

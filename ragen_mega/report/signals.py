@@ -115,9 +115,12 @@ class Correlation:
     num_groups: int
 
     def holds(self, comparisons: int) -> bool:
-        """Whether it differs from 0 at LEVEL with Bonferroni's correction."""
-        bound = NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / comparisons)
-        return abs(self.value) > bound * self.error
+        """Whether it differs from 0 at LEVEL with Bonferroni's correction. However strong it is, it
+        takes so many groups that their agreement by luck, as of coins, is less probable than that.
+        """
+        alpha = (1 - LEVEL) / comparisons
+        bound = NormalDist().inv_cdf(1 - alpha / 2)
+        return abs(self.value) > bound * self.error and 2.0 ** (1 - self.num_groups) < alpha
 
 
 def read_runs(folder: Path) -> tuple[list[Run], int]:

@@ -18,6 +18,7 @@ from ragen_mega.report.signals import SIGNALS, Run, correlation, read_runs, with
 
 STEPS, FALL, WARNED = 60, 40, 8
 """Success of a run that collapses falls at this step, and its entropy rises so many before."""
+SEEDS = 12
 
 
 def test_one_stratum_is_spearman() -> None:
@@ -45,6 +46,8 @@ def test_what_strata_differ_by_does_not_count() -> None:
     each = [spearmanr(signal[study == one], outcome[study == one]).statistic for one in range(6)]
     assert within.value == pytest.approx(np.mean(each))  # strata of one size without ties
     assert within.low > 0.5 and within.holds(comparisons=1000)
+    few = correlation(signal, outcome, study.tolist(), study.tolist())  # 6 groups: 1 in 32
+    assert few.low > 0.5 and few.holds(comparisons=1) and not few.holds(comparisons=2)
     constant = np.where(study == 5, 1.0, outcome)
     assert correlation(signal, constant, study.tolist(), rows).num_rows == 100
     assert correlation(signal, outcome, study.tolist(), (study % 4).tolist()) is None
@@ -91,7 +94,7 @@ def write_run(folder: Path, arm: str, seed: int, *, collapses: bool) -> None:
 @pytest.fixture
 def studies(tmp_path: Path) -> Path:
     folder = tmp_path / "studies"
-    for seed in range(8):
+    for seed in range(SEEDS):
         write_run(folder / "known-small", "stays", seed, collapses=False)
         write_run(folder / "known-small", "falls", seed, collapses=True)
     return folder
@@ -104,7 +107,7 @@ def test_the_page_tells_what_is_known(
     assert not tool.main(["--signals", str(studies), "--reports", str(tmp_path / "out")])
     text = capsys.readouterr().out
     assert (tmp_path / "out" / "signals.md").read_text().rstrip() == text.rstrip()
-    assert "16 different runs, of which 8 collapse" in text
+    assert "24 different runs, of which 12 collapse" in text
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
         for line in text.splitlines()
@@ -114,12 +117,12 @@ def test_the_page_tells_what_is_known(
     final = found["final_success"]["rollout/entropy"]
     assert final["all runs"]["value"] == pytest.approx(-1)
     assert rows["`rollout/entropy`"][0].startswith("**")  # of the second table
-    assert final["same study and arm"]["num_groups"] == 8
+    assert final["same study and arm"]["num_groups"] == SEEDS
     assert "`rollout/entropy_variance`" not in rows
     early = found["collapse"]["rollout/entropy"]
     assert early["10 steps ahead, same step"]["value"] == pytest.approx(1)
-    # Of both arms of 8 seeds, steps from which one collapses within ten, until it has.
-    assert early["10 steps ahead, same step"]["num_rows"] == 2 * 8 * 10
+    # Of both arms of every seed, steps from which one collapses within ten, until it has.
+    assert early["10 steps ahead, same step"]["num_rows"] == 2 * SEEDS * 10
     assert 0.5 < early["10 steps ahead, within runs"]["value"] < 0.9  # it is early
     assert early["20 steps ahead, same step"]["value"] < 0.9  # at first there is no sign yet
     noise = found["collapse"]["actor/grad_norm"]["10 steps ahead, same step"]
@@ -159,8 +162,9 @@ def test_a_run_has_collapsed_as_the_guard_defines_it() -> None:
 
 
 def test_too_little_is_refused(studies: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for seed in range(5):
+    for seed in range(SEEDS):
         shutil.rmtree(studies / "known-small" / f"falls-seed{seed}")
+    shutil.rmtree(studies / "known-small" / "stays-seed0")
     with pytest.raises(SystemExit):
         tool.main(["--signals", str(studies), "--reports", str(studies)])
     said = capsys.readouterr().err
