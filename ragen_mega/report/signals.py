@@ -56,7 +56,7 @@ WINDOW = 5
 """Steps whose mean is the level of a signal, where a collapse is foretold."""
 RULE = CollapseThresholds(fall_with_sign=CollapseThresholds.fall)
 """The guard's rule without its signs, which are among the signals that are judged."""
-MIN_STEPS = 8
+MIN_STEPS = 10
 MIN_RUNS = 12
 MIN_GROUPS = 5
 """Fewest groups of runs that an interval is resampled from."""

@@ -383,6 +383,13 @@ def test_a_cliff_of_the_reward_std_is_told_whatever_was_learned_before(peak):
     assert len(learned) < told < len(learned) + 30
 
 
+def test_what_was_lost_does_not_tighten_the_cliff():
+    """Success below its early level: the limit is half of the early std, no more."""
+    lost = [0.8] * 10 + line(0.8, 0.2)
+    assert cliffs(lost, [0.4] * 10 + line(0.4, 0.24)) == []
+    assert cliffs(lost, [0.4] * 10 + line(0.4, 0.1)) != []
+
+
 def test_entropy_rules():
     assert not any(feed(EchoTrapMonitor(), "entropy", [2.0 * 0.99**n for n in range(200)])), (
         "steady decay to 13%"
