@@ -58,8 +58,8 @@ RULE = CollapseThresholds(fall_with_sign=CollapseThresholds.fall)
 """The guard's rule without its signs, which are among the signals that are judged."""
 MIN_STEPS = 10
 MIN_RUNS = 12
-MIN_GROUPS = 5
-"""Fewest groups of runs that an interval is resampled from."""
+MIN_GROUPS = 8
+"""Fewest groups of runs that an interval is resampled from; from fewer it is far too narrow."""
 LEVEL = 0.95
 NUM_RESAMPLES = 2000
 

@@ -46,11 +46,12 @@ def test_what_strata_differ_by_does_not_count() -> None:
     each = [spearmanr(signal[study == one], outcome[study == one]).statistic for one in range(6)]
     assert within.value == pytest.approx(np.mean(each))  # strata of one size without ties
     assert within.low > 0.5 and within.holds(comparisons=1000)
-    few = correlation(signal, outcome, study.tolist(), study.tolist())  # 6 groups: 1 in 32
-    assert few.low > 0.5 and few.holds(comparisons=1) and not few.holds(comparisons=2)
+    few = correlation(signal, outcome, study.tolist(), [row % 8 for row in rows])
+    assert few.low > 0.5 and few.holds(comparisons=6)  # of coins, 8 agree once in 128
+    assert not few.holds(comparisons=7)
     constant = np.where(study == 5, 1.0, outcome)
     assert correlation(signal, constant, study.tolist(), rows).num_rows == 100
-    assert correlation(signal, outcome, study.tolist(), (study % 4).tolist()) is None
+    assert correlation(signal, outcome, study.tolist(), study.tolist()) is None
     assert correlation(study * 1.0, outcome, study.tolist(), rows) is None
 
 
