@@ -548,8 +548,16 @@ def main(arguments: argparse.Namespace) -> int | None:
     if arguments.predict:
         if machine is None:
             raise ValueError("--predict needs to know the GPU; add --hardware")
+        whole = [
+            replace(
+                arm,
+                flags=tuple(flags_of(study, arm, arguments.match)),
+                ranks=arm.ranks or arguments.ranks,
+            )
+            for arm in arms
+        ]
         return study_scaling.write_predicted(
-            study, arms, machine, arguments.reports, arguments.seeds
+            study, whole, machine, arguments.reports, arguments.seeds
         )
     mixed = claim_folder(
         folder, study, arguments.match, mixed=arguments.mixed, only_report=arguments.report

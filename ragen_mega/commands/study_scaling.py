@@ -495,15 +495,15 @@ def price_table(
 def write_predicted(
     study: Study, arms: Sequence[Arm], machine: Machine, output: Path, num_seeds: int
 ) -> None:
-    """NAME_predicted.md: steps, efficiencies and prices of `arms` before anything runs; of a
-    scaling study those of STEPS steps, of any other those of all runs. Raises ValueError for a
-    model whose sizes are not published.
+    """NAME_predicted.md: steps, efficiencies and prices of `arms`, given with all their flags and
+    ranks, before anything runs; of a scaling study those of STEPS steps, of any other those of all
+    runs. Raises ValueError for a model whose sizes are not published.
     """
     speeds = {}
     for arm in arms:
-        config = parse(["--recipe", study.recipe, *study.flags, *arm.flags])
+        config = parse(arm.flags)
         shape = ModelShape.of(model_config(config.model.load or ""))
-        planned = Speed(shape, config, arm.ranks or 1, default_play(config), {}, 0.0)
+        planned = Speed(shape, config, arm.ranks, default_play(config), {}, 0.0)
         speeds[arm.name] = predicted(machine, planned)
     scales = study.target is not None
     seconds = {
