@@ -6,14 +6,13 @@ import gc
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from ragen_mega.algorithm.credit import estimate_advantages
-from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data.distributed import device, is_main
-from ragen_mega.data.packing import pack
+from ragen_mega.data.distributed import device, is_main, on_main
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.report.step_metrics import (
@@ -28,6 +27,7 @@ from ragen_mega.run.guards import nothing_to_learn
 from ragen_mega.run.nodes import watched
 from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run
+from ragen_mega.run.sampling import shape_on_main
 from ragen_mega.run.separate import Sampler
 from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
 from ragen_mega.storage.integrity import describe_error
@@ -59,8 +59,8 @@ def starpo(run: Run) -> None:
                 run.keep(step, origin, groups)
                 metrics.add("time", policy.sync_metrics())
         metrics.add("rollout", run.summarize(groups))
-        metrics.add("custom", custom_metrics(groups, config.logging.metric_names))
-        groups, rewards = shape_rewards(groups, config.advantage.reward_terms)
+        metrics.add("custom", on_main(partial(custom_metrics, groups, config.logging.metric_names)))
+        groups, rewards = shape_on_main(groups, config.advantage.reward_terms)
         metrics.add("reward", rewards)
 
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
@@ -68,13 +68,21 @@ def starpo(run: Run) -> None:
         metrics.add("filter", filter_metrics(groups, kept))
         if not kept:  # no initial state tells good from bad
             run.trace(step, groups)
-            run.finish_step(step, metrics, empty=nothing_to_learn(groups, config))
+            why = on_main(partial(nothing_to_learn, groups, config))
+            run.finish_step(step, metrics, empty=why)
             continue
+
+        # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
+        interval = config.logging.diagnose_interval
+        if interval and step % interval == 0:
+            with run.timed("diagnose"):
+                metrics.add("collapse", run.diagnose(groups))
 
         # Advantages: everything the loss needs, under the weights that sampled the trajectories.
         with run.timed("advantages"):
             trajectories = [trajectory for group in kept for trajectory in group.trajectories]
-            batch = run.with_old_logprobs(pack(trajectories), step, metrics)
+            batch = run.batch(groups, kept, step)  # a rank holds no more than it trains
+            batch = run.with_old_logprobs(batch, step, metrics)
             if critic:
                 batch = batch.with_fields(values=critic.values(batch))
             if config.needs_reference:
@@ -86,12 +94,6 @@ def starpo(run: Run) -> None:
                 group_weights=group_weights(kept, config.filter),
                 device=device(),
             )
-
-        # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
-        interval = config.logging.diagnose_interval
-        if interval and step % interval == 0:
-            with run.timed("diagnose"):
-                metrics.add("collapse", run.diagnose(groups))
 
         # Update: first the critic, then the actor, which do not depend on each other. Clipped
         # surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times.

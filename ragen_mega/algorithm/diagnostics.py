@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median, pvariance, variance
 from typing import Any
 
@@ -379,6 +379,36 @@ class CollapseDetector:
         return signs
 
 
+def probes(
+    groups: Sequence[TrajectoryGroup], *, max_groups: int = 8, max_members: int = 4
+) -> list[TrajectoryGroup]:
+    """What `diagnose` looks at: up to `max_members` trajectories, each cut behind its first
+    response, from each of up to `max_groups` evenly spaced groups. Those of probes are the same.
+    """
+    step = max(1, math.ceil(len(groups) / max_groups))
+    members = [
+        [one for one in group.trajectories if one.turns and one.turns[0].end > one.turns[0].start]
+        for group in groups[::step]
+    ]
+    return [
+        TrajectoryGroup(group[0].group_id, [_first_turn(one) for one in group[:max_members]])
+        for group in members
+        if group
+    ]
+
+
+def _first_turn(trajectory: Trajectory) -> Trajectory:
+    first, end = trajectory.turns[0], trajectory.turns[0].end
+    return replace(
+        trajectory,
+        tokens=trajectory.tokens[:end],
+        loss_mask=trajectory.loss_mask[:end],
+        rollout_logprobs=trajectory.rollout_logprobs[:end],
+        turns=[replace(first, info={})],
+        breaks=[],
+    )
+
+
 def diagnose(
     groups: Sequence[TrajectoryGroup],
     logprobs: Callable[[TokenBatch], Tensor],
@@ -390,9 +420,8 @@ def diagnose(
     """Whether reasoning still depends on its input: `mutual_information` of first responses.
 
     X is the context before the first sampled token, Z the reasoning sampled there. The reasonings
-    of up to `max_members` trajectories from each of up to `max_groups` evenly spaced groups are
-    scored after the X of each of these groups: at most max_groups^2 max_members short sequences,
-    in one pass. If environments are mixed, X also reveals which one is played.
+    of the `probes` are scored after the X of each of their groups: at most max_groups^2 max_members
+    short sequences, in one pass. If environments are mixed, X also reveals which one is played.
 
     Args:
         logprobs: batch -> [T] log-probability of each label under the mask, as the policy that
@@ -402,14 +431,10 @@ def diagnose(
     Returns:
         `mutual_information`'s numbers; nothing if no trajectory has a turn.
     """
-    step = max(1, math.ceil(len(groups) / max_groups))
-    members = [
-        [one for one in group.trajectories if one.turns and one.turns[0].end > one.turns[0].start]
-        for group in groups[::step]
-    ]
-    members = [group[:max_members] for group in members if group]
-    if not members:
+    chosen = probes(groups, max_groups=max_groups, max_members=max_members)
+    if not chosen:
         return {}
+    members = [group.trajectories for group in chosen]
     inputs = [group[0].tokens[: group[0].turns[0].start] for group in members]
     reasonings = [one.tokens[one.turns[0].start : one.turns[0].end] for one in sum(members, [])]
     reasonings = [tokens[: max(1, reasoning_length(tokens))] for tokens in reasonings]

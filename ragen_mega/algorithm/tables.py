@@ -53,6 +53,8 @@ class Estimator:
             total returns and ignores rewards of turns and tokens.
         min_group_size: the least number of trajectories per group.
         reads_logprobs: it uses `inputs.batch.old_logprobs`, which are then always computed.
+        reads_tokens: it uses tokens or the engine's log-probabilities, in the batch or in its
+            trajectories, so that every rank needs those of all that are trained on.
         needs_fresh_samples: what it computes is wrong for samples of earlier weights, so that
             --max-staleness must be 0.
     """
@@ -63,6 +65,7 @@ class Estimator:
     level: Literal["any", "turn", "trajectory"] = "any"
     min_group_size: int = 1
     reads_logprobs: bool = True
+    reads_tokens: bool = True
     needs_fresh_samples: bool = False
 
 
@@ -118,7 +121,7 @@ _CREDIT = "ragen_mega.algorithm.credit"
 _FILTERS = "ragen_mega.algorithm.filters"
 _REWARDS = "ragen_mega.algorithm.rewards"
 
-_estimator = partial(Estimator, reads_logprobs=False)
+_estimator = partial(Estimator, reads_logprobs=False, reads_tokens=False)
 ESTIMATORS = Registry(
     "advantage estimator",
     "--advantage-estimator",

@@ -34,6 +34,7 @@ from ragen_mega.models.huggingface import load_config, load_tokenizer, local_dir
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
 from ragen_mega.report.step_metrics import staleness
+from ragen_mega.rollout.all_ranks import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models
@@ -80,14 +81,14 @@ class Replay(Run):
                     " Train with --keep-rollouts 0 to keep more"
                 ) from None
 
-        return on_main(read)
+        return from_main(read)
 
     def order(self, step: int, weights: object) -> None:
         """Nobody samples."""
 
     def take(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:
         groups = self.recall(step, {})
-        metrics.add("rollout", staleness(step, groups))
+        metrics.add("rollout", on_main(lambda: staleness(step, groups)))
         return groups
 
     def repeatable(self) -> list[int]:

@@ -1231,6 +1231,11 @@ class StarPOConfig(Section):
         return self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
 
     @property
+    def reads_all_tokens(self) -> bool:
+        """Whether every rank needs the tokens of all trajectories that are trained on."""
+        return self.advantage.estimator.reads_tokens or self.loss.loss_mask == "legacy"
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether trajectories may share what they begin with."""
         return self.train.shared_prefixes != "off" and self.parallel.fp8 == "none"

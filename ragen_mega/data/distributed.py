@@ -1,4 +1,4 @@
-"""Ranks, the gloo control group, and a balanced split of trajectories over data-parallel ranks.
+"""Ranks, and what they tell each other over the gloo control group.
 
 Tensors of the training step travel over the backend of the device (NCCL or gloo); everything else -
 trajectories, metrics, per-token results that every rank needs - travels over gloo, so that no NCCL
@@ -145,6 +145,32 @@ def on_main(function: Callable[[], T]) -> T:
     return result
 
 
+def exchange_bytes(parts: Sequence[bytes]) -> list[bytes]:
+    """Send `parts[r]` to rank r; returns what every rank has sent to this one. Collective."""
+    if world_size() == 1:
+        return list(parts)
+    sizes = torch.tensor([len(part) for part in parts])
+    arriving = torch.empty_like(sizes)
+    dist.all_to_all_single(arriving, sizes, group=_control_group)
+    outgoing = torch.frombuffer(bytearray(b"".join(parts) or b" "), dtype=torch.uint8)
+    incoming = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(
+        incoming,
+        outgoing[: int(sizes.sum())],
+        arriving.tolist(),
+        sizes.tolist(),
+        group=_control_group,
+    )
+    return [part.numpy().tobytes() for part in incoming.split(arriving.tolist())]
+
+
+def max_over_ranks(tensor: Tensor) -> Tensor:
+    """Element-wise maximum of a CPU tensor over all ranks."""
+    if world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control_group)
+    return tensor
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Sum of a CPU tensor over all ranks. With disjoint contributions and zeros elsewhere it is an
     exact exchange.
@@ -165,19 +191,3 @@ def consecutive_group(size: int) -> dist.ProcessGroup | None:
         for start in range(0, world_size(), size)
     ]
     return groups[rank() // size]
-
-
-def balanced_split(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Split items so that parts hold near-equal totals: longest first, each to the lightest part.
-    Deterministic.
-
-    Every part gets an item as long as there are `num_parts` items; within a part items keep their
-    order.
-    """
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    totals = [0] * num_parts
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        lightest = min(range(num_parts), key=lambda part: (totals[part], len(parts[part]), part))
-        parts[lightest].append(item)
-        totals[lightest] += lengths[item]
-    return [sorted(part) for part in parts]

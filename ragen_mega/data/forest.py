@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_mega.data.balance import TOKENS, Cost
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixOrder:
@@ -26,15 +28,33 @@ class PrefixOrder:
     """Positions of each."""
     shared: list[int]
     """First positions that each has in common with the one before it."""
+    costs: list[int]
+    """Of each by itself."""
+    saved: list[int]
+    """What each costs less behind the one before it."""
 
     @classmethod
-    def of(cls, tokens: Tensor, cu_seqlens: Tensor) -> "PrefixOrder":
-        """Of trajectories packed in `tokens` [T] with offsets `cu_seqlens` [S + 1], on the host."""
+    def of(
+        cls,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        ids: Sequence[int] | None = None,
+        *,
+        cost: Cost = TOKENS,
+        costs: Sequence[int] | None = None,
+    ) -> "PrefixOrder":
+        """Of the trajectories `ids` (None: all) among those packed in `tokens` [T] with offsets
+        `cu_seqlens` [S + 1], on the host. `costs` [S] of each by itself (None: what `cost` says).
+        """
         values = tokens.numpy().astype(">u4")  # whose bytes sort as the numbers do
         texts = [values[start:end] for start, end in pairwise(cu_seqlens.tolist())]
-        ids = sorted(range(len(texts)), key=lambda i: texts[i].tobytes())
-        shared = [_common(texts[before], texts[after]) for before, after in pairwise(ids)]
-        return cls(ids, [len(texts[i]) for i in ids], [0, *shared])
+        ids = sorted(range(len(texts)) if ids is None else ids, key=lambda i: texts[i].tobytes())
+        lengths = [len(texts[i]) for i in ids]
+        shared = [0, *(common_prefix(texts[one], texts[two]) for one, two in pairwise(ids))]
+        whole = [costs[i] if costs else cost.of(len(texts[i])) for i in ids]
+        # a prefix of several segments is cheaper than one text of its length
+        saved = [min(cost.of(size), least) for size, least in zip(shared, whole)]
+        return cls(ids, lengths, shared, whole, saved)
 
     @property
     def num_nodes(self) -> int:
@@ -43,39 +63,47 @@ class PrefixOrder:
 
     def cut(self, num_parts: int, max_nodes: int) -> list["PrefixOrder"]:
         """Cut into `num_parts` runs, or as many more as it takes to have at most `max_nodes`
-        distinct positions in each, of sizes as equal as possible.
+        distinct positions in each, so that the most expensive costs as little as possible.
 
         What the two sides of a cut share is in both. A trajectory longer than `max_nodes` is a run
         of its own; there are fewer runs where there are not enough different trajectories.
         """
-        most = max(len(self._starts(max_nodes)), num_parts)
+        low, high = 1, sum(self.costs)
+        most = max(len(self._starts(max_nodes, high)), num_parts)
         if most == 1:
             return [self]
-        low, high = 1, max_nodes
         while low < high:
             middle = (low + high) // 2
-            if len(self._starts(middle)) <= most:
+            if len(self._starts(max_nodes, middle)) <= most:
                 high = middle
             else:
                 low = middle + 1
-        starts = self._starts(low)
+        starts = self._starts(max_nodes, low)
         return [
-            PrefixOrder(self.ids[a:b], self.lengths[a:b], [0, *self.shared[a + 1 : b]])
+            PrefixOrder(
+                self.ids[a:b],
+                self.lengths[a:b],
+                [0, *self.shared[a + 1 : b]],
+                self.costs[a:b],
+                [0, *self.saved[a + 1 : b]],
+            )
             for a, b in pairwise([*starts, len(self.ids)])
         ]
 
-    def _starts(self, max_nodes: int) -> list[int]:
-        """First places of runs that hold as much as `max_nodes` allows."""
-        starts, used = [], 0
+    def _starts(self, max_nodes: int, max_cost: int) -> list[int]:
+        """First places of runs that hold as much as `max_nodes` and `max_cost` allow."""
+        starts, nodes, spent = [], 0, 0
         for place, (length, shared) in enumerate(zip(self.lengths, self.shared)):
-            used += length - shared
-            if place == 0 or (used > max_nodes and length > shared):
+            nodes += length - shared
+            spent += self.costs[place] - self.saved[place]
+            is_full = nodes > max_nodes or spent > max_cost
+            if place == 0 or (is_full and length > shared):
                 starts.append(place)
-                used = length
+                nodes, spent = length, self.costs[place]
         return starts
 
 
-def _common(first: np.ndarray, second: np.ndarray) -> int:
+def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     """Length of the longest common prefix."""
     shortest = min(len(first), len(second))
     differs = first[:shortest] != second[:shortest]

@@ -6,21 +6,22 @@ The shift from tokens to labels happens here and nowhere else.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_mega.data.distributed import balanced_split
+from ragen_mega.data.balance import TOKENS, Cost, balanced_split
 from ragen_mega.data.forest import Forest, PrefixOrder
 from ragen_mega.data.types import Edges, Microbatch, TokenBatch, Trajectory, move, offsets_of
 
 
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     """Pack S trajectories of L_s tokens into T = sum(L_s - 1) positions (less with several segments
-    each); position t predicts the next token.
+    each); position t predicts the next token. Tokens that another rank holds (`Elsewhere`), and
+    their log-probabilities, are 0.
 
     Two turns (see `Trajectory`), one trajectory:
 
@@ -35,27 +36,37 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     spans = [end - start for one in trajectories for start, end in one.segments]
     whole = torch.tensor(spans)  # [G]
     cu_segments = offsets_of(whole - 1)
-    tokens = flatten((t.tokens for t in trajectories), np.int64)  # [T + G]
+    tokens = _flatten_held(trajectories, "tokens", torch.int64)  # [T + G]
     is_label = torch.ones_like(tokens, dtype=torch.bool)
     is_label[whole.cumsum(0) - whole] = False  # the first token of each segment
     is_input = torch.ones_like(is_label)
     is_input[whole.cumsum(0) - 1] = False  # and its last
     turn_ids, rewards = _of_turns(trajectories, cu_seqlens[:-1].long(), int(cu_seqlens[-1]))
-    mask = flatten((t.loss_mask for t in trajectories), np.bool_)
-    logprobs = flatten((t.rollout_logprobs for t in trajectories), np.float32)
+    logprobs = _flatten_held(trajectories, "rollout_logprobs", torch.float32)
     starts = cu_segments[:-1].long().repeat_interleave(whole - 1)
     return TokenBatch(
         tokens=tokens[is_input],
         labels=tokens[is_label],
         position_ids=torch.arange(len(turn_ids)) - starts,
         cu_seqlens=cu_seqlens,
-        loss_mask=mask[is_label],
+        loss_mask=turn_ids >= 0,
         turn_ids=turn_ids,
         rewards=rewards,
         group_ids=torch.tensor([t.group_id for t in trajectories]),
         rollout_logprobs=logprobs[is_label],
         cu_segments=cu_segments if len(spans) > len(trajectories) else None,
     )
+
+
+def _flatten_held(trajectories: Sequence[Trajectory], name: str, dtype: torch.dtype) -> Tensor:
+    """A field of all tokens, 0 for those that another rank holds."""
+    result = torch.zeros(sum(map(len, trajectories)), dtype=dtype)
+    values, start = result.numpy(), 0
+    for one in trajectories:
+        if one.is_held:
+            values[start : start + len(one)] = getattr(one, name)
+        start += len(one)
+    return result
 
 
 def _of_turns(
@@ -99,37 +110,137 @@ def flatten(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
 def minibatches(
     batch: TokenBatch, minibatch_size: int, *, num_passes: int, generator: torch.Generator
 ) -> Iterator[TokenBatch]:
+    """The minibatches of `minibatch_ids`."""
+    for ids in minibatch_ids(batch.num_trajectories, minibatch_size, num_passes, generator):
+        yield batch.select(ids)
+
+
+def minibatch_ids(
+    num_trajectories: int, minibatch_size: int, num_passes: int, generator: torch.Generator
+) -> Iterator[list[int]]:
     """Shuffled minibatches of `minibatch_size` trajectories, `num_passes` times over the batch.
 
     A remainder smaller than half a minibatch joins the last one, so that no step rests on a handful
     of trajectories.
     """
-    num_minibatches = count_minibatches(batch, minibatch_size)
+    num_minibatches = count_minibatches(num_trajectories, minibatch_size)
     for _ in range(num_passes):
-        order = torch.randperm(batch.num_trajectories, generator=generator)
+        order = torch.randperm(num_trajectories, generator=generator)
         for ids in order.tensor_split(num_minibatches):
-            yield batch.select(sorted(ids.tolist()))
+            yield sorted(ids.tolist())
 
 
-def count_minibatches(batch: TokenBatch, minibatch_size: int) -> int:
-    """The number of minibatches in one pass over the batch."""
-    return max(1, round(batch.num_trajectories / minibatch_size))
+def count_minibatches(num_trajectories: int, minibatch_size: int) -> int:
+    """The number of minibatches in one pass over that many trajectories."""
+    return max(1, round(num_trajectories / minibatch_size))
+
+
+def costs_of(batch: TokenBatch, cost: Cost) -> list[int]:
+    """[S] of the trajectories, each by itself."""
+    active = batch.loss_mask if batch.weights is None else batch.weights != 0
+    before = torch.nn.functional.pad(active.cumsum(0), (1, 0))
+    labels = before[batch.cu_seqlens.long()].diff().tolist()
+    if batch.cu_segments is None:
+        return [cost.of(*sizes) for sizes in zip(batch.lengths.tolist(), labels)]
+    segments = [cost.of(size) for size in batch.cu_segments.diff().tolist()]
+    bounds = torch.bucketize(batch.cu_seqlens, batch.cu_segments).tolist()
+    return [
+        sum(segments[first:end]) + cost.per_label * count
+        for (first, end), count in zip(pairwise(bounds), labels)
+    ]
+
+
+def shares(
+    tokens: Tensor,
+    cu_seqlens: Tensor,
+    costs: Sequence[int],
+    num_ranks: int,
+    *,
+    ids: Sequence[int] | None = None,
+    homes: Sequence[int] | None = None,
+    cost: Cost = TOKENS,
+    most_nodes: float = 0.0,
+) -> list[list[int]]:
+    """Which of the trajectories `ids` (None: all), packed in `tokens` [T], each data-parallel rank
+    trains, so that all have about as much to compute.
+
+    Where the distinct positions are fewer than `most_nodes` of all, shares are runs in the order of
+    the tokens, so that what begins alike stays together. Otherwise trajectories stay on the ranks
+    `homes` [S] as far as that costs no balance.
+    """
+    ids = range(len(costs)) if ids is None else ids
+    if order := _shared_order(tokens, cu_seqlens, ids, costs, cost, most_nodes):
+        runs = [run.ids for run in order.cut(num_ranks, order.num_nodes)]
+        return runs + [[] for _ in range(num_ranks - len(runs))]
+    at_home = None if homes is None else [homes[i] for i in ids]
+    parts = balanced_split([costs[i] for i in ids], num_ranks, at_home)
+    return [[ids[place] for place in part] for part in parts]
+
+
+def _shared_order(
+    tokens: Tensor,
+    cu_seqlens: Tensor,
+    ids: Sequence[int],
+    costs: Sequence[int],
+    cost: Cost,
+    most_nodes: float,
+) -> PrefixOrder | None:
+    """The trajectories in order, if they share enough."""
+    if not most_nodes:
+        return None
+    order = PrefixOrder.of(tokens, cu_seqlens, ids, cost=cost, costs=costs)
+    return order if order.num_nodes < most_nodes * sum(order.lengths) else None
+
+
+class Part(NamedTuple):
+    """Trajectories of one microbatch."""
+
+    ids: list[int]
+    shared: list[int]
+    """First positions that each has in common with the one before it and shares with it."""
+
+
+def parts_of(
+    batch: TokenBatch,
+    ids: Sequence[int],
+    max_tokens: int,
+    *,
+    cost: Cost = TOKENS,
+    most_nodes: float = 0.0,
+    num_stages: int = 1,
+) -> list[Part]:
+    """Divide the given trajectories of a batch into microbatches of at most `max_tokens` nodes,
+    which are the distinct positions where these are fewer than `most_nodes` of all, see `shares`.
+    """
+    costs = costs_of(batch, cost)
+    if order := _shared_order(batch.tokens, batch.cu_seqlens, ids, costs, cost, most_nodes):
+        runs = order.cut(4 * num_stages if num_stages > 1 else 1, max_tokens)
+        return [Part(run.ids, run.shared) for run in runs]
+    found = microbatches(batch, max_tokens, ids, cost=cost, num_stages=num_stages)
+    return [Part(chosen, [0] * len(chosen)) for chosen in found]
 
 
 def microbatches(
-    batch: TokenBatch, max_tokens: int, trajectory_ids: Sequence[int], *, num_stages: int = 1
+    batch: TokenBatch,
+    max_tokens: int,
+    trajectory_ids: Sequence[int],
+    *,
+    cost: Cost = TOKENS,
+    num_stages: int = 1,
 ) -> list[list[int]]:
     """Divide the given trajectories of a batch into microbatches of at most `max_tokens` positions.
 
     Without a pipeline they are as few as the budget allows: trajectories are placed longest first
     into the first microbatch with room. A pipeline of `num_stages` is idle for (num_stages - 1) /
     (microbatches + num_stages - 1) of a pass (1F1B, arXiv:2104.04473 sec. 2.2), so there are at
-    least 4 x num_stages microbatches as long as there are trajectories, of near-equal size: all
-    wait for the longest. A trajectory longer than `max_tokens` is a microbatch of its own.
+    least 4 x num_stages microbatches as long as there are trajectories, of near-equal cost: all
+    wait for the slowest. A trajectory longer than `max_tokens` is a microbatch of its own.
     """
     lengths = batch.lengths.tolist()
     if num_stages > 1:
-        return _balanced([(i, lengths[i]) for i in trajectory_ids], max_tokens, 4 * num_stages)
+        costs = costs_of(batch, cost)
+        items = [(i, lengths[i], costs[i]) for i in trajectory_ids]
+        return _balanced(items, max_tokens, num_stages, cost)
     bins: list[list[int]] = []
     taken: list[int] = []
     for item in sorted(trajectory_ids, key=lambda i: (-lengths[i], i)):
@@ -143,40 +254,35 @@ def microbatches(
     return [sorted(ids) for ids in bins]
 
 
-def _balanced(items: Sequence[tuple[int, int]], max_tokens: int, fewest: int) -> list[list[int]]:
-    """At least `fewest` parts of (id, length), as long as there are items; each within the budget
-    or alone.
+def _balanced(
+    items: Sequence[tuple[int, int, int]], max_tokens: int, num_stages: int, cost: Cost
+) -> list[list[int]]:
+    """At least 4 x `num_stages` parts of (id, length, cost), as long as there are items; each
+    within the budget or alone. Balanced by cost or by length, whichever makes a pass faster: all
+    are padded to the length of the longest.
     """
-    lengths = [length for _, length in items]
-    least = max(fewest, -(-sum(lengths) // max_tokens))
-    for num_parts in range(min(least, len(items)), len(items) + 1):
-        parts = balanced_split(lengths, num_parts)
-        if all(len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens for part in parts):
-            break
-    return [[items[i][0] for i in part] for part in parts] if items else []
-
-
-class Part(NamedTuple):
-    """Trajectories of one microbatch."""
-
-    ids: list[int]
-    shared: list[int]
-    """First positions that each has in common with the one before it and shares with it."""
-
-
-def shared_parts(
-    order: PrefixOrder, max_tokens: int, *, rank: int = 0, num_ranks: int = 1, num_stages: int = 1
-) -> list[Part]:
-    """Divide a data-parallel rank's share of trajectories that share prefixes into microbatches of
-    at most `max_tokens` nodes, as `microbatches` does it for those that share nothing.
-
-    Ranks and microbatches are runs of the order, so that what begins alike stays together.
-    """
-    ranks = order.cut(num_ranks, order.num_nodes)
-    if rank >= len(ranks):
+    if not items:
         return []
-    runs = ranks[rank].cut(4 * num_stages if num_stages > 1 else 1, max_tokens)
-    return [Part(run.ids, run.shared) for run in runs]
+    ids, lengths, costs = zip(*items)
+
+    def split(sizes: Sequence[int]) -> list[list[int]]:
+        least = max(4 * num_stages, -(-sum(lengths) // max_tokens))
+        for num_parts in range(min(least, len(items)), len(items) + 1):
+            found = balanced_split(sizes, num_parts)
+            if all(len(part) == 1 or tokens(part) <= max_tokens for part in found):
+                break
+        return found
+
+    def tokens(part: list[int]) -> int:
+        return sum(lengths[i] for i in part)
+
+    def duration(found: list[list[int]]) -> int:
+        longest = max(map(tokens, found))
+        padded = (sum(costs[i] for i in part) + cost.of(longest - tokens(part)) for part in found)
+        return (len(found) + num_stages - 1) * max(padded)
+
+    best = min((split(sizes) for sizes in (lengths, costs)), key=duration)
+    return [[ids[i] for i in part] for part in best]
 
 
 def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.device) -> Microbatch:
@@ -200,7 +306,7 @@ def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.de
         )
         rows = rows[edge_of.argsort(stable=True)]
     return Microbatch(
-        **{name: move(value, device) for name, value in whole.tensors()},
+        **{name: move(value, device) for name, value in whole.tensors() if name != "here"},
         forest=forest,
         input_ids=move(input_ids, device),
         depths=move(depths, device),

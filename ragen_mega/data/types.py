@@ -86,6 +86,22 @@ class Turn:
     info: dict[str, Any] = field(default_factory=dict)  # success, is_format_valid, num_actions, ...
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere(Sequence[Any]):
+    """Stands for values of a trajectory that another rank holds: only their number is known."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: object) -> Any:
+        raise LookupError(
+            f"these {self.length} tokens are on another rank; what needs all tokens runs on rank 0"
+            " before the filter, or declares reads_tokens"
+        )
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode as the token sequence that the policy saw and sampled. Append-only.
@@ -116,6 +132,17 @@ class Trajectory:
     """The task ended: solved, lost, or nothing left to do."""
     truncated: bool = False
     """Turns, actions or context ran out before the task ended."""
+    rank: int = field(default=0, compare=False)
+    """On which it was sampled."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank has the tokens, mask and log-probabilities."""
+        return not isinstance(self.tokens, Elsewhere)
+
+    def release(self) -> None:
+        """Hold tokens, mask and log-probabilities no longer."""
+        self.tokens = self.loss_mask = self.rollout_logprobs = Elsewhere(len(self))
 
     def append_observation(self, tokens: Sequence[int], *, afresh: bool = False) -> None:
         """Append tokens that the policy did not sample: prompt, observation, chat markers, a forced
@@ -205,6 +232,10 @@ class TokenBatch:
     """[G + 1] int32 offsets of the segments; None: every trajectory is one. A token attends to its
     segment alone; rewards, advantages and statistics are the trajectory's.
     """
+    here: Tensor | None = None
+    """[S] bool, which trajectories this data-parallel rank computes; it lacks tokens, labels and
+    engine's log-probabilities of the others. None: every rank has all.
+    """
     rollout_logprobs: Tensor  # [T] float32
     old_logprobs: Tensor | None = None  # [T] float32, under the weights at the start of the update
     entropies: Tensor | None = None  # [T] float32, nats, of what labels[t] was drawn from
@@ -283,6 +314,8 @@ class TokenBatch:
             starts[self.cu_segments.long()] = 1
             found = starts[positions].nonzero()[:, 0]
             selected["cu_segments"] = torch.cat([found, found.new_tensor([len(positions)])]).int()
+        if self.here is not None:
+            selected["here"] = self.here[ids]
         return replace(
             self,
             cu_seqlens=offsets_of(self.lengths[ids]),
@@ -302,6 +335,7 @@ class TokenBatch:
             cu_seqlens=self.cu_segments,
             cu_segments=None,
             group_ids=self.group_ids.repeat_interleave(num_segments),
+            here=None if self.here is None else self.here.repeat_interleave(num_segments),
         )
 
     def to(self, device: torch.device) -> TokenBatch:

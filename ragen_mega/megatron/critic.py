@@ -32,6 +32,7 @@ class MegatronCritic:
         self.value_clip = loss.value_clip
         self.module = QwenCritic(hf, transformer_config(hf, parallel), groups)
         self.trainer = Trainer(self.module, groups, parallel, train, lr=train.critic_lr)
+        self.trainer.cost = self.trainer.cost._replace(per_label=0)  # its head has one row
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns; without a value head in them

@@ -2,9 +2,9 @@
 trajectories.
 
 Forward and loss are written once; the schedule of megatron-core owns pipelining, its DDP and
-optimizer own reduction, clipping and the update. Every rank holds the whole batch; each
-data-parallel rank computes a balanced share of it, and per-token results and metrics are exchanged
-over the control group, so that all ranks go on with the same numbers.
+optimizer own reduction, clipping and the update. Each data-parallel rank computes a share of the
+batch, `TokenBatch.here` or one of even cost, and per-token results and metrics are exchanged over
+the control group, so that all ranks go on with the same numbers.
 """
 
 import math
@@ -27,8 +27,7 @@ from torch import Tensor
 from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.forest import PrefixOrder
-from ragen_mega.data.packing import Part, microbatch, microbatches, shared_parts
+from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.layers import drop_quantised_weights
@@ -36,6 +35,7 @@ from ragen_mega.megatron.model import QwenModel, model_inputs
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
+from ragen_mega.models.time_plan import Sizes
 
 MOST_NODES = {"on": 1.0, "auto": 0.97, "off": 0.0}
 """Share of the positions below which the distinct ones alone are computed: a forest costs a little.
@@ -66,6 +66,7 @@ class Trainer:
         self.groups = groups
         self.max_tokens = train.max_tokens_per_microbatch
         self.alignment = token_alignment(parallel)
+        self.cost = Sizes.of(module.shape).cost
         self.most_nodes = MOST_NODES[train.shared_prefixes if parallel.fp8 == "none" else "off"]
         self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
         self.model = DistributedDataParallel(
@@ -250,17 +251,16 @@ class Trainer:
 
     def _parts(self, batch: TokenBatch) -> list[Part]:
         """This data-parallel rank's microbatches."""
-        dp, stages = self.groups.dp, self.groups.pp.size()
-        rank, size = dp.rank(), dp.size()
-        if self.most_nodes:
-            order = PrefixOrder.of(batch.tokens, batch.cu_seqlens)
-            if order.num_nodes < self.most_nodes * batch.num_positions:
-                return shared_parts(
-                    order, self.max_tokens, rank=rank, num_ranks=size, num_stages=stages
-                )
-        share = distributed.balanced_split(batch.lengths.tolist(), size)[rank]
-        parts = microbatches(batch, self.max_tokens, share, num_stages=stages)
-        return [Part(ids, [0] * len(ids)) for ids in parts]
+        dp, options = self.groups.dp, {"cost": self.cost, "most_nodes": self.most_nodes}
+        if batch.here is not None:
+            ids = batch.here.nonzero()[:, 0].tolist()
+        else:
+            costs = costs_of(batch, self.cost)
+            ids = shares(batch.tokens, batch.cu_seqlens, costs, dp.size(), **options)[dp.rank()]
+        if not ids:
+            return []
+        stages = self.groups.pp.size()
+        return parts_of(batch, ids, self.max_tokens, num_stages=stages, **options)
 
     def _microbatches(self, batch: TokenBatch, parts: list[Part]) -> list[Microbatch]:
         """The microbatches of one pass. In a pipeline all have one size: stages then need not

@@ -15,6 +15,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from ragen_mega.config import StarPOConfig
+from ragen_mega.data.balance import Cost
 from ragen_mega.models.hardware import Machine
 from ragen_mega.models.memory_plan import Setting, state_of
 from ragen_mega.models.shape import ModelShape
@@ -83,10 +84,17 @@ class Sizes:
         layer = self.attention_weights + (self.num_experts or 1) * self.expert_weights
         return self.num_layers * layer + self.head * (1 if self.is_tied else 2)
 
+    @property
+    def cost(self) -> Cost:
+        """FLOPs, forward and backward, of a token, of its attention to one token, and of the LM
+        head for it.
+        """
+        attention = 12 * self.num_layers * self.num_heads * self.head_dim
+        return Cost(6 * self.active, attention, 6 * self.head)
+
     def flops(self, length: float) -> float:
         """FLOPs per token, forward and backward, in trajectories of `length` (causal attention)."""
-        attention = self.num_layers * length * self.num_heads * self.head_dim
-        return 6.0 * (self.active + self.head + attention)
+        return self.cost.per_token + self.cost.per_label + self.cost.per_pair * length / 2
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ragen_mega.algorithm.diagnostics import (
 from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty, soft_reweighting
 from ragen_mega.algorithm.tables import METRICS, PlugInError, call
 from ragen_mega.config import FilterConfig
+from ragen_mega.data.distributed import max_over_ranks
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.report.metrics import Metrics
 
@@ -68,14 +69,26 @@ def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tens
 
 def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
     """Difference of the engine's and the trainer's log-probabilities [T] on the sampled tokens,
-    under the same weights.
+    under the same weights. Collective where ranks hold parts of the batch.
+
+    Sums are taken by trajectory, so that they do not depend on who holds which.
     """
-    difference = (logprobs - batch.rollout_logprobs)[batch.loss_mask]  # [M]
+    mask = batch.loss_mask
+    difference = torch.where(mask, logprobs - batch.rollout_logprobs, 0.0).double()
+    k3 = difference.exp() - 1 - difference  # under the rollout policy
+    owners = torch.arange(batch.num_trajectories).repeat_interleave(batch.lengths.long())
+    found = torch.zeros(3, batch.num_trajectories, dtype=torch.float64)
+    found[0].index_add_(0, owners, difference.abs())
+    found[1].scatter_reduce_(0, owners, difference.abs(), "amax")
+    found[2].index_add_(0, owners, k3)
+    if batch.here is not None:
+        found[:, ~batch.here] = -math.inf
+        found = max_over_ranks(found)
+    count = int(mask.sum()) or math.nan
     return {
-        "logprob_mean_abs_diff": float(difference.abs().mean()),
-        "logprob_max_abs_diff": float(difference.abs().max()),
-        # k3 under the rollout policy
-        "kl_rollout_old": float((difference.exp() - 1 - difference).mean()),
+        "logprob_mean_abs_diff": float(found[0].sum()) / count,
+        "logprob_max_abs_diff": float(found[1].max()),
+        "kl_rollout_old": float(found[2].sum()) / count,
     }
 
 

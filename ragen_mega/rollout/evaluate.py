@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.reference_players import (
     Baselines,
@@ -135,10 +136,22 @@ def evaluate(
     played = collect_on_all_ranks(
         engine, renderer, groups, settings, advance=advance, send_again=send_again
     )
-    trajectories = [trajectory for group in played for trajectory in group.trajectories]
-    check_starts(trajectories)
+    result = partial(_score, name, played, settings.temperature, samples_per_prompt, reference)
+    result = on_main(result)  # which has the infos of all turns
     if watch is not None:
         watch(played)
+    return result
+
+
+def _score(
+    name: str,
+    played: Sequence[TrajectoryGroup],
+    temperature: float,
+    samples_per_prompt: int,
+    reference: Baselines,
+) -> EvaluationResult:
+    trajectories = [trajectory for group in played for trajectory in group.trajectories]
+    check_starts(trajectories)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     successes = [[t.success for t in group.trajectories] for group in played]
     success, ci_low, ci_high = success_interval(successes)
@@ -146,7 +159,7 @@ def evaluate(
         environment=name,
         num_prompts=len(played),
         samples_per_prompt=samples_per_prompt,
-        temperature=settings.temperature,
+        temperature=temperature,
         success=success,
         ci_low=ci_low,
         ci_high=ci_high,

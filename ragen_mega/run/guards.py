@@ -13,6 +13,7 @@ from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import GuardConfig, StarPOConfig
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.rollout.all_ranks import whole
 from ragen_mega.rollout.summary import environment_errors
 from ragen_mega.storage.sealed_files import write_sealed
 
@@ -52,6 +53,7 @@ class UpdateGuard:
             return dict(result)
         self.consecutive[model] = self.consecutive.get(model, 0) + 1
         self.count += 1
+        minibatch = whole(minibatch)
         kept = on_main(lambda: self._keep(step, model, minibatch, result))
         self._report(
             f"step {step}: update of the {model} skipped, its loss ({result['loss']:g}) or gradient"

@@ -13,18 +13,26 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average
+from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average, probes
 from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import checksum_each
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.packing import behind_first_message, count_minibatches, minibatches
-from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.data.packing import (
+    behind_first_message,
+    count_minibatches,
+    flatten,
+    minibatch_ids,
+    pack,
+    shares,
+)
+from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup, offsets_of
 from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
@@ -40,7 +48,7 @@ from ragen_mega.report.step_metrics import (
 )
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
-from ragen_mega.rollout.all_ranks import engine_metrics
+from ragen_mega.rollout.all_ranks import deliver, engine_metrics, everywhere, from_main
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each, mean_references
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -167,7 +175,7 @@ class Run:
     def recall(self, step: int, origin: Origin) -> list[TrajectoryGroup] | None:
         """The groups that an earlier process sampled for this step, None if it did not."""
         with self.timed("rollout_files"):
-            groups = on_main(lambda: self._recall(step, origin))
+            groups = from_main(lambda: self._recall(step, origin))
         if groups is not None:
             self.engine.weight_version += 1  # those that sampled them
         return groups
@@ -202,7 +210,7 @@ class Run:
         if seconds:
             self.timers.sampled_tokens = count_sampled(groups)
             self.timers.sampling_seconds = seconds
-        metrics.add("rollout", staleness(step, groups))
+        metrics.add("rollout", on_main(lambda: staleness(step, groups)))
         return groups
 
     def keep(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:
@@ -265,13 +273,13 @@ class Run:
 
     def summarize(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
-        if errors := describe_errors(groups):
+        if errors := on_main(lambda: describe_errors(groups)):
             self.note(self.step, errors)
         rounds, rollout = {}, self.config.rollout
         if rollout.max_sampling_rounds > 1:
             rounds = {"sampling_rounds": len(groups) / rollout.num_groups}
         references = mean_references(self.references, self.config.environment.shares)
-        return summarize(groups) | rounds | references
+        return on_main(lambda: summarize(groups)) | rounds | references
 
     def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Apply the configured filter to raw returns, and after a rollback the guard's to what is
@@ -294,12 +302,78 @@ class Run:
         moving average of the score.
         """
         found = diagnose(
-            groups, self.policy.logprobs, reasoning_length=self.renderer.thought_length
+            on_main(lambda: probes(groups)),
+            self.policy.logprobs,
+            reasoning_length=self.renderer.thought_length,
         )
         if found:
             self.score_average = moving_average(self.score_average, found["score"])
             found["score_average"] = self.score_average
         return found
+
+    def batch(
+        self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], step: int
+    ) -> TokenBatch:
+        """Pack the trajectories of `kept`. Of all `groups` a rank then holds the tokens of those
+        that it trains, and rank 0 of those that it traces. Collective.
+        """
+        trajectories = [one for group in kept for one in group.trajectories]
+        if distributed.world_size() == 1:
+            return pack(trajectories)
+        mine, dp = distributed.rank(), self.policy.groups.dp
+        ranks = torch.zeros(distributed.world_size(), dtype=torch.int64)
+        ranks[mine] = dp.rank()
+        homes = distributed.sum_over_ranks(ranks).tolist()  # data-parallel rank of each rank
+        reads_all = self.config.reads_all_tokens or dp.size() == 1
+        everyone = list(range(len(trajectories)))
+        if not reads_all:
+            self._owners = on_main(lambda: self._assign(trajectories, homes, step))
+        wanted = [
+            everyone if reads_all else (self._owners == home).any(0).nonzero()[:, 0].tolist()
+            for home in homes
+        ]
+        deliver(trajectories, wanted)
+        traced = groups[: self.config.logging.trace_groups] if distributed.is_main() else ()
+        needed = [trajectories[i] for i in wanted[mine]]
+        needed += [one for group in traced for one in group.trajectories]
+        stay = {id(one) for one in needed}
+        for group in groups:
+            for one in group.trajectories:
+                if id(one) not in stay:
+                    one.release()
+        batch = pack(trajectories)
+        return batch if reads_all else replace(batch, here=self._owners[0] == dp.rank())
+
+    def _assign(
+        self, trajectories: Sequence[Trajectory], homes: Sequence[int], step: int
+    ) -> Tensor:
+        """[passes, S] the data-parallel rank that trains each trajectory in each pass over them.
+        The work of every minibatch is balanced. On rank 0, which has all tokens.
+        """
+        trainer, size = self.policy.trainer, self.policy.groups.dp.size()
+        costs = [
+            sum(trainer.cost.of(end - start - 1) for start, end in one.segments)
+            + trainer.cost.per_label * one.num_sampled_tokens
+            for one in trajectories
+        ]
+        plan = self._minibatch_ids(len(trajectories), step)
+        owners = torch.zeros(self.config.train.updates_per_rollout, len(costs), dtype=torch.int64)
+        tokens = flatten((one.tokens for one in trajectories), np.int64)
+        offsets = offsets_of(torch.tensor([len(one) for one in trajectories]))
+        for index, ids in enumerate(plan):
+            found = shares(
+                tokens,
+                offsets,
+                costs,
+                size,
+                ids=ids,
+                homes=[homes[one.rank % len(homes)] for one in trajectories],
+                cost=trainer.cost,
+                most_nodes=trainer.most_nodes,
+            )
+            for rank, share in enumerate(found):
+                owners[index * len(owners) // len(plan), share] = rank
+        return owners
 
     def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
         """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added
@@ -310,8 +384,8 @@ class Run:
         if config.loss.loss_mask == "legacy":
             return self._unmasked(batch, metrics)
         if config.loss.old_logprobs == "engine":
-            return batch.with_fields(old_logprobs=batch.rollout_logprobs)
-        updates = count_minibatches(batch, config.train.minibatch_size)
+            return batch.with_fields(old_logprobs=everywhere(batch, "rollout_logprobs"))
+        updates = count_minibatches(batch.num_trajectories, config.train.minibatch_size)
         updates *= config.train.updates_per_rollout
         serves = updates == 1 and "actor" in self.learners(step)
         if config.loss.old_logprobs == "auto" and serves and not config.advantages_need_logprobs:
@@ -338,20 +412,24 @@ class Run:
         return critic | ({"actor": self.policy} if is_warm else {})
 
     def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
-        """The minibatches of a step, the same on every rank and at every call."""
-        train = self.config.train
-        generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
-        total = count_minibatches(batch, train.minibatch_size)
-        self.timers.trained_tokens = batch.num_positions * train.updates_per_rollout
-        with self.console.progress("update", total * train.updates_per_rollout) as progress:
-            for minibatch in minibatches(
-                batch,
-                train.minibatch_size,
-                num_passes=train.updates_per_rollout,
-                generator=generator,
-            ):
+        """The minibatches of a step, of the same trajectories on every rank and at every call."""
+        plan = self._minibatch_ids(batch.num_trajectories, step)
+        self.timers.trained_tokens = batch.num_positions * self.config.train.updates_per_rollout
+        per_pass = count_minibatches(batch.num_trajectories, self.config.train.minibatch_size)
+        with self.console.progress("update", len(plan)) as progress:
+            for index, ids in enumerate(plan):
+                minibatch = batch.select(ids)
+                if batch.here is not None:
+                    here = self._owners[index // per_pass, ids] == self.policy.groups.dp.rank()
+                    minibatch = replace(minibatch, here=here)
                 yield minibatch
                 progress.advance()
+
+    def _minibatch_ids(self, num_trajectories: int, step: int) -> list[list[int]]:
+        train = self.config.train
+        generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
+        size, passes = train.minibatch_size, train.updates_per_rollout
+        return list(minibatch_ids(num_trajectories, size, passes, generator))
 
     def stop_if_asked(self) -> None:
         """Raise Interrupted, on all ranks, if any was asked to stop. Never called in the middle of
@@ -525,6 +603,8 @@ class Run:
         boards = [rows for _, rows in self.prompts[name][: len(shown)]]
         on_main(lambda: self.traces.write_evaluation(step, name, shown, boards))
         played = [one for group in shown for one in group.trajectories]
+        if not distributed.is_main():  # which has the tokens
+            return
         decode = self.renderer.tokenizer.decode
         rows = [(one.seed, one.success, one.total_reward, decode(one.tokens)) for one in played]
         self.logger.show(f"trajectories/{name}", ("prompt", "success", "reward", "text"), rows)

@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -26,7 +26,7 @@ from ragen_mega.data.distributed import is_main, on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
-from ragen_mega.rollout.all_ranks import engine_metrics
+from ragen_mega.rollout.all_ranks import engine_metrics, from_main
 from ragen_mega.rollout.collector import in_groups
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -67,7 +67,8 @@ class Delivery:
     """A rollout that was sampled."""
 
     rollout: int
-    trajectories: CompactTrajectories
+    trajectories: CompactTrajectories | None
+    """None: only the first rank of the trainers has them."""
     metrics: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -181,7 +182,17 @@ class Samplers:
         ready = on_main(lambda: len(self._arrived) + self._link.num_waiting)
         metrics.add("engine", ready=ready)
         start = time.monotonic()
-        while (found := on_main(lambda: self._find(step, start))) is None:
+        packed = None
+
+        def find() -> Delivery | Exception | None:
+            nonlocal packed
+            found = self._find(step, start)
+            if not isinstance(found, Delivery):
+                return found
+            packed = found.trajectories
+            return replace(found, trajectories=None)
+
+        while (found := on_main(find)) is None:
             self._stop_if_asked()
         if isinstance(found, Exception):
             raise found
@@ -189,7 +200,8 @@ class Samplers:
         for note in found.notes:
             self._say(note)
         metrics.add("engine", found.metrics)
-        return in_groups(expand(found.trajectories)), found.metrics.get("sampling_seconds", 0.0)
+        groups = from_main(lambda: in_groups(expand(packed)))
+        return groups, found.metrics.get("sampling_seconds", 0.0)
 
     def flush(self) -> None:
         """Write to disk what has come. Raises OSError on all ranks if that fails."""

@@ -134,6 +134,7 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
         "group_sizes": torch.tensor([len(group.trajectories) for group in groups]),  # [P]
         # [S, 3]
         "seeds": torch.tensor([(t.seed, t.outcome_seed, t.weight_version) for t in trajectories]),
+        "ranks": torch.tensor([t.rank for t in trajectories]),  # [S]
         "ends": torch.tensor([(t.terminated, t.truncated) for t in trajectories]),  # [S, 2] bool
         "lengths": torch.tensor([(len(t), len(t.turns)) for t in trajectories]),  # [S, 2]
         "tokens": flatten((t.tokens for t in trajectories), np.int32),  # [sum L]
@@ -159,11 +160,12 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
         iter(values[name]) for name in ("tokens", "loss_mask", "rollout_logprobs")
     )
     turns = zip(values["turns"], values["rewards"], strict=True)
+    ranks = values.get("ranks", [0] * len(group_ids))  # rollouts of earlier versions have none
     trajectories = []
-    for group_id, fact, seeds, (terminated, truncated), (length, num_turns) in zip(
-        group_ids, facts, values["seeds"], values["ends"], values["lengths"], strict=True
+    for group_id, fact, seeds, rank, (terminated, truncated), (length, num_turns) in zip(
+        group_ids, facts, values["seeds"], ranks, values["ends"], values["lengths"], strict=True
     ):
-        environment, infos, *breaks = fact  # rollouts of earlier versions have none
+        environment, infos, *breaks = fact  # nor these
         seed, outcome_seed, weight_version = seeds
         trajectory = Trajectory(
             group_id=group_id,
@@ -181,6 +183,7 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
             breaks=[at for row in breaks for at in row],
             terminated=terminated,
             truncated=truncated,
+            rank=rank,
         )
         trajectories.append(trajectory)
     rest = iter(trajectories)

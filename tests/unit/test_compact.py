@@ -37,8 +37,8 @@ def test_every_field_comes_back() -> None:
             for values, kind in ((one.tokens, int), (one.loss_mask, bool)):
                 assert {type(value) for value in values} <= {kind}
             assert {type(value) for value in one.rollout_logprobs} <= {float}
-        assert packed.logprobs.dtype.itemsize == bits // 8
-        assert played[4].tokens and not compact(played).shells[4].tokens
+        assert packed.contents.logprobs.dtype.itemsize == bits // 8
+        assert played[4].is_held and not compact(played).shells[4].is_held
     assert expand(compact([])) == []
 
 

@@ -1,6 +1,7 @@
 """Forests of shared prefixes against brute force: distinct prefixes, paths, attention, rows."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_mega.data.balance import TOKENS, Cost
 from ragen_mega.data.forest import Forest, PrefixOrder
-from ragen_mega.data.packing import Part, microbatch, pack, shared_parts
+from ragen_mega.data.packing import Part, costs_of, microbatch, pack, parts_of, shares
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.attention import attend, schedule_of
 from ragen_mega.megatron.layers import PackedForest
@@ -64,19 +66,28 @@ def test_every_distinct_prefix_is_one_node(texts: list[list[int]], multiple: int
         assert not (forest.ends[: len(prefix_of)] > padding).any()
 
 
-@given(TEXTS, st.integers(1, 40), st.integers(1, 4), st.integers(1, 3))
+@given(
+    TEXTS,
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([TOKENS, Cost(1, 3, 7)]),
+)
 def test_parts_cover_the_batch_within_the_budget(
-    texts: list[list[int]], max_tokens: int, num_ranks: int, num_stages: int
+    texts: list[list[int]], max_tokens: int, num_ranks: int, num_stages: int, cost: Cost
 ) -> None:
     batch = batch_of(texts)
-    order = PrefixOrder.of(batch.tokens, batch.cu_seqlens)
+    costs = costs_of(batch, cost)
+    options = {"cost": cost, "most_nodes": math.inf}
+    ids = shares(batch.tokens, batch.cu_seqlens, costs, num_ranks, **options)
+    assert len(ids) == num_ranks
     parts = [
         part
-        for rank in range(num_ranks)
-        for part in shared_parts(
-            order, max_tokens, rank=rank, num_ranks=num_ranks, num_stages=num_stages
-        )
+        for share in ids
+        if share
+        for part in parts_of(batch, share, max_tokens, num_stages=num_stages, **options)
     ]
+    order = PrefixOrder.of(batch.tokens, batch.cu_seqlens)
     assert [i for part in parts for i in part.ids] == order.ids
     for ids, common in parts:
         chosen = batch.select(ids)
