@@ -34,7 +34,7 @@ from ragen_mega.models.huggingface import load_config, load_tokenizer, local_dir
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
 from ragen_mega.report.step_metrics import staleness
-from ragen_mega.rollout.all_ranks import from_main
+from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models

@@ -1,35 +1,18 @@
-"""One rollout by the engines of all ranks: each plays a part, and either all ranks fail or none.
-
-Every rank knows the outlines of all trajectories (see `data.compact`): turns and what they earned.
-Tokens stay on the rank that sampled them, and rank 0, which writes the rollout to disk and makes
-its metrics, gets them all. After the filter `deliver` moves them once more.
+"""One rollout by the engines of all ranks: each plays a part, every rank gets the whole as
+`holding.share` says, and either all ranks fail or none.
 
 If an engine has lost its weights, all ranks, each of which holds a part, send them again; by then
 the other engines have played their parts, and wait.
 """
 
-import math
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import TypeVar
 
-import torch
-from torch import Tensor
-
 from ragen_mega.data import distributed
-from ragen_mega.data.compact import (
-    Outlines,
-    compact,
-    contents_of,
-    expand,
-    fill,
-    outlined,
-    outlines_of,
-)
-from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.rollout.collector import Advance, Collection, PlaySettings, Task, in_groups
 from ragen_mega.rollout.engine import (
     EngineCounts,
@@ -38,6 +21,7 @@ from ragen_mega.rollout.engine import (
     Interrupted,
     RolloutEngine,
 )
+from ragen_mega.rollout.holding import share
 from ragen_mega.rollout.renderer import ChatRenderer
 
 _STEPS_BETWEEN_DEALS = 32
@@ -196,87 +180,6 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         if self._send_again is None:
             raise EngineError("the rollout engine has lost its weights")
         self._send_again()
-
-
-def share(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
-    """The trajectories of every rank, in rank order: rank 0 gets them whole, the others outlines
-    of those that they do not have. Collective.
-    """
-    if distributed.world_size() == 1:
-        return [trajectories]
-    mine = distributed.rank()
-    for one in trajectories:
-        one.rank = mine
-    outlines = distributed.gather_objects(outlines_of(trajectories))
-    whole = b"" if mine == 0 else pickle.dumps(compact(trajectories))
-    arrived = distributed.exchange_bytes([whole] + [b""] * (len(outlines) - 1))
-    return [
-        trajectories
-        if rank == mine
-        else outlined(outlines[rank])
-        if mine
-        else expand(pickle.loads(data))
-        for rank, data in enumerate(arrived)
-    ]
-
-
-def from_main(
-    read: Callable[[], list[TrajectoryGroup] | None],
-) -> list[TrajectoryGroup] | None:
-    """The groups that `read` returns on rank 0; the other ranks get outlines. Collective. Raises
-    what `on_main` does.
-    """
-    groups: list[TrajectoryGroup] | None = None
-
-    def outline() -> Outlines | None:
-        nonlocal groups
-        groups = read()
-        if groups is None or distributed.world_size() == 1:
-            return None
-        return outlines_of([one for group in groups for one in group.trajectories])
-
-    found = distributed.on_main(outline)
-    return groups if found is None or distributed.is_main() else in_groups(outlined(found))
-
-
-def deliver(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
-    """Let rank r hold `wanted[r]` of the trajectories, which rank 0 all holds: what it lacks comes
-    from the rank that sampled it, where that still has it. Collective.
-    """
-    mine = distributed.rank()
-    held = torch.tensor([mine if one.is_held else 0 for one in trajectories])
-    holders = distributed.max_over_ranks(held).tolist()
-
-    def sent(sender: int, receiver: int) -> list[Trajectory]:
-        if receiver in (0, sender):
-            return []
-        return [trajectories[i] for i in wanted[receiver] if holders[i] == sender]
-
-    outgoing = [sent(mine, rank) for rank in range(len(wanted))]
-    arrived = distributed.exchange_bytes(
-        [pickle.dumps(contents_of(part)) if part else b"" for part in outgoing]
-    )
-    for rank, data in enumerate(arrived):
-        if data:
-            fill(sent(rank, mine), pickle.loads(data))
-
-
-def everywhere(batch: TokenBatch, name: str) -> Tensor:
-    """[T] a field of which each rank has the trajectories that it trains, whole. Collective."""
-    values = getattr(batch, name)
-    if batch.here is None:
-        return values
-    is_here = batch.here.repeat_interleave(batch.lengths.long())
-    least = -math.inf if values.is_floating_point() else -1
-    return distributed.max_over_ranks(torch.where(is_here, values, least))
-
-
-def whole(batch: TokenBatch) -> TokenBatch:
-    """The batch with all tokens on every rank. Collective."""
-    if batch.here is None:
-        return batch
-    names = ("tokens", "labels", "rollout_logprobs")
-    return replace(batch, here=None, **{name: everywhere(batch, name) for name in names})
 
 
 def deal(num_waiting: int, rooms: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import GuardConfig, StarPOConfig
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
-from ragen_mega.rollout.all_ranks import whole
+from ragen_mega.rollout.holding import whole
 from ragen_mega.rollout.summary import environment_errors
 from ragen_mega.storage.sealed_files import write_sealed
 

@@ -13,7 +13,6 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,12 +26,10 @@ from ragen_mega.data.distributed import on_main
 from ragen_mega.data.packing import (
     behind_first_message,
     count_minibatches,
-    flatten,
     minibatch_ids,
     pack,
-    shares,
 )
-from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup, offsets_of
+from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
@@ -48,9 +45,10 @@ from ragen_mega.report.step_metrics import (
 )
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
-from ragen_mega.rollout.all_ranks import deliver, engine_metrics, everywhere, from_main
+from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each, mean_references
+from ragen_mega.rollout.holding import assign, everywhere, from_main, hold
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
@@ -320,60 +318,19 @@ class Run:
         trajectories = [one for group in kept for one in group.trajectories]
         if distributed.world_size() == 1:
             return pack(trajectories)
-        mine, dp = distributed.rank(), self.policy.groups.dp
-        ranks = torch.zeros(distributed.world_size(), dtype=torch.int64)
-        ranks[mine] = dp.rank()
-        homes = distributed.sum_over_ranks(ranks).tolist()  # data-parallel rank of each rank
-        reads_all = self.config.reads_all_tokens or dp.size() == 1
-        everyone = list(range(len(trajectories)))
-        if not reads_all:
-            self._owners = on_main(lambda: self._assign(trajectories, homes, step))
-        wanted = [
-            everyone if reads_all else (self._owners == home).any(0).nonzero()[:, 0].tolist()
-            for home in homes
-        ]
-        deliver(trajectories, wanted)
-        traced = groups[: self.config.logging.trace_groups] if distributed.is_main() else ()
-        needed = [trajectories[i] for i in wanted[mine]]
-        needed += [one for group in traced for one in group.trajectories]
-        stay = {id(one) for one in needed}
-        for group in groups:
-            for one in group.trajectories:
-                if id(one) not in stay:
-                    one.release()
+        dp, trainer = self.policy.groups.dp, self.policy.trainer
+        homes = distributed.gather_objects(dp.rank())
+        self._owners = None
+        if dp.size() > 1 and not self.config.reads_all_tokens:
+            plan = self._minibatch_ids(len(trajectories), step)
+            options = {"homes": homes, "cost": trainer.cost, "most_nodes": trainer.most_nodes}
+            self._owners = on_main(lambda: assign(trajectories, plan, dp.size(), **options))
+        num_shown = self.config.logging.trace_groups
+        hold(groups, trajectories, self._owners, homes=homes, num_shown=num_shown)
         batch = pack(trajectories)
-        return batch if reads_all else replace(batch, here=self._owners[0] == dp.rank())
-
-    def _assign(
-        self, trajectories: Sequence[Trajectory], homes: Sequence[int], step: int
-    ) -> Tensor:
-        """[passes, S] the data-parallel rank that trains each trajectory in each pass over them.
-        The work of every minibatch is balanced. On rank 0, which has all tokens.
-        """
-        trainer, size = self.policy.trainer, self.policy.groups.dp.size()
-        costs = [
-            sum(trainer.cost.of(end - start - 1) for start, end in one.segments)
-            + trainer.cost.per_label * one.num_sampled_tokens
-            for one in trajectories
-        ]
-        plan = self._minibatch_ids(len(trajectories), step)
-        owners = torch.zeros(self.config.train.updates_per_rollout, len(costs), dtype=torch.int64)
-        tokens = flatten((one.tokens for one in trajectories), np.int64)
-        offsets = offsets_of(torch.tensor([len(one) for one in trajectories]))
-        for index, ids in enumerate(plan):
-            found = shares(
-                tokens,
-                offsets,
-                costs,
-                size,
-                ids=ids,
-                homes=[homes[one.rank % len(homes)] for one in trajectories],
-                cost=trainer.cost,
-                most_nodes=trainer.most_nodes,
-            )
-            for rank, share in enumerate(found):
-                owners[index * len(owners) // len(plan), share] = rank
-        return owners
+        if self._owners is None:
+            return batch
+        return replace(batch, here=self._owners[0] == dp.rank())
 
     def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
         """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added

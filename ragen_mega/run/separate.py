@@ -26,9 +26,10 @@ from ragen_mega.data.distributed import is_main, on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
-from ragen_mega.rollout.all_ranks import engine_metrics, from_main
+from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.collector import in_groups
 from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
+from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.link import SAMPLERS, Link, LinkLost, meet_part

@@ -1,0 +1,170 @@
+"""Which rank holds which trajectory, from the rollout to the update.
+
+Every rank knows the outlines of all trajectories (`data.compact`): their turns and what these
+earned. Tokens stay on the rank that sampled them, and rank 0, which writes the rollout to disk and
+makes its metrics, has them all until the filter has spoken. Then each rank gets the trajectories
+that it trains, and keeps no others.
+"""
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragen_mega.data import distributed
+from ragen_mega.data.balance import Cost
+from ragen_mega.data.compact import (
+    Outlines,
+    compact,
+    contents_of,
+    expand,
+    fill,
+    outlined,
+    outlines_of,
+)
+from ragen_mega.data.packing import flatten, shares
+from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup, offsets_of
+from ragen_mega.rollout.collector import in_groups
+
+
+def share(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """The trajectories of every rank, in rank order: rank 0 gets them whole, the others outlines
+    of those that they do not have. Collective.
+    """
+    if distributed.world_size() == 1:
+        return [trajectories]
+    mine = distributed.rank()
+    for one in trajectories:
+        one.rank = mine
+    outlines = distributed.gather_objects(outlines_of(trajectories))
+    whole = b"" if mine == 0 else pickle.dumps(compact(trajectories))
+    arrived = distributed.exchange_bytes([whole] + [b""] * (len(outlines) - 1))
+    return [
+        trajectories
+        if rank == mine
+        else outlined(outlines[rank])
+        if mine
+        else expand(pickle.loads(data))
+        for rank, data in enumerate(arrived)
+    ]
+
+
+def from_main(
+    read: Callable[[], list[TrajectoryGroup] | None],
+) -> list[TrajectoryGroup] | None:
+    """The groups that `read` returns on rank 0; the other ranks get outlines. Collective. Raises
+    what `on_main` does.
+    """
+    groups: list[TrajectoryGroup] | None = None
+
+    def outline() -> Outlines | None:
+        nonlocal groups
+        groups = read()
+        if groups is None or distributed.world_size() == 1:
+            return None
+        return outlines_of([one for group in groups for one in group.trajectories])
+
+    found = distributed.on_main(outline)
+    return groups if found is None or distributed.is_main() else in_groups(outlined(found))
+
+
+def deliver(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
+    """Let rank r hold `wanted[r]` of the trajectories, which rank 0 all holds: what it lacks comes
+    from the rank that sampled it, where that still has it. Collective.
+    """
+    mine = distributed.rank()
+    held = torch.tensor([mine if one.is_held else 0 for one in trajectories])
+    holders = distributed.max_over_ranks(held).tolist()
+
+    def sent(sender: int, receiver: int) -> list[Trajectory]:
+        if receiver in (0, sender):
+            return []
+        return [trajectories[i] for i in wanted[receiver] if holders[i] == sender]
+
+    outgoing = [sent(mine, rank) for rank in range(len(wanted))]
+    arrived = distributed.exchange_bytes(
+        [pickle.dumps(contents_of(part)) if part else b"" for part in outgoing]
+    )
+    for rank, data in enumerate(arrived):
+        if data:
+            fill(sent(rank, mine), pickle.loads(data))
+
+
+def assign(
+    trajectories: Sequence[Trajectory],
+    minibatches: Sequence[Sequence[int]],
+    num_parts: int,
+    *,
+    homes: Sequence[int],
+    cost: Cost,
+    most_nodes: float,
+) -> Tensor:
+    """[passes, S] which of `num_parts` data-parallel ranks trains each trajectory, so that in every
+    minibatch all have about as much to compute (see `packing.shares`). Needs all tokens.
+
+    `minibatches` go over all trajectories, once or several times; `homes` [ranks] is the
+    data-parallel rank of each rank.
+    """
+    costs = [
+        sum(cost.of(end - start - 1) for start, end in one.segments)
+        + cost.per_label * one.num_sampled_tokens
+        for one in trajectories
+    ]
+    tokens = flatten((one.tokens for one in trajectories), np.int64)
+    offsets = offsets_of(torch.tensor([len(one) for one in trajectories]))
+    at_home = [homes[one.rank % len(homes)] for one in trajectories]
+    options = {"homes": at_home, "cost": cost, "most_nodes": most_nodes}
+    owners = torch.full((sum(map(len, minibatches)) // len(costs), len(costs)), -1)
+    seen = 0
+    for ids in minibatches:
+        found = shares(tokens, offsets, costs, num_parts, ids=ids, **options)
+        for part, share in enumerate(found):
+            owners[seen // len(costs), share] = part
+        seen += len(ids)
+    return owners
+
+
+def hold(
+    groups: Sequence[TrajectoryGroup],
+    trajectories: Sequence[Trajectory],
+    owners: Tensor | None,
+    *,
+    homes: Sequence[int],
+    num_shown: int = 0,
+) -> None:
+    """Let every rank hold those of the `trajectories` that it trains as `assign` says (None: all),
+    and of all `groups` nothing else; rank 0 also the first `num_shown` groups. Collective.
+    """
+    wanted = [range(len(trajectories))] * len(homes)
+    if owners is not None:
+        wanted = [(owners == home).any(0).nonzero()[:, 0].tolist() for home in homes]
+    deliver(trajectories, wanted)
+    shown = groups[:num_shown] if distributed.is_main() else ()
+    stay = {id(trajectories[i]) for i in wanted[distributed.rank()]}
+    stay |= {id(one) for group in shown for one in group.trajectories}
+    for group in groups:
+        for one in group.trajectories:
+            if id(one) not in stay:
+                one.release()
+
+
+def everywhere(batch: TokenBatch, name: str) -> Tensor:
+    """[T] a field of which each rank has the trajectories that it trains, whole. Collective."""
+    values = getattr(batch, name)
+    if batch.here is None:
+        return values
+    is_here = batch.here.repeat_interleave(batch.lengths.long())
+    least = -math.inf if values.is_floating_point() else -1
+    return distributed.max_over_ranks(torch.where(is_here, values, least))
+
+
+def whole(batch: TokenBatch) -> TokenBatch:
+    """The batch with all tokens on every rank. Collective."""
+    if batch.here is None:
+        return batch
+    names = ("tokens", "labels", "rollout_logprobs")
+    return replace(batch, here=None, **{name: everywhere(batch, name) for name in names})

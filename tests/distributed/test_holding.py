@@ -1,0 +1,205 @@
+"""Trajectories on their way from the ranks that sampled them to those that train them: none is
+lost, none travels twice, and an update on parts of a batch is the update on the whole.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.balance import Cost
+from ragen_mega.data.compact import outlined, outlines_of
+from ragen_mega.data.packing import minibatch_ids, pack
+from ragen_mega.data.types import Completion, Elsewhere, TokenBatch, Trajectory
+from ragen_mega.megatron.initialize import initialize, shutdown
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.report.step_metrics import engine_vs_policy
+from ragen_mega.rollout.collector import in_groups
+from ragen_mega.rollout.holding import assign, everywhere, from_main, hold, share, whole
+from tests.support.forked_ranks import on_ranks
+from tests.support.small_policy import tiny_qwen2
+
+NUM_RANKS, SIZE = 4, 4
+COST = Cost(100, 1, 50)
+VOCAB = 50
+
+
+def play(index: int, *, turns: int = 2) -> Trajectory:
+    """The trajectory of a task; those of a group begin alike."""
+    draw, group = random.Random(index), index // SIZE
+    one = Trajectory(group, f"world {group % 2}", group, 2**62 + index, 3)
+    one.append_observation([1 + group] * (3 + group % 3))
+    for turn in range(turns + index % 2):
+        size = draw.randrange(1, 9)
+        logprobs = [-draw.randrange(1, 2**10) / 2**8 for _ in range(size)]
+        answer = Completion([draw.randrange(VOCAB) for _ in range(size)], logprobs, "stop")
+        one.append_action(answer).reward = draw.random()
+        one.turns[-1].info = {"thought": "so", "success": index % 3 == 0}
+        one.append_observation([draw.randrange(VOCAB)] * 2, afresh=turn == 1 and group == 1)
+    one.terminated, one.truncated = index % 2 == 0, index % 2 == 1
+    return one
+
+
+def without_info(one: Trajectory) -> Trajectory:
+    absent = Elsewhere(len(one))
+    turns = [replace(turn, info={}) for turn in one.turns]
+    return replace(one, tokens=absent, loss_mask=absent, rollout_logprobs=absent, turns=turns)
+
+
+def test_outlines_are_all_but_tokens_and_infos() -> None:
+    played = [play(index, turns=index % 3) for index in range(9)] + [Trajectory(group_id=3)]
+    for rank, one in enumerate(played):
+        one.rank = rank
+    again = outlined(pickle.loads(pickle.dumps(outlines_of(played))))
+    assert again == [without_info(one) for one in played]
+    assert [one.rank for one in again] == list(range(10))
+    assert not any(one.is_held for one in again)
+    assert outlined(outlines_of([])) == []
+    with pytest.raises(LookupError, match="on another rank"):
+        list(again[1].tokens)
+
+
+def dealt(num: int) -> list[list[int]]:
+    """Tasks by rank: unevenly, and in no order."""
+    tasks = random.Random(5).sample(range(num), num)
+    return [tasks[:1], tasks[1:9], [], tasks[9:]]
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("most_nodes", [0.0, 1.0], ids=["alone", "shared"])
+def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(most_nodes: float) -> None:
+    num = 32
+
+    def rank() -> None:
+        distributed.start()
+        mine, tasks = distributed.rank(), dealt(num)
+        expected = [play(index) for index in range(num)]
+        found = share([play(index) for index in tasks[mine]])
+        by_task = {i: one for at, part in zip(tasks, found) for i, one in zip(at, part)}
+        for index, one in by_task.items():
+            assert index in tasks[one.rank]
+            if mine in (0, one.rank):
+                assert one == expected[index]
+            else:
+                assert one == without_info(expected[index])
+        groups = in_groups(by_task[index] for index in range(num))
+        kept = [groups[place] for place in (6, 1, 2, 3, 4)]
+        trajectories = [one for group in kept for one in group.trajectories]
+        plan = list(minibatch_ids(20, 8, 2, torch.Generator().manual_seed(0)))
+        homes = list(range(NUM_RANKS))
+        options = {"homes": homes, "cost": COST, "most_nodes": most_nodes}
+        owners = distributed.on_main(lambda: assign(trajectories, plan, NUM_RANKS, **options))
+        assert owners.shape == (2, 20) and owners.min() == 0 and owners.max() == 3
+        held_before = [one.is_held for one in trajectories]
+        sizes: list[int] = []
+        exchange = distributed.exchange_bytes
+
+        def counting(parts: list[bytes]) -> list[bytes]:
+            arrived = exchange(parts)
+            sizes.extend(len(pickle.loads(data).shared) for data in arrived if data)
+            return arrived
+
+        distributed.exchange_bytes = counting
+        hold(groups, trajectories, owners, homes=homes, num_shown=1)
+        distributed.exchange_bytes = exchange
+        trains = (owners == mine).any(0).tolist()
+        assert sum(sizes) == sum(now and not was for now, was in zip(trains, held_before))
+        for one, trained in zip(trajectories, trains, strict=True):
+            index = next(i for i, other in by_task.items() if other is one)
+            assert one.is_held == trained
+            if trained:
+                tokens = (one.tokens, one.loss_mask, one.rollout_logprobs)
+                other = expected[index]
+                assert tokens == (other.tokens, other.loss_mask, other.rollout_logprobs)
+        rest = [one for group in (groups[0], groups[5], groups[7]) for one in group.trajectories]
+        assert [one.is_held for one in rest] == [mine == 0] * 4 + [False] * 8
+        exact = pack(
+            [expected[i] for group in (6, 1, 2, 3, 4) for i in range(4 * group, 4 * group + 4)]
+        )
+        batch = replace(pack(trajectories), here=owners[0] == mine)
+        for name in ("loss_mask", "turn_ids", "rewards", "cu_seqlens", "cu_segments", "group_ids"):
+            assert torch.equal(getattr(batch, name), getattr(exact, name)), name
+        for name, value in whole(batch).tensors():
+            assert torch.equal(value, getattr(exact, name)), name
+
+    on_ranks(rank, NUM_RANKS)
+
+
+@pytest.mark.forks
+def test_what_one_rank_has_read_goes_to_those_that_train() -> None:
+    """As of a rollout on the disk; without owners every rank gets what is kept, whole."""
+
+    def rank() -> None:
+        distributed.start()
+        is_main = distributed.is_main()
+        groups = from_main(lambda: in_groups(play(index) for index in range(8)))
+        assert is_main or not any(one.is_held for group in groups for one in group.trajectories)
+        hold(groups, groups[1].trajectories, None, homes=[0, 1])
+        expected = [play(index) for index in range(4, 8)]
+        for one, other in zip(groups[1].trajectories, expected, strict=True):
+            assert one == (other if is_main else replace(other, turns=one.turns))
+        assert not any(one.is_held for one in groups[0].trajectories)
+        assert from_main(lambda: None) is None
+
+    on_ranks(rank, 2)
+
+
+def results(policy: MegatronPolicy, batch: TokenBatch) -> tuple[torch.Tensor, dict, dict]:
+    """Log-probabilities, their comparison with the engine's, and an update with its gradients."""
+    logprobs = policy.logprobs(batch)
+    compared = engine_vs_policy(batch, logprobs)
+    ready = batch.with_fields(old_logprobs=logprobs, advantages=batch.rewards + batch.loss_mask)
+    update = policy.update(ready)
+    del update["computed_share"]  # what ranks share, they compute each
+    gradients = {name: one.clone() for name, one in policy.trainer.gradients().items()}
+    return logprobs, compared | update, gradients
+
+
+@pytest.mark.forks
+def test_an_update_on_parts_is_that_on_the_whole() -> None:
+    """Two ranks that hold a part each against one process that has everything."""
+    model = tiny_qwen2(VOCAB)
+    played = [play(index) for index in range(12)]
+
+    def build() -> MegatronPolicy:
+        parallel = ParallelConfig()
+        groups = initialize(parallel)
+        train = TrainConfig(max_tokens_per_microbatch=64)
+        loss = LossConfig(importance_cap=2.0)
+        policy = MegatronPolicy(model.config, groups, parallel, train, loss, temperature=1.0)
+        policy.load_weights(model.state_dict().get)
+        return policy
+
+    policy = build()
+    logprobs, numbers, gradients = results(policy, pack(played))
+    shutdown()
+
+    def rank() -> None:
+        policy = build()
+        dp, trainer = policy.groups.dp, policy.trainer
+        groups = from_main(lambda: in_groups(played))
+        trajectories = [one for group in groups for one in group.trajectories]
+        options = {"homes": [0, 1], "cost": trainer.cost, "most_nodes": trainer.most_nodes}
+        everyone = [list(range(len(played)))]
+        owners = distributed.on_main(lambda: assign(trajectories, everyone, 2, **options))
+        hold(groups, trajectories, owners, homes=[0, 1])
+        batch = replace(pack(trajectories), here=owners[0] == dp.rank())
+        assert not batch.tokens[~batch.here.repeat_interleave(batch.lengths.long())].any()
+        ours, found, mine = results(policy, batch)
+        torch.testing.assert_close(ours, logprobs, atol=1e-5, rtol=1e-5)
+        assert found == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+        for name, one in mine.items():
+            bound = 1e-5 * float(gradients[name].abs().max()) + 1e-9
+            torch.testing.assert_close(one, gradients[name], atol=bound, rtol=1e-4)
+        assert (
+            everywhere(batch, "rollout_logprobs").tolist()
+            == pack([play(index) for index in range(12)]).rollout_logprobs.tolist()
+        )
+
+    on_ranks(rank, 2)
