@@ -5,8 +5,8 @@ A reward is a pure function of a trajectory as it was played,
     reward(trajectory) -> rewards of its turns, or one number, which its last turn earns,
 
 or, if its parameter is called `group`, of a `TrajectoryGroup`: one such result for each member.
-Every rank computes all rewards, so equal trajectories must earn the same on every rank. The rollout
-on disk stays as it was played. Success is never shaped; `success_ranking` compares the shaped
+In a run rank 0 computes all rewards, since it alone has all tokens. The rollout on disk stays as it
+was played. Success is never shaped; `success_ranking` compares the shaped
 rewards with it.
 """
 

@@ -134,8 +134,8 @@ class Trainer:
         self.optimizer.reload_model_params()
 
     def per_token(self, batch: TokenBatch, compute: PerToken, *columns: int) -> Tensor:
-        """[T] of `compute`, or [T, columns], over all trajectories of `batch`, without gradients,
-        equal on every rank.
+        """[T] of `compute`, or [T, columns], over all trajectories of `batch`, without gradients;
+        for labels that were sampled equal on every rank.
         """
         batch = batch.by_segment()
         self.memory.require("parameters")
@@ -153,7 +153,7 @@ class Trainer:
             if self._reports:
                 positions, values = _joined(batch, parts, outputs)
                 result[positions] = values.cpu()
-        return distributed.sum_over_ranks(result)
+        return _on_all_ranks(result, batch.loss_mask)
 
     def step(
         self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: str = "token-mean"
@@ -199,7 +199,7 @@ class Trainer:
                 _, norm, _ = self.optimizer.step()
         return (
             totals,
-            values.float(),
+            values,
             {
                 "grad_norm": float(norm),
                 "skipped": float(not math.isfinite(norm)),
@@ -232,15 +232,17 @@ class Trainer:
         values [T] of a pass, exchanged among all ranks. The host waits for the device once.
         """
         found = self._squared_norm()
-        index = torch.tensor([num_metrics])
+        index, positions = torch.tensor([num_metrics]), torch.empty(0, dtype=torch.int64)
         if self._reports and parts:
             sums = torch.stack([sums for sums, _ in results]).double().sum(0)
             positions, values = _joined(batch, parts, [values for _, values in results])
             found = torch.cat([sums, found, found.new_full((1,), nodes), values.double()])
-            index = torch.cat([torch.arange(num_metrics + 2), num_metrics + 2 + positions])
-        whole = torch.zeros(num_metrics + 2 + batch.num_positions, dtype=torch.float64)
-        whole[index] = found.cpu()
-        return distributed.sum_over_ranks(whole).split([num_metrics, 1, 1, batch.num_positions])
+            index = torch.arange(num_metrics + 2)
+        found = found.cpu()
+        totals, whole = found.new_zeros(num_metrics + 2), torch.zeros(batch.num_positions)
+        totals[index], whole[positions] = found[: len(index)], found[len(index) :].float()
+        values = _on_all_ranks(whole, batch.loss_mask)
+        return *distributed.sum_over_ranks(totals).split([num_metrics, 1, 1]), values
 
     def count_nodes(self, batch: TokenBatch) -> int:
         """Positions that this data-parallel rank computes in a pass over the batch."""
@@ -336,6 +338,15 @@ def _joined(
     """Batch positions of all microbatches' trajectories, and their values."""
     positions = [batch.positions(part.ids) for part in parts]
     return torch.cat(positions), torch.cat(values).float()
+
+
+def _on_all_ranks(values: Tensor, mask: Tensor) -> Tensor:
+    """Values [T], or [T, columns], under the mask, each of which one rank has computed, with those
+    of all ranks.
+    """
+    if distributed.world_size() > 1:
+        values[mask] = distributed.sum_over_ranks(values[mask])
+    return values
 
 
 def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
