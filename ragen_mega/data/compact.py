@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragen_mega.data.forest import common_prefix
-from ragen_mega.data.types import Elsewhere, Trajectory, Turn
+from ragen_mega.data.types import Elsewhere, Packed, Trajectory, Turn
 
 
 class Contents(NamedTuple):
@@ -62,12 +62,12 @@ turns and of breaks.
 
 def contents_of(trajectories: Sequence[Trajectory]) -> Contents:
     """The tokens of trajectories that this rank holds."""
-    texts = [np.array(one.tokens, np.int64) for one in trajectories]
+    texts = [np.asarray(one.tokens, np.int64) for one in trajectories]
     shared = [common_prefix(one, other) for one, other in pairwise([np.empty(0), *texts])]
     tokens = _joined((text[size:] for text, size in zip(texts, shared)), np.int64)
     spans = ((one, turn) for one in trajectories for turn in one.turns)
     logprobs = _joined(
-        (np.array(one.rollout_logprobs[turn.start : turn.end]) for one, turn in spans), np.float64
+        (np.asarray(one.rollout_logprobs[turn.start : turn.end]) for one, turn in spans), np.float64
     )
     width = -(-int(tokens.max(initial=0)).bit_length() // 8)
     narrow = logprobs.astype(np.float32)
@@ -82,19 +82,20 @@ def fill(trajectories: Sequence[Trajectory], contents: Contents) -> None:
     """Give them, in the same order, tokens, masks and log-probabilities, equal to the bit."""
     wide = np.zeros((len(contents.tokens), 8), np.uint8)
     wide[:, : contents.tokens.shape[1]] = contents.tokens
-    ids = wide.view("<i8")[:, 0]
+    ids = wide.view("<i8")[:, 0].astype(np.int32)
     before, token, logprob = ids[:0], 0, 0
     for one, shared in zip(trajectories, contents.shared.tolist(), strict=True):
         length = len(one)
-        before = np.concatenate([before[:shared], ids[token : token + length - shared]])
-        token += length - shared
-        mask, logprobs = [False] * length, [0.0] * length
+        own = ids[token : token + length - shared]
+        before = np.concatenate([before[:shared], own]) if shared else own
+        token += len(own)
+        mask, logprobs = np.zeros(length, np.bool_), np.zeros(length)
         for turn in one.turns:
             size = turn.end - turn.start
-            mask[turn.start : turn.end] = [True] * size
-            logprobs[turn.start : turn.end] = contents.logprobs[logprob : logprob + size].tolist()
+            mask[turn.start : turn.end] = True
+            logprobs[turn.start : turn.end] = contents.logprobs[logprob : logprob + size]
             logprob += size
-        one.tokens, one.loss_mask, one.rollout_logprobs = before.tolist(), mask, logprobs
+        one.tokens, one.loss_mask, one.rollout_logprobs = map(Packed, (before, mask, logprobs))
 
 
 def compact(trajectories: Sequence[Trajectory]) -> CompactTrajectories:

@@ -6,7 +6,7 @@ The shift from tokens to labels happens here and nowhere else.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -36,13 +36,13 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     spans = [end - start for one in trajectories for start, end in one.segments]
     whole = torch.tensor(spans)  # [G]
     cu_segments = offsets_of(whole - 1)
-    tokens = _flatten_held(trajectories, "tokens", torch.int64)  # [T + G]
+    tokens = flatten(_held(trajectories, "tokens"), np.int64)  # [T + G]
     is_label = torch.ones_like(tokens, dtype=torch.bool)
     is_label[whole.cumsum(0) - whole] = False  # the first token of each segment
     is_input = torch.ones_like(is_label)
     is_input[whole.cumsum(0) - 1] = False  # and its last
     turn_ids, rewards = _of_turns(trajectories, cu_seqlens[:-1].long(), int(cu_seqlens[-1]))
-    logprobs = _flatten_held(trajectories, "rollout_logprobs", torch.float32)
+    logprobs = flatten(_held(trajectories, "rollout_logprobs"), np.float32)
     starts = cu_segments[:-1].long().repeat_interleave(whole - 1)
     return TokenBatch(
         tokens=tokens[is_input],
@@ -58,15 +58,10 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     )
 
 
-def _flatten_held(trajectories: Sequence[Trajectory], name: str, dtype: torch.dtype) -> Tensor:
-    """A field of all tokens, 0 for those that another rank holds."""
-    result = torch.zeros(sum(map(len, trajectories)), dtype=dtype)
-    values, start = result.numpy(), 0
+def _held(trajectories: Iterable[Trajectory], name: str) -> Iterator[Sequence]:
+    """A field of each; zeros where another rank holds it."""
     for one in trajectories:
-        if one.is_held:
-            values[start : start + len(one)] = getattr(one, name)
-        start += len(one)
-    return result
+        yield getattr(one, name) if one.is_held else np.zeros(len(one))
 
 
 def _of_turns(
@@ -104,7 +99,9 @@ def behind_first_message(batch: TokenBatch, end_of_message: int) -> Tensor:
 
 def flatten(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
     """The values of all rows in one tensor, several times faster than torch.tensor of a list."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
+    return torch.from_numpy(
+        np.concatenate([np.empty(0, dtype), *(np.asarray(r, dtype) for r in rows)])
+    )
 
 
 def minibatches(
@@ -169,6 +166,8 @@ def shares(
     `homes` [S] as far as that costs no balance.
     """
     ids = range(len(costs)) if ids is None else ids
+    if num_ranks == 1:
+        return [list(ids)]
     if order := _shared_order(tokens, cu_seqlens, ids, costs, cost, most_nodes):
         runs = [run.ids for run in order.cut(num_ranks, order.num_nodes)]
         return runs + [[] for _ in range(num_ranks - len(runs))]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ragen_mega.data.forest import Forest
@@ -95,11 +97,42 @@ class Elsewhere(Sequence[Any]):
     def __len__(self) -> int:
         return self.length
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
+        return self[:]
+
     def __getitem__(self, index: object) -> Any:
         raise LookupError(
             f"these {self.length} tokens are on another rank; what needs all tokens runs on rank 0"
             " before the filter, or declares reads_tokens"
         )
+
+
+class Packed(Sequence[Any]):
+    """Values in an array, read as from a list: an eighth of its memory, and nothing to build."""
+
+    __slots__ = ("array",)
+    __hash__ = None
+
+    def __init__(self, array: NDArray) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.array[index].tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (list, Packed)) and self[:] == other[:]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
+        return np.array(self.array, dtype) if copy else np.asarray(self.array, dtype)
+
+    def __repr__(self) -> str:
+        return repr(self[:])
 
 
 @dataclass(slots=True)
@@ -112,6 +145,9 @@ class Trajectory:
         loss_mask          0  0  0   1  1   0  0   1
         rollout_logprobs   0  0  0  -1 -2   0  0  -1
         turns             [Turn(3, 5), Turn(7, 8)]
+
+    Tokens, mask and log-probabilities are lists while it is played; of a trajectory that another
+    rank has sent they are `Packed`, and of one that it holds `Elsewhere`.
 
     Where the policy sees only a window of its turns, the prompt of a turn need not continue the
     previous one. It then starts a new segment, in which earlier answers are context like any other.

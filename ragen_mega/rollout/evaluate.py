@@ -136,8 +136,8 @@ def evaluate(
     played = collect_on_all_ranks(
         engine, renderer, groups, settings, advance=advance, send_again=send_again
     )
-    result = partial(_score, name, played, settings.temperature, samples_per_prompt, reference)
-    result = on_main(result)  # which has the infos of all turns
+    score = partial(_score, name, played, settings.temperature, samples_per_prompt, reference)
+    result = on_main(score)  # which has the infos of all turns
     if watch is not None:
         watch(played)
     return result

@@ -105,7 +105,7 @@ class Verifiers:
 
 def question(trajectory: Trajectory, renderer: ChatRenderer) -> dict[str, Any]:
     """The request to a judge about one trajectory."""
-    tokens = trajectory.tokens
+    tokens = list(trajectory.tokens)
     return {
         "environment": trajectory.environment,
         "text": renderer.tokenizer.decode(tokens),

@@ -563,7 +563,9 @@ class Run:
         if not distributed.is_main():  # which has the tokens
             return
         decode = self.renderer.tokenizer.decode
-        rows = [(one.seed, one.success, one.total_reward, decode(one.tokens)) for one in played]
+        rows = [
+            (one.seed, one.success, one.total_reward, decode(list(one.tokens))) for one in played
+        ]
         self.logger.show(f"trajectories/{name}", ("prompt", "success", "reward", "text"), rows)
 
     # The end, and what it can go on from

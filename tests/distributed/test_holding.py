@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.step_metrics import engine_vs_policy
 from ragen_mega.rollout.collector import in_groups
 from ragen_mega.rollout.holding import assign, everywhere, from_main, hold, share, whole
+from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.forked_ranks import on_ranks
 from tests.support.small_policy import tiny_qwen2
 
@@ -52,7 +54,7 @@ def without_info(one: Trajectory) -> Trajectory:
     return replace(one, tokens=absent, loss_mask=absent, rollout_logprobs=absent, turns=turns)
 
 
-def test_outlines_are_all_but_tokens_and_infos() -> None:
+def test_outlines_are_all_but_tokens_and_infos(tmp_path: Path) -> None:
     played = [play(index, turns=index % 3) for index in range(9)] + [Trajectory(group_id=3)]
     for rank, one in enumerate(played):
         one.rank = rank
@@ -63,6 +65,8 @@ def test_outlines_are_all_but_tokens_and_infos() -> None:
     assert outlined(outlines_of([])) == []
     with pytest.raises(LookupError, match="on another rank"):
         list(again[1].tokens)
+    with pytest.raises(LookupError, match="on another rank"):
+        RolloutStore(tmp_path).write(0, in_groups(again), {})
 
 
 def dealt(num: int) -> list[list[int]]:

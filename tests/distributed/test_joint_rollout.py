@@ -209,6 +209,7 @@ def test_a_rank_none_of_whose_trajectories_can_begin_does_not_end_the_rollout() 
         failed = [one for one in trajectories if not one.num_sampled_tokens]
         assert (engine.num_asked == 0) == (distributed.rank() == 0)
         assert (len(trajectories), len(failed)) == (12, 4)
-        assert all("no server" in one.turns[-1].info["error"] for one in failed)
+        if distributed.rank() == 0:  # which has all infos
+            assert all("no server" in one.turns[-1].info["error"] for one in failed)
 
     play_on_ranks({}, check, groups=[away, *GROUPS[1:]])  # a third for each rank, in order
