@@ -10,6 +10,7 @@ payloads on their way to other ranks, counted in a turn of its own that is not t
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pickle
 import random
@@ -44,6 +45,12 @@ WORDS, GROUP, TURNS, SAMPLED = 150_000, 8, 4, 0.25
 PICKLED, HELD = "all, pickled, to all", "each to its trainer"
 """The two ways."""
 Reading = dict[str, float]
+
+
+def length_of(index: int, mean: int, spread: float) -> int:
+    """Log-normal, at most eight times the mean."""
+    drawn = random.Random(-1 - index).gauss(-(spread**2) / 2, spread)
+    return min(8 * mean, int(mean * math.exp(drawn)))
 
 
 def play(index: int, length: int) -> Trajectory:
@@ -140,7 +147,10 @@ def rank(index: int, port: int, arguments: argparse.Namespace, answer: Connectio
     os.environ.update(RANK=str(index), LOCAL_RANK=str(index))
     torch.set_num_threads(1)
     distributed.start()
-    mine = [play(i, arguments.tokens) for i in range(index, arguments.trajectories, size)]
+    mine = [
+        play(i, length_of(i, arguments.tokens, arguments.spread))
+        for i in range(index, arguments.trajectories, size)
+    ]
     jobs = {PICKLED: partial(pickled, mine, 1.0)}
     jobs |= {f"{HELD}, {kept:.0%} kept": partial(held, mine, kept) for kept in arguments.kept}
     facts = {}
@@ -214,7 +224,8 @@ def rows_of(found: dict[str, dict[str, Any]]) -> list[list[str]]:
 @command(
     __doc__,
     flag("--trajectories", "in all", 2048),
-    flag("--tokens", "of each", 4096),
+    flag("--tokens", "of each, in the mean", 4096),
+    flag("--spread", "standard deviation of the logarithm of that, 0: all alike", 0.0),
     flag("--ranks", "data-parallel ranks, each of which samples", 4),
     flag("--kept", "shares that the filter keeps", type=float, nargs="+", default=[1.0, 0.25]),
     flag("--repetitions", "turns of each way", 5),
@@ -228,7 +239,9 @@ def main(arguments: argparse.Namespace) -> None:
     even = {size: unevenness(size) for size in (4, 16, 64)}
     rows = [[f"{size}", *(f"{value:.3f}" for value in one.values())] for size, one in even.items()]
     text = f"{table(head, rows_of(found))}\n\n{table(['ranks', 'by tokens', 'by cost'], rows)}"
-    sizes = {name: getattr(arguments, name) for name in ("trajectories", "tokens", "ranks")}
+    sizes = {
+        name: getattr(arguments, name) for name in ("trajectories", "tokens", "spread", "ranks")
+    }
     report = provenance() | sizes | {"ways": found, "unevenness": even}
     panels = {
         key: {name: [reading[key] for reading in one["readings"]] for name, one in found.items()}

@@ -150,6 +150,7 @@ class Run:
             report=self.console.say,
         )
         self.collapse_guard = CollapseGuard(config.guard)
+        self._owners: Tensor | None = None  # of the present batch, see `assign`
         self.trainers = {"actor": self.policy.trainer}
         if self.critic:
             self.trainers["critic"] = self.critic.trainer

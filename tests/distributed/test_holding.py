@@ -76,9 +76,15 @@ def dealt(num: int) -> list[list[int]]:
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("most_nodes", [0.0, 1.0], ids=["alone", "shared"])
-def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(most_nodes: float) -> None:
-    num = 32
+@pytest.mark.parametrize(
+    ("most_nodes", "homes"),
+    [(0.0, [0, 1, 2, 3]), (1.0, [0, 0, 1, 1])],
+    ids=["alone", "shared, two ranks for each part"],
+)
+def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(
+    most_nodes: float, homes: list[int]
+) -> None:
+    num, num_parts = 32, max(homes) + 1
 
     def rank() -> None:
         distributed.start()
@@ -96,10 +102,9 @@ def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(most_nodes: fl
         kept = [groups[place] for place in (6, 1, 2, 3, 4)]
         trajectories = [one for group in kept for one in group.trajectories]
         plan = list(minibatch_ids(20, 8, 2, torch.Generator().manual_seed(0)))
-        homes = list(range(NUM_RANKS))
         options = {"homes": homes, "cost": COST, "most_nodes": most_nodes}
-        owners = distributed.on_main(lambda: assign(trajectories, plan, NUM_RANKS, **options))
-        assert owners.shape == (2, 20) and owners.min() == 0 and owners.max() == 3
+        owners = distributed.on_main(lambda: assign(trajectories, plan, num_parts, **options))
+        assert owners.shape == (2, 20) and owners.min() == 0 and owners.max() == max(homes)
         held_before = [one.is_held for one in trajectories]
         sizes: list[int] = []
         exchange = distributed.exchange_bytes
@@ -112,7 +117,7 @@ def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(most_nodes: fl
         distributed.exchange_bytes = counting
         hold(groups, trajectories, owners, homes=homes, num_shown=1)
         distributed.exchange_bytes = exchange
-        trains = (owners == mine).any(0).tolist()
+        trains = (owners == homes[mine]).any(0).tolist()
         assert sum(sizes) == sum(now and not was for now, was in zip(trains, held_before))
         for one, trained in zip(trajectories, trains, strict=True):
             index = next(i for i, other in by_task.items() if other is one)
@@ -126,7 +131,7 @@ def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(most_nodes: fl
         exact = pack(
             [expected[i] for group in (6, 1, 2, 3, 4) for i in range(4 * group, 4 * group + 4)]
         )
-        batch = replace(pack(trajectories), here=owners[0] == mine)
+        batch = replace(pack(trajectories), here=owners[0] == homes[mine])
         for name in ("loss_mask", "turn_ids", "rewards", "cu_seqlens", "cu_segments", "group_ids"):
             assert torch.equal(getattr(batch, name), getattr(exact, name)), name
         for name, value in whole(batch).tensors():
