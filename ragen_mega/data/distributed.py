@@ -145,14 +145,15 @@ def on_main(function: Callable[[], T]) -> T:
     return result
 
 
-def exchange_bytes(parts: Sequence[bytes]) -> list[bytes]:
+def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
     """Send `parts[r]` to rank r; returns what every rank has sent to this one. Collective."""
     if world_size() == 1:
-        return list(parts)
+        return [memoryview(part) for part in parts]
     sizes = torch.tensor([len(part) for part in parts])
     arriving = torch.empty_like(sizes)
     dist.all_to_all_single(arriving, sizes, group=_control_group)
-    outgoing = torch.frombuffer(bytearray(b"".join(parts) or b" "), dtype=torch.uint8)
+    joined = bytearray().join([*parts, b"."])  # no tensor is a view of nothing
+    outgoing = torch.frombuffer(joined, dtype=torch.uint8)
     incoming = torch.empty(int(arriving.sum()), dtype=torch.uint8)
     dist.all_to_all_single(
         incoming,
@@ -161,7 +162,7 @@ def exchange_bytes(parts: Sequence[bytes]) -> list[bytes]:
         sizes.tolist(),
         group=_control_group,
     )
-    return [part.numpy().tobytes() for part in incoming.split(arriving.tolist())]
+    return [memoryview(part.numpy()) for part in incoming.split(arriving.tolist())]
 
 
 def max_over_ranks(tensor: Tensor) -> Tensor:

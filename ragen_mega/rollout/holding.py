@@ -30,6 +30,8 @@ from ragen_mega.data.packing import flatten, shares
 from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup, offsets_of
 from ragen_mega.rollout.collector import in_groups
 
+_PICKLE = pickle.HIGHEST_PROTOCOL  # arrays are copied once
+
 
 def share(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
     """The trajectories of every rank, in rank order: rank 0 gets them whole, the others outlines
@@ -41,7 +43,7 @@ def share(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
     for one in trajectories:
         one.rank = mine
     outlines = distributed.gather_objects(outlines_of(trajectories))
-    whole = b"" if mine == 0 else pickle.dumps(compact(trajectories))
+    whole = b"" if mine == 0 else pickle.dumps(compact(trajectories), _PICKLE)
     arrived = distributed.exchange_bytes([whole] + [b""] * (len(outlines) - 1))
     return [
         trajectories
@@ -87,7 +89,7 @@ def deliver(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence[int]])
 
     outgoing = [sent(mine, rank) for rank in range(len(wanted))]
     arrived = distributed.exchange_bytes(
-        [pickle.dumps(contents_of(part)) if part else b"" for part in outgoing]
+        [pickle.dumps(contents_of(part), _PICKLE) if part else b"" for part in outgoing]
     )
     for rank, data in enumerate(arrived):
         if data:
@@ -114,7 +116,7 @@ def assign(
         + cost.per_label * one.num_sampled_tokens
         for one in trajectories
     ]
-    tokens = flatten((one.tokens for one in trajectories), np.int64)
+    tokens = flatten((one.tokens for one in trajectories), np.int32)
     offsets = offsets_of(torch.tensor([len(one) for one in trajectories]))
     at_home = [homes[one.rank % len(homes)] for one in trajectories]
     options = {"homes": at_home, "cost": cost, "most_nodes": most_nodes}
