@@ -22,12 +22,12 @@ from ragen_mega.report.step_metrics import (
     group_weights,
 )
 from ragen_mega.rollout.engine import EngineError, Interrupted
+from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.run.build import build
 from ragen_mega.run.guards import nothing_to_learn
 from ragen_mega.run.nodes import watched
 from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run
-from ragen_mega.run.sampling import shape_on_main
 from ragen_mega.run.separate import Sampler
 from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
 from ragen_mega.storage.integrity import describe_error

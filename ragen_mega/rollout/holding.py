@@ -8,13 +8,14 @@ that it trains, and keeps no others.
 
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_mega.algorithm.rewards import IDENTITY, shape_rewards
 from ragen_mega.data import distributed
 from ragen_mega.data.balance import Cost
 from ragen_mega.data.compact import (
@@ -72,6 +73,38 @@ def from_main(
 
     found = distributed.on_main(outline)
     return groups if found is None or distributed.is_main() else in_groups(outlined(found))
+
+
+def shape_on_main(
+    groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
+) -> tuple[list[TrajectoryGroup], dict[str, float]]:
+    """`shape_rewards` by rank 0, which has all tokens; the others get what every turn earns.
+    Collective. Raises PlugInError on all ranks.
+    """
+    if dict(terms) == IDENTITY:
+        return list(groups), {}
+    shaped: list[TrajectoryGroup] = []
+
+    def shape() -> tuple[list[float], dict[str, float]]:
+        nonlocal shaped
+        shaped, metrics = shape_rewards(groups, terms)
+        played = (one for group in shaped for one in group.trajectories)
+        return [turn.reward for one in played for turn in one.turns], metrics
+
+    rewards, metrics = distributed.on_main(shape)
+    if not distributed.is_main():
+        earned = iter(rewards)
+        shaped = [
+            replace(
+                group,
+                trajectories=[
+                    replace(one, turns=[replace(turn, reward=next(earned)) for turn in one.turns])
+                    for one in group.trajectories
+                ],
+            )
+            for group in groups
+        ]
+    return shaped, metrics
 
 
 def deliver(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence[int]]) -> None:

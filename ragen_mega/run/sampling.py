@@ -3,22 +3,21 @@ further rounds, the verdicts of judges.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from typing import Any
 
 from ragen_mega import __version__
 from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty
-from ragen_mega.algorithm.rewards import IDENTITY, shape_rewards
 from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data.distributed import is_main, on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import JointCollection, collect_on_all_ranks, count_engines
 from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
+from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.rollout.verifier import Verifiers
@@ -49,38 +48,6 @@ def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) ->
         "versions": {name: version_of(name) for name in ("torch", "transformers")}
         | {"ragen_mega": __version__},
     }
-
-
-def shape_on_main(
-    groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
-) -> tuple[list[TrajectoryGroup], dict[str, float]]:
-    """`shape_rewards` by rank 0, which has all tokens; the others get what every turn earns.
-    Collective. Raises PlugInError on all ranks.
-    """
-    if dict(terms) == IDENTITY:
-        return list(groups), {}
-    shaped: list[TrajectoryGroup] = []
-
-    def shape() -> tuple[list[float], dict[str, float]]:
-        nonlocal shaped
-        shaped, metrics = shape_rewards(groups, terms)
-        played = (one for group in shaped for one in group.trajectories)
-        return [turn.reward for one in played for turn in one.turns], metrics
-
-    rewards, metrics = on_main(shape)
-    if not is_main():
-        earned = iter(rewards)
-        shaped = [
-            replace(
-                group,
-                trajectories=[
-                    replace(one, turns=[replace(turn, reward=next(earned)) for turn in one.turns])
-                    for one in group.trajectories
-                ],
-            )
-            for group in groups
-        ]
-    return shaped, metrics
 
 
 @dataclass
