@@ -10,6 +10,7 @@ payloads on their way to other ranks, counted in a turn of its own that is not t
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import pickle
@@ -132,6 +133,7 @@ def of_all(value: float, operation: Any = dist.ReduceOp.SUM) -> float:
 
 def measure(work: Callable[[], int]) -> Reading:
     """Wall clock until all ranks are done, and processor seconds of all together."""
+    gc.collect()  # what the last turn has left is not this one's work
     distributed.barrier()
     start, computed = time.perf_counter(), time.process_time()
     work()

@@ -47,3 +47,17 @@ def test_a_token_that_was_observed_takes_its_three_bytes() -> None:
     num_tokens = sum(map(len, played))
     assert len(pickle.dumps(compact(played))) < 3.6 * num_tokens
     assert len(pickle.dumps(played)) > 13 * num_tokens
+
+
+def test_what_trajectories_begin_with_travels_once() -> None:
+    played = []
+    for seed in range(8):
+        played.append(Trajectory(group_id=0))
+        played[-1].append_observation(list(range(3000)))
+        played[-1].append_action(Completion([seed, 7], [-1.0, -2.0], "stop"))
+    packed = compact(played)
+    assert packed.contents.shared.tolist() == [0] + [3000] * 7
+    assert len(packed.contents.tokens) == 3000 + 8 * 2
+    again = expand(packed)
+    assert again == played and again[3].tokens[2998:] == [2998, 2999, 3, 7]
+    assert again[3].tokens[-1] == 7 and len(again[3].tokens) == 3002
