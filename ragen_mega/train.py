@@ -37,13 +37,13 @@ from ragen_mega.storage.run_directory import Finished
 def starpo(run: Run) -> None:
     """One StarPO step after another, until `num_steps`."""
     config, policy, critic, engine = run.config, run.policy, run.critic, run.engine
+    run.order(run.step)  # where other ranks sample: the first weights; `finish_step` sends the next
 
     for step in run.steps():
         metrics = Metrics()
 
         # Rollout: from each of P initial states sample N trajectories of at most K turns.
-        if run.samplers:  # other ranks do, `max_staleness` ahead: these weights are for them
-            run.order(step, policy.export_weights())
+        if run.samplers:  # other ranks do, under the weights of `max_staleness` steps before
             groups = run.take(step, metrics)
         else:  # the engine takes the weights while the rest of the trainer is away, then the device
             tasks = run.tasks.sample(step)

@@ -8,8 +8,14 @@ seconds. Runs of the two placements alternate; `separate` has one rank that samp
 (--max-staleness 1). A step's seconds are the wall clock from one row of metrics.jsonl to the next,
 without the first two of a run. The model cannot sample a stop token, so that both placements
 sample and train on the same number of tokens. `sampling` and `training` are what the one rank of
-each took for a step in the separate runs: the ratio is largest where they are alike. Flags after --
-go to the training program.
+each took for a step in the separate runs, without waiting for the other.
+
+Only where the two are alike does either rank have nothing to wait for. So a first run with one
+pass over the rollout measures them, and the measured ones make as many passes (--updates, the
+flag --updates-per-rollout) as bring training closest to sampling. A workload whose training is
+the longer with one pass stays unequal, and the result says so. `ideal` is what could be reached if
+nothing passed between the two ranks: the environment's seconds elapse once for any number of
+ranks, all others are divided between colocated ones. Flags after -- go to the training program.
 """
 
 import argparse
@@ -43,6 +49,8 @@ PLACEMENTS = {
 }
 WARMUP = 2
 """First steps of a run, which do not count."""
+ALIKE = 0.1
+"""Share by which sampling and training may differ to count as equally long."""
 _POLL_SECONDS = 0.01
 FLAGS = (
     *OUTPUTS,
@@ -51,16 +59,17 @@ FLAGS = (
     flag("--num-groups", "initial states a step", 4),
     flag("--group-size", "trajectories of each", 8),
     flag("--response-length", "sampled tokens a turn", 4),
+    flag("--updates", "passes over a rollout (0: for training as long as sampling)", 0),
     flag("--steps", "of a run; the first two do not count", 12),
-    flag("--repeats", "runs of each placement", 3),
+    flag("--repeats", "runs of each placement", 5),
     flag("--output", "checkpoint, runs and logs", Path("bench_placement")),
     ("training", {"nargs": "*", "metavar": "-- FLAGS", "help": "of the training program"}),
 )
 
 
-def train(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
-    """Wall-clock seconds of the steps of one run, and its rows of metrics. If it fails, leave with
-    the end of its log.
+def train(arguments: argparse.Namespace, placement: str, updates: int) -> dict[str, Any]:
+    """Wall-clock seconds of the steps of one run with so many passes over a rollout, and its rows
+    of metrics. If it fails, leave with the end of its log.
     """
     directory = arguments.output / placement
     metrics, log = directory / METRICS_FILE, arguments.output / f"{placement}.log"
@@ -72,6 +81,7 @@ def train(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
         f" --group-size {arguments.group_size} --minibatch-size"
         f" {arguments.num_groups * arguments.group_size} --filter-strategy none"
         f" --advantage-estimator grpo --old-logprobs recompute --save-interval 0"
+        f" --updates-per-rollout {updates}"
         f" --num-steps {arguments.steps + 1} --eval-interval 0 --eval-prompts 1"
         f" --eval-samples 1 --name {placement} --overwrite"
     ).split()
@@ -102,12 +112,48 @@ def train(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
 
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Median seconds of a step of one sampling rank, and of one training rank less its waiting."""
-    rows = [row for run in runs for row in run["rows"]]
-    return {
-        "sampling": statistics.median(row["engine/sampling_seconds"] for row in rows),
-        "training": statistics.median(row["time/step"] - row["time/rollout"] for row in rows),
+    """Median seconds of a step of separate runs: what the sampling rank and the training rank did
+    and waited, and of the latter the passes over the rollout.
+    """
+    steps = [step for run in runs for step in zip(run["seconds"], run["rows"])]
+    readings = {
+        "sampling": [row["engine/sampling_seconds"] for _, row in steps],
+        "training": [seconds - row["time/rollout"] for seconds, row in steps],
+        "sampler_waits": [row["engine/waiting_seconds"] for _, row in steps],
+        "trainer_waits": [row["time/rollout"] for _, row in steps],
+        "updates": [row["time/update"] for _, row in steps],
     }
+    return {name: statistics.median(values) for name, values in readings.items()}
+
+
+def equal_updates(arguments: argparse.Namespace) -> int:
+    """Passes over a rollout with which training takes about as long as sampling, by a run with
+    one.
+    """
+    one = parts([train(arguments, "separate", 1)])
+    return max(1, 1 + round((one["sampling"] - one["training"]) / one["updates"]))
+
+
+def described(report: dict[str, Any]) -> str:
+    """The result as a table and in words."""
+    rows = [
+        (
+            name,
+            f"{at['median']:.3f}",
+            f"{at['min']:.3f} - {at['max']:.3f}",
+            f"{3600 / at['median']:.0f}",
+        )
+        for name, at in report["seconds"].items()
+    ]
+    one = report["of_one_rank"]
+    alike = "about as long" if report["is_alike"] else "not as long, so that one waits"
+    return (
+        table(("placement", "s/step", "spread", "steps an hour"), rows)
+        + f"\n\nseparate is {report['speedup']:.2f} times as fast, ideally {report['ideal']:.2f};"
+        f" with {report['updates']} passes over a rollout one rank samples a step in"
+        f" {one['sampling']:.3f} s (and waits {one['sampler_waits']:.3f} s), the other trains on it"
+        f" in {one['training']:.3f} s (and waits {one['trainer_waits']:.3f} s): {alike}"
+    )
 
 
 @command(__doc__, *FLAGS)
@@ -119,36 +165,27 @@ def main(arguments: argparse.Namespace) -> None:
     shutil.rmtree(checkpoint, ignore_errors=True)
     hf = small_model(ModelConfig(), vocab_size=2048)
     write_checkpoint(hf, "bandit", checkpoint, dtype=torch.float32)
-    jobs = {name: lambda name=name: train(arguments, name) for name in PLACEMENTS}
+    updates = arguments.updates or equal_updates(arguments)
+    jobs = {name: lambda name=name: train(arguments, name, updates) for name in PLACEMENTS}
     runs = interleave(jobs, arguments.repeats)
     seconds = {name: [one for run in of for one in run["seconds"]] for name, of in runs.items()}
     medians = {name: statistics.median(of) for name, of in seconds.items()}
+    one, elapsing = parts(runs["separate"]), arguments.turns * arguments.latency
+    longer = max(one["sampling"], one["training"])
     report = provenance() | {
         "latency": arguments.latency,
         "trajectories": arguments.num_groups * arguments.group_size,
         "turns": arguments.turns,
         "response_length": arguments.response_length,
+        "updates": updates,
         "seconds": {name: spread(of) for name, of in seconds.items()},
-        "of_one_rank": parts(runs["separate"]),
+        "of_one_rank": one,
+        "is_alike": abs(one["sampling"] - one["training"]) <= ALIKE * longer,
         "speedup": medians["colocated"] / medians["separate"],
+        "ideal": (elapsing + (one["sampling"] - elapsing + one["training"]) / 2) / longer,
         "all_seconds": seconds,
     }
-    one = report["of_one_rank"]
-    rows = [
-        (
-            name,
-            f"{at['median']:.3f}",
-            f"{at['min']:.3f} - {at['max']:.3f}",
-            f"{3600 / at['median']:.0f}",
-        )
-        for name, at in report["seconds"].items()
-    ]
-    text = table(("placement", "s/step", "spread", "steps an hour"), rows)
-    text += (
-        f"\n\nseparate is {report['speedup']:.2f} times as fast; one rank samples a step in"
-        f" {one['sampling']:.3f} s and trains on it in {one['training']:.3f} s"
-    )
-    publish(arguments, report, text, {"seconds per step": seconds})
+    publish(arguments, report, described(report), {"seconds per step": seconds})
 
 
 if __name__ == "__main__":

@@ -295,10 +295,10 @@ def main(arguments: argparse.Namespace) -> int:
     machine = find_machine(arguments.hardware)
     recipe = own_recipe(arguments, machine)
     config = recipe or parse(with_recipe(arguments.others, default=arguments.recipe))
-    if config.parallel.placement != "colocated":
+    if arguments.search and config.parallel.placement != "colocated":
         raise ValueError(
-            f"the plan knows placement colocated, not {config.parallel.placement}; drop --placement"
-            " and --rollout-ranks to plan what the ranks that train need"
+            f"--search knows placement colocated, not {config.parallel.placement}; drop --search,"
+            " or --placement and --rollout-ranks"
         )
     hf = model_config(arguments.model or config.model.load or "")
     if arguments.search:  # the search starts from one rank
@@ -325,7 +325,8 @@ def main(arguments: argparse.Namespace) -> int:
                 f" {capacity:g} GiB each; give more GPUs or larger ones, or --search to see more"
             )
     if not arguments.search:
-        setting = Setting.from_config(chosen, num_gpus, sharing=play.sharing)
+        trainers = chosen.parallel.num_trainers(num_gpus)
+        setting = Setting.from_config(chosen, trainers, sharing=play.sharing)
         result = examine(hf, setting, capacity)
         lines.append(described(result))
     if chosen:

@@ -73,12 +73,13 @@ def advice(
 ) -> list[tuple[str, float]]:
     """(flags, seconds that they save) of changes that still fit into `capacity` GiB, best first."""
     now = total(step_seconds(machine, shape, config, num_gpus, play))
+    trainers = config.parallel.num_trainers(num_gpus)
     saved = []
     for name, other in changes(config, machine).items():
         size = other.rollout.rollout_tensor_parallel_size
-        if num_gpus % size or shape.num_heads % size:
+        if num_gpus % size or trainers % size or shape.num_heads % size:
             continue
-        if fits(shape, other, num_gpus, capacity * GIB):
+        if fits(shape, other, trainers, capacity * GIB):
             seconds = total(step_seconds(machine, shape, other, num_gpus, play))
             saved.append((name, now - seconds))
     saved.sort(key=lambda item: -item[1])
@@ -105,6 +106,7 @@ def cost(
     trained = kept * config.rollout.group_size * config.train.updates_per_rollout
     flops = trained * play.length * Sizes.of(shape).flops(play.length)
     updating = sum(sum(phases[phase].values()) for phase in phases if phase == "update actor")
+    trainers = config.parallel.num_trainers(num_gpus)
     phase, term = bound(phases)
     return {
         "hardware": machine.hardware.name,
@@ -113,7 +115,7 @@ def cost(
         "interval_seconds": [seconds / factor, seconds * factor],
         "bound_by": {"phase": phase, "term": term},
         "tokens_per_second_per_gpu": sampled * play.length / seconds / num_gpus,
-        "update_mfu": flops / updating / num_gpus / machine.hardware.bf16,
+        "update_mfu": flops / updating / trainers / machine.hardware.bf16,
         "steps": STEPS,
         "gpu_hours": hours,
         "dollars": hours * dollars,

@@ -1167,9 +1167,9 @@ class StarPOConfig(Section):
                 " --carry-over 0.2 or drop --carry-over-cache",
             ),
             (
-                is_separate and rollout.rollout_engine != "embedded",
-                "placement separate samples with the embedded engine; drop --rollout-engine"
-                f" {rollout.rollout_engine} or --placement separate",
+                rollout.carry_over_cache == "keep" and rollout.rollout_engine == "sglang",
+                "carry_over_cache keep needs rollout_engine embedded: SGLang drops its caches when"
+                " it takes weights; drop --carry-over-cache or --rollout-engine sglang",
             ),
             (
                 staleness >= self.train.num_steps,

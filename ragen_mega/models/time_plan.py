@@ -25,6 +25,10 @@ ADAM_BYTES = 34
 """Bytes per element: gradient, float32 weight and two moments read, three of them written, a copy
 in bfloat16, and the gradient's norm.
 """
+CONNECTION = 1e9
+"""Assumed: bytes a second of weights from ranks that train to ranks that only sample, over one
+connection between processes, with its copies (docs/benchmarks/placement.md).
+"""
 SPREAD = 0.5
 """Assumed standard deviation of the logarithm of the tokens per turn."""
 Terms = dict[str, float]
@@ -475,14 +479,39 @@ def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
     )
 
 
+def hand_over(machine: Machine, shape: ModelShape, setting: Setting, num_samplers: int) -> Terms:
+    """Seconds in which the engines get the weights, of as many ranks that only sample; 0 if all
+    ranks do both.
+    """
+    reached, layout = machine.constants, setting.parallel
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+    terms = {"weights into engine": weights / reached.sync, "weights between ranks": 0.0}
+    everything = shape.engine_weights(setting.itemsize, 1)
+    if num_samplers:
+        terms["weights to host"] = everything / (reached.link * machine.hardware.host_link)
+        # the first sampler passes them on to the others
+        terms["weights to samplers"] = min(2, num_samplers) * everything / CONNECTION
+        if tp * pp > 1:
+            terms["weights between ranks"] = everything / machine.link(tp * pp)
+    elif setting.engine_tp != tp or pp > 1:
+        terms["weights between ranks"] = weights / machine.link(tp * pp)
+    return terms
+
+
 def step_seconds(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> dict[str, Terms]:
     """Phase -> what -> seconds of a step of StarPO, in the order in which they happen. The filter
     is assumed to keep the share that it names, all groups if it names none.
+
+    With placement separate these are the seconds of ranks that train: of a rollout that others play
+    meanwhile only those that they wait for. Raises ValueError for a split that cannot be.
     """
     machine = machine.shared_by(num_gpus)
-    setting, sizes = Setting.from_config(config, num_gpus), Sizes.of(shape)
+    trainers = config.parallel.num_trainers(num_gpus)
+    samplers = config.parallel.rollout_ranks or trainers
+    setting, sizes = Setting.from_config(config, trainers), Sizes.of(shape)
     cut, rolled = cut_of(config, setting), config.rollout
     reached, hardware = machine.constants, machine.hardware
     if (cut.fp8 or setting.engine_fp8) and not hardware.fp8:
@@ -490,15 +519,8 @@ def step_seconds(
             f"--fp8 and --rollout-fp8 need a GPU that computes in FP8, and --hardware"
             f" {hardware.name} does not; drop them or take another"
         )
-    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
-    is_local = setting.engine_tp == cut.tp and cut.pp == 1
-    phases = {
-        "sync": {
-            "weights into engine": weights / reached.sync,
-            "weights between ranks": 0.0 if is_local else weights / machine.link(cut.tp * cut.pp),
-        }
-    }
-    engines = rolled.num_engines(num_gpus, min(num_gpus, hardware.node))
+    phases = {"sync": hand_over(machine, shape, setting, config.parallel.rollout_ranks)}
+    engines = rolled.num_engines(samplers, min(samplers, hardware.node))
     phases["rollout"] = dict(
         rollout(
             machine, sizes, play,
@@ -546,9 +568,17 @@ def step_seconds(
         roles = range(1 + setting.has_critic)
         states = [state_of(shape, setting, 0, is_critic=bool(role)) for role in roles]
         moved = sum(state.parameters + state.optimizer for state in states)
+        moved *= not layout.rollout_ranks  # which have devices of their own
         moved += states[0].parameters + states[0].optimizer if layout.offload == "turns" else 0
         phases["offload"] = {"host link": 2 * moved / (reached.link * hardware.host_link)}
     spent = sum(sum(terms.values()) for terms in phases.values())
+    if rolled.max_staleness:
+        played, sync = (sum(phases[name].values()) for name in ("rollout", "sync"))
+        hidden = min(played, spent - played - sync)
+        phases["rollout"] = {
+            name: (1 - hidden / played) * time for name, time in phases["rollout"].items()
+        }
+        spent -= hidden
     return phases | {"other": {"overhead": reached.overhead * spent}}
 
 

@@ -4,6 +4,7 @@ backend.
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -137,12 +138,16 @@ def build(config: StarPOConfig) -> Run | Sampler:
     return run
 
 
-def build_sampling(config: StarPOConfig, base: Path) -> tuple[RolloutEngine, ChatRenderer]:
-    """What a rank that only samples does so with; `base` holds tokenizer and configuration of the
-    model.
+def build_sampling(
+    config: StarPOConfig, base: Path, name: str | None
+) -> tuple[RolloutEngine, ChatRenderer, PretrainedConfig]:
+    """What a rank that only samples does so with, in the run of this name; `base` holds tokenizer
+    and configuration of the model.
     """
+    config = replace(config, logging=replace(config.logging, name=name))
+    hf = load_config(str(base))
     renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
-    return build_engine(config, load_config(str(base))), renderer
+    return build_engine(config, hf), renderer, hf
 
 
 def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
@@ -263,9 +268,10 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
     """Settings of this rank's SGLang server. Raises ValueError where it could not start."""
     rollout, is_on_gpu = config.rollout, torch.cuda.is_available()
     num_sessions = rollout.sessions_per_engine(num_engines(config))
+    rank = int(os.environ.get("RANK", 0))  # of the whole job, also where others only sample
     return ServerSettings(
         python=Path(rollout.sglang_python or sys.executable),
-        directory=config.run_directory / "sglang" / f"rank_{distributed.rank():05d}",
+        directory=config.run_directory / "sglang" / f"rank_{rank:05d}",
         max_context=rollout.max_context_length,
         max_running_requests=num_sessions,
         kv_cache_tokens=rollout.kv_cache_size(num_sessions),
@@ -274,7 +280,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         tensor_parallel_size=rollout.rollout_tensor_parallel_size,
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
-        random_seed=config.train.seed + distributed.rank(),
+        random_seed=config.train.seed + rank,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},

@@ -39,8 +39,8 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     """
     config, _ = with_name(config)
     trainers = config.parallel.num_trainers(num_ranks)
-    samplers = config.parallel.rollout_ranks or trainers
-    config.rollout.num_engines(samplers, min(samplers, ranks_per_node))
+    for part in (trainers, config.parallel.rollout_ranks or trainers):  # evaluations too
+        config.rollout.num_engines(part, min(part, ranks_per_node))
     if config.evaluation.boards is not None:
         for name in config.environment.shares:
             load_boards(config.evaluation.boards, name, **config.environment.options(name))

@@ -194,13 +194,14 @@ class Run:
         self.timers.sampled_tokens = count_sampled(groups)
         return groups
 
-    def order(self, step: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Let the ranks that only sample go on to the rollout of step `step + max_staleness`, with
-        the present weights. They are not waited for.
+    def order(self, step: int) -> None:
+        """Let the ranks that only sample, if there are any, go on to the rollout of step
+        `step + max_staleness`, with the present weights. They are not waited for.
         """
-        with self.timed("sync"):
-            digest = fingerprint(self.policy.local_weights())
-            self.samplers.order(step, digest, weights)
+        if self.samplers:
+            with self.timed("sync"):
+                digest = fingerprint(self.policy.local_weights())
+                self.samplers.order(step, digest, self.policy.export_weights())
 
     def take(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:
         """Wait for what they have sampled for a step. Raises as `Samplers.take` does."""
@@ -406,6 +407,7 @@ class Run:
             self.note(step, str(warning))
         is_last = step + 1 == self.config.train.num_steps
         is_back = self._guard_from_collapse(step, metrics, is_last)
+        self.order(step + 1)  # others sample while this step is closed
         self.timers.close_step(metrics)
         metrics.add("memory", self.placement.take_ledger())
         self.console.step(step, metrics.result())  # evaluation says its own lines below

@@ -2,13 +2,15 @@
 
 Rollout t is sampled under the weights after max(0, t - max_staleness) steps, whatever takes how
 long: a run is repeated to the bit without a record of timing. The trainers order a rollout as soon
-as these weights exist, so samplers are paced by the weights, and no trajectory is ever dropped.
+as these weights exist, before they log, evaluate or write anything, so samplers are paced by the
+weights, and no trajectory is ever dropped.
 Weights of which ordered rollouts have not come back stay in host memory, and are in checkpoints.
 """
 
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +19,15 @@ from typing import Any, NoReturn, Self
 
 from safetensors.torch import load, save
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.compact import CompactTrajectories, compact, expand
-from ragen_mega.data.distributed import is_main, on_main
+from ragen_mega.data.distributed import device, is_main, on_main
 from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.all_ranks import engine_metrics
@@ -47,9 +51,12 @@ _FAILURES = (ValueError, OSError, EngineError, FloatingPointError)
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The trainers are ready: the directory of tokenizer and model configuration."""
+    """The trainers are ready."""
 
     base: str
+    """The directory of tokenizer and model configuration."""
+    name: str | None
+    """Of the run, if it has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,7 @@ class Samplers:
         say: Callable[[str], None],
     ) -> None:
         """`recall` and `keep` read and write rollouts on the disk, on the first rank, which alone
-        has the `link`.
+        has the `link`; `keep` in a thread of its own.
         """
         self._config, self._link, self._tasks = config, link, tasks
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
@@ -120,13 +127,16 @@ class Samplers:
         self._ordered: dict[int, tuple[int, Origin]] = {}  # not taken yet: version, what it is from
         self._digests: dict[int, str] = {}  # of the weights of recent versions
         self._weights: dict[int, bytes] = {}  # of versions in `_ordered`; empty but on first rank
+        self._present = 0  # the version of the last `order`
         self._sent: int | None = None  # the latest version that they have
         self._arrived: dict[int, Delivery] = {}  # first rank: ready to be taken
         self._failure: Exception | None = None  # first rank: what ended their work
+        self._writer = ThreadPoolExecutor(1, "rollouts")
+        self._written: Future[None] | None = None  # first rank: the last write
 
     def begin(self, base: Path) -> None:
         """Let them build what they sample with, from tokenizer and model in `base`."""
-        self._send(Begin(str(base)))
+        self._send(Begin(str(base), self._config.logging.name))
 
     def order(self, step: int, digest: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Order the rollouts up to `step + max_staleness` that nobody has sampled yet, the last of
@@ -134,7 +144,7 @@ class Samplers:
         """
         staleness = self._config.rollout.max_staleness
         last = min(step + staleness, self._config.train.num_steps - 1)
-        self._digests[step] = digest
+        self._present, self._digests[step] = step, digest
         for rollout in range(self._next, last + 1):
             due = max(0, rollout - staleness)
             if due not in self._digests or not self._order(rollout, due, step, weights):
@@ -205,19 +215,19 @@ class Samplers:
         return groups, found.metrics.get("sampling_seconds", 0.0)
 
     def flush(self) -> None:
-        """Write to disk what has come. Raises OSError on all ranks if that fails."""
+        """Have on disk what has come. Raises OSError on all ranks if that fails."""
         on_main(self._accept_all)
 
     def staged(self) -> dict[str, bytes]:
-        """Name -> content of the files with which a checkpoint repeats the rollouts that are to
-        come; nothing but on the first rank. Not collective.
+        """Name -> content of the files with which a checkpoint of the present weights repeats the
+        rollouts that are to come; nothing but on the first rank. Not collective.
         """
         if not self._link:
             return {}
         missing = {
             version
             for rollout, (version, _) in self._ordered.items()
-            if rollout not in self._arrived
+            if rollout not in self._arrived and version != self._present
         }
         return {WEIGHTS.format(version): self._weights[version] for version in missing}
 
@@ -251,7 +261,11 @@ class Samplers:
         return groups is not None
 
     def _find(self, rollout: int, start: float) -> Delivery | Exception | None:
-        """First rank: a rollout, or what ended the samplers' work; None if nothing came for now."""
+        """First rank: a rollout, or what ended the samplers' work; None if nothing came for now.
+        Raises OSError if one could not be written.
+        """
+        if self._written and self._written.done():
+            self._written.result()
         if rollout in self._arrived:
             return self._arrived.pop(rollout)
         if self._failure is None and not self._accept(_POLL_SECONDS):
@@ -264,13 +278,17 @@ class Samplers:
         return self._failure
 
     def _accept_all(self) -> None:
-        """First rank: as `_accept`, for every message that has come."""
+        """First rank: as `_accept`, for every message that has come; then all is written."""
         with suppress(LinkLost):  # `take` says so
             while self._accept(0.0):
                 pass
+        if self._written:
+            self._written.result()
 
     def _accept(self, seconds: float) -> bool:
-        """First rank: read a message, and write a rollout to disk; False if none comes."""
+        """First rank: read a message, and begin to write a rollout to disk, after the last one;
+        False if none comes.
+        """
         data = self._link.receive(seconds)
         if data is None:
             return False
@@ -278,10 +296,16 @@ class Samplers:
         if isinstance(message, Exception):
             self._failure = message
             return True
-        _, origin = self._ordered[message.rollout]
-        self._keep(message.rollout, origin, in_groups(expand(message.trajectories)))
         self._arrived[message.rollout] = message
+        if self._written:
+            self._written.result()
+        _, origin = self._ordered[message.rollout]
+        self._written = self._writer.submit(self._write, message, origin)
         return True
+
+    def _write(self, message: Delivery, origin: Origin) -> None:
+        """In the thread that writes."""
+        self._keep(message.rollout, origin, in_groups(expand(message.trajectories)))
 
 
 class Sampler:
@@ -293,9 +317,13 @@ class Sampler:
         self,
         config: StarPOConfig,
         link: Link | None,
-        prepare: Callable[[Path], tuple[RolloutEngine, ChatRenderer]],
+        prepare: Callable[
+            [Path, str | None], tuple[RolloutEngine, ChatRenderer, PretrainedConfig]
+        ],
     ) -> None:
-        """`prepare` builds what samples, from the directory of tokenizer and configuration."""
+        """`prepare` builds what samples, from the directory of tokenizer and configuration and the
+        run's name.
+        """
         self.stop = StopSignal()
         self.summary: dict[str, Any] = {}
         """Of the run; only trainers have one."""
@@ -312,7 +340,7 @@ class Sampler:
         """Inside, the engine is awake; it is built once the trainers have begun."""
         if isinstance(begin := self._receive(), End):
             raise SystemExit(begin.exit_code)
-        self._engine, renderer = self._prepare(Path(begin.base))
+        self._engine, renderer, self._hf = self._prepare(Path(begin.base), begin.name)
         self._sampling = Sampling(
             self._config,
             self._engine,
@@ -324,8 +352,11 @@ class Sampler:
             stop_if_asked=lambda: None,  # the trainers stop
             send_again=self._send_again,
         )
-        with self._engine.awake(), self._sampling.together() as self._together:
-            yield
+        try:
+            with self._engine.awake(), self._sampling.together() as self._together:
+                yield
+        finally:
+            self._engine.shutdown()
 
     def orders(self) -> Iterator[Order]:
         """The rollouts to sample, until the trainers have ended."""
@@ -350,9 +381,10 @@ class Sampler:
             self._together.drop_caches()
         else:
             self._engine.seal_caches()
-        self._engine.load_weights(self._weights.items(), again=bool(self._open))
-        self._engine.weight_version = order.version
-        self._engine.start()
+        is_again = bool(self._open)
+        # An engine that is not loaded again counts one up, and a server labels what it samples.
+        self._engine.weight_version = order.version - (not is_again)
+        self._load(again=is_again)
 
     def sample(self, step: int) -> Iterator[tuple[int, list[TrajectoryGroup]]]:
         """Play the rollout of a step, and what is left of the one before; yields each rollout that
@@ -439,7 +471,16 @@ class Sampler:
             self._link.send(Interrupted())
 
     def _send_again(self) -> None:
-        self._engine.load_weights(self._weights.items(), again=True)
+        """In the middle of a rollout, after an engine has lost its weights."""
+        self._engine.pause()
+        self._load(again=True)
+
+    def _load(self, *, again: bool) -> None:
+        weights = ((name, tensor.to(device())) for name, tensor in self._weights.items())
+        if self._engine.shard is not None:
+            weights = cut_stream(weights, self._hf, *self._engine.shard)
+        self._engine.load_weights(weights, again=again)
+        self._engine.start()
 
 
 def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:

@@ -26,6 +26,7 @@ from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
+from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.forked_ranks import fork_ranks
 from tests.support.processes import command_of
 from tests.support.sglang_server import (
@@ -131,6 +132,42 @@ def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(
     assert (
         sum(row["engine/reissued"] for row in rows) > 0
     )  # some were lost in the middle of a rollout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_that_only_samples_has_a_server_of_its_own(tmp_path: Path) -> None:
+    """Beside that with which the rank that trains evaluates. It gets the weights of every step, and
+    so does the server that replaces it.
+    """
+
+    def kill_behind_the_first_step() -> None:
+        while not (tmp_path / "run" / "rollouts" / "step_00000000.safetensors").exists():
+            if is_over.wait(0.01):
+                return
+        directory = tmp_path / "run" / "sglang" / "rank_00001"
+        running = psutil.process_iter(["cmdline", "cwd"])
+        next(process for process in running if works_for(process, directory)).kill()
+
+    is_over = threading.Event()
+    killer = threading.Thread(target=kill_behind_the_first_step)
+    killer.start()
+    try:
+        flags = "--placement separate --rollout-ranks 1 --num-steps 3 --old-logprobs recompute"
+        server = ("--rollout-engine", "sglang", "--sglang-python", PYTHON)
+        run = launch(tmp_path, 2, *server, *SHORT, "--keep-rollouts", "0", *flags.split(), timeout=800)
+    finally:
+        is_over.set()
+        killer.join()
+    rows = read_metrics(run)
+    assert len(rows) == 3 and all(row["mismatch/logprob_max_abs_diff"] < 1e-4 for row in rows)
+    assert [row["engine/restarts"] for row in rows][0] == 0
+    assert sum(row["engine/restarts"] for row in rows) == 1
+    store = RolloutStore(run / "rollouts")
+    for step in range(3):
+        groups = store.read(step).groups
+        assert {one.weight_version for group in groups for one in group.trajectories} == {step}
+    assert sorted(path.name for path in (run / "sglang").iterdir()) == ["rank_00000", "rank_00001"]
 
 
 def works_for(process: psutil.Process, directory: Path) -> bool:

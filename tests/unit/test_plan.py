@@ -130,9 +130,9 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (
             (
                 *("--model", "Qwen2.5-3B", "--rollout-engine", "embedded"),
-                *("--placement", "separate", "--rollout-ranks", "1"),
+                *("--placement", "separate", "--rollout-ranks", "1", "--search"),
             ),
-            "the plan knows placement colocated, not separate; drop --placement",
+            "--search knows placement colocated, not separate; drop --search",
         ),
     ):
         code, said = run_plan(capsys, *flags)

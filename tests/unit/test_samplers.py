@@ -131,6 +131,7 @@ def test_every_rollout_is_due_under_the_weights_of_so_many_steps_before(
         assert job.order(step) == expected
         job.deliver(step)
         assert job.take(step)[0].trajectories[0].tokens == [1, step]
+    job.samplers.flush()
     assert sorted(job.disk) == list(range(NUM_STEPS)) and not job.said
 
 
@@ -145,6 +146,7 @@ def test_a_checkpoint_repeats_what_was_under_way_under_the_same_weights(tmp_path
     job.deliver(2)  # on its way when the checkpoint is written; 3 is not
     while job.link.num_waiting == 0:
         pass
+    assert job.order(2) == [(4, 2, 2)]  # under the weights that the checkpoint itself holds
     other = job.restarted(2, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["weights_00000001.safetensors"]
     assert other.order(2) == [(3, 1, 1), (4, 2, 2)]
@@ -242,7 +244,11 @@ def test_messages_keep_their_order_whatever_their_size() -> None:
             f"{SEPARATE} --max-staleness 9 --num-steps 9 --importance-cap 2",
             "max_staleness (9) must be below num_steps (9)",
         ),
-        (f"{SEPARATE} --rollout-engine sglang", "placement separate samples with the embedded"),
+        (
+            f"{SEPARATE} --max-staleness 2 --importance-cap 2 --carry-over 0.5"
+            " --carry-over-cache keep --rollout-engine sglang",
+            "carry_over_cache keep needs rollout_engine embedded: SGLang drops its caches",
+        ),
         (
             f"{SEPARATE} --max-staleness 1 --importance-cap 2 --carry-over 0.5",
             "the trainers would wait at max_staleness 1; set --max-staleness 2",

@@ -204,6 +204,34 @@ def test_a_step_has_the_passes_of_its_algorithm() -> None:
     assert plain["other"]["overhead"] == pytest.approx(H100.constants.overhead * spent)
 
 
+def test_apart_the_longer_side_and_the_hand_over_make_a_step() -> None:
+    """Two ranks that sample and six that train take what jobs of two and of six ranks take."""
+    shape = shape_of("Qwen2.5-1.5B")
+    base = ["--bf16", "--rollout-engine", "sglang", "--importance-cap", "2"]
+    apart = [*base, "--placement", "separate", "--rollout-ranks", "2", "--max-staleness"]
+
+    def totals(seconds: float, ranks: int, *flags: str) -> dict[str, float]:
+        config = parse(list(flags))
+        play = default_play(config, environment_seconds=seconds)
+        phases = step_seconds(H100, shape, config, ranks, play)
+        return {phase: sum(terms.values()) for phase, terms in phases.items()}
+
+    for seconds in (0.0, 30.0):
+        sampling = totals(seconds, 2, *base)["rollout"]
+        others = ("sync", "rollout", "other")
+        alone = {p: t for p, t in totals(seconds, 6, *base).items() if p not in others}
+        training = sum(alone.values())
+        in_turns, beside = (totals(seconds, 8, *apart, k) for k in "01")
+        for found, longer in ((in_turns, sampling + training), (beside, max(sampling, training))):
+            assert sum(found.values()) - found["other"] == pytest.approx(found["sync"] + longer)
+            assert {phase: found[phase] for phase in alone} == pytest.approx(alone)
+        assert (beside["rollout"] == 0) == (seconds == 0) == (sampling < training)
+        # two passes over the connection for 3 GB of weights, whatever else
+        assert beside["sync"] > 2 * 2 * shape.num_parameters / 1e9
+    with pytest.raises(ValueError, match="must leave a rank that trains"):
+        totals(0.0, 2, *apart, "1")
+
+
 def test_the_constants_are_those_that_the_published_rows_give() -> None:
     fitted = validation.fit(validation.read_points(validation.ROWS))
     for one in fields(Constants):
