@@ -575,10 +575,8 @@ def step_seconds(
     if rolled.max_staleness:
         played, sync = (sum(phases[name].values()) for name in ("rollout", "sync"))
         hidden = min(played, spent - played - sync)
-        phases["rollout"] = {
-            name: (1 - hidden / played) * time for name, time in phases["rollout"].items()
-        }
-        spent -= hidden
+        visible = {name: (1 - hidden / played) * time for name, time in phases["rollout"].items()}
+        phases["rollout"], spent = visible, spent - hidden
     return phases | {"other": {"overhead": reached.overhead * spent}}
 
 

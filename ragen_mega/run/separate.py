@@ -300,11 +300,12 @@ class Samplers:
         if self._written:
             self._written.result()
         _, origin = self._ordered[message.rollout]
-        self._written = self._writer.submit(self._write, message, origin)
+        self._written = self._writer.submit(self._write, data, origin)
         return True
 
-    def _write(self, message: Delivery, origin: Origin) -> None:
-        """In the thread that writes."""
+    def _write(self, delivery: bytes, origin: Origin) -> None:
+        """In the thread that writes: a copy of its own, whatever becomes of the other."""
+        message = pickle.loads(delivery)
         self._keep(message.rollout, origin, in_groups(expand(message.trajectories)))
 
 
@@ -317,9 +318,7 @@ class Sampler:
         self,
         config: StarPOConfig,
         link: Link | None,
-        prepare: Callable[
-            [Path, str | None], tuple[RolloutEngine, ChatRenderer, PretrainedConfig]
-        ],
+        prepare: Callable[[Path, str | None], tuple[RolloutEngine, ChatRenderer, PretrainedConfig]],
     ) -> None:
         """`prepare` builds what samples, from the directory of tokenizer and configuration and the
         run's name.

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from ragen_mega.commands.replay import replay
+from ragen_mega.config import parse
+from ragen_mega.run.build import build
+from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.train import play_part
 from tests.support.faulty_runs import FLAGS, WARM_START, start_of
+from tests.support.forked_ranks import on_ranks
 from tests.support.runs import launch, metrics, start_ranks, state
 
 pytestmark = pytest.mark.forks
@@ -93,6 +98,31 @@ def test_rollouts_are_of_weights_so_many_steps_old_and_corrected(stale: Path) ->
     assert rows[0]["mismatch/logprob_max_abs_diff"] < 1e-5
     assert all(row["mismatch/logprob_max_abs_diff"] > 1e-3 for row in rows[1:])
     assert all(row["actor/importance"] != 1.0 for row in rows[1:])
+
+
+def test_samplers_do_not_wait_until_a_step_is_evaluated(output: Path) -> None:
+    """The next rollout comes before the evaluation ends, though it is due under these weights."""
+    others = ("--num-steps", "2", "--eval-interval", "1", "--output", str(output))
+    config = parse([*flags(output, *SEPARATE), *others, "--name", "evaluated"])
+
+    def rank() -> None:
+        run = build(config)
+        if isinstance(run, Run):
+            evaluate = run.evaluate
+
+            def evaluate_late(step: int, *rest: object) -> object:
+                deadline = time.monotonic() + 100.0
+                while step == 1 and not run.link.num_waiting:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                return evaluate(step, *rest)
+
+            run.evaluate = evaluate_late
+        with run:
+            play_part(run)
+
+    on_ranks(rank, 2)
+    assert versions(output / "evaluated") == [{0}, {1}]
 
 
 def test_any_step_is_repeated_to_the_bit(stale: Path) -> None:

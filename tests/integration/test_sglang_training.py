@@ -153,9 +153,9 @@ def test_a_rank_that_only_samples_has_a_server_of_its_own(tmp_path: Path) -> Non
     killer = threading.Thread(target=kill_behind_the_first_step)
     killer.start()
     try:
-        flags = "--placement separate --rollout-ranks 1 --num-steps 3 --old-logprobs recompute"
+        flags = "--placement separate --rollout-ranks 1 --num-steps 3 --keep-rollouts 0"
         server = ("--rollout-engine", "sglang", "--sglang-python", PYTHON)
-        run = launch(tmp_path, 2, *server, *SHORT, "--keep-rollouts", "0", *flags.split(), timeout=800)
+        run = launch(tmp_path, 2, *server, *SHORT, *flags.split(), timeout=800)
     finally:
         is_over.set()
         killer.join()

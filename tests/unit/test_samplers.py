@@ -58,13 +58,13 @@ class Job:
         distributed.start()
         self.config, self.disk, self.said = config, {}, []
         self.link, self.theirs = links()
-        self.is_stopped = False
+        self.is_stopped = self.is_full = False
         self.samplers = Samplers(
             config,
             self.link,
             TaskSampler(config),
             recall=self.recall,
-            keep=lambda step, origin, groups: self.disk.update({step: (origin, groups)}),
+            keep=self.keep,
             stop_if_asked=self.stop_if_asked,
             say=self.said.append,
         )
@@ -72,6 +72,11 @@ class Job:
     def recall(self, step: int, origin: dict) -> list[TrajectoryGroup] | None:
         stored, groups = self.disk.get(step, (None, None))
         return groups if stored == origin else None
+
+    def keep(self, step: int, origin: dict, groups: list[TrajectoryGroup]) -> None:
+        if self.is_full:
+            raise OSError("no space left")
+        self.disk[step] = origin, groups
 
     def stop_if_asked(self) -> None:
         if self.is_stopped:
@@ -203,6 +208,17 @@ def test_samplers_that_end_or_fall_silent_end_the_run_with_one_line() -> None:
     job.theirs.close()
     with pytest.raises(LinkLost, match="^the ranks that sample have ended; --resume goes on"):
         job.take(0)
+
+
+def test_a_rollout_that_cannot_be_written_ends_the_run() -> None:
+    """At the latest when a checkpoint relies on it."""
+    job = Job(config(1))
+    job.order(0)
+    job.is_full = True
+    job.deliver(0)
+    with pytest.raises(OSError, match="no space left"):
+        job.take(0)
+        job.samplers.flush()
 
 
 def test_a_stop_is_heard_while_a_rollout_is_waited_for() -> None:
