@@ -83,7 +83,7 @@ class Replay(Run):
 
         return from_main(read)
 
-    def order(self, step: int, weights: object) -> None:
+    def order(self, step: int) -> None:
         """Nobody samples."""
 
     def take(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
@@ -479,24 +480,39 @@ def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
     )
 
 
-def hand_over(machine: Machine, shape: ModelShape, setting: Setting, num_samplers: int) -> Terms:
-    """Seconds in which the engines get the weights, of as many ranks that only sample; 0 if all
-    ranks do both.
+def hand_over(
+    machine: Machine, shape: ModelShape, setting: Setting, num_samplers: int
+) -> tuple[Terms, Terms]:
+    """Seconds in which as many ranks that only sample get the weights (0: all ranks do both): those
+    of ranks that train, and those of ranks that sample.
     """
     reached, layout = machine.constants, setting.parallel
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
-    terms = {"weights into engine": weights / reached.sync, "weights between ranks": 0.0}
-    everything = shape.engine_weights(setting.itemsize, 1)
-    if num_samplers:
-        terms["weights to host"] = everything / (reached.link * machine.hardware.host_link)
-        # the first sampler passes them on to the others
-        terms["weights to samplers"] = min(2, num_samplers) * everything / CONNECTION
-        if tp * pp > 1:
-            terms["weights between ranks"] = everything / machine.link(tp * pp)
-    elif setting.engine_tp != tp or pp > 1:
-        terms["weights between ranks"] = weights / machine.link(tp * pp)
-    return terms
+    taken = {"weights into engine": weights / reached.sync}
+    if not num_samplers:
+        is_local = setting.engine_tp == tp and pp == 1
+        return {
+            "weights between ranks": 0.0 if is_local else weights / machine.link(tp * pp)
+        }, taken
+    whole = shape.engine_weights(setting.itemsize, 1)
+    # the first sampler passes them on to the others
+    taken["weights to samplers"] = min(2, num_samplers) * whole / CONNECTION
+    return {
+        "weights between ranks": whole / machine.link(tp * pp) if tp * pp > 1 else 0.0,
+        "weights to host": whole / (reached.link * machine.hardware.host_link),
+    }, taken
+
+
+def waited(phases: Mapping[str, Terms], staleness: int) -> Terms:
+    """What ranks that train see of "rollout", which others play and get the weights for: rollout t
+    begins when it has those of step t - `staleness`, and step t when it has rollout t.
+    """
+    played = sum(phases["rollout"].values())
+    own = sum(sum(terms.values()) for terms in phases.values()) - played
+    arriving = phases["rollout"]["weights to samplers"]  # while they play the rollout before
+    step = max(own, played - arriving, (own + played) / (1 + staleness))
+    return {name: (step - own) / played * time for name, time in phases["rollout"].items()}
 
 
 def step_seconds(
@@ -519,7 +535,9 @@ def step_seconds(
             f"--fp8 and --rollout-fp8 need a GPU that computes in FP8, and --hardware"
             f" {hardware.name} does not; drop them or take another"
         )
-    phases = {"sync": hand_over(machine, shape, setting, config.parallel.rollout_ranks)}
+    given, taken = hand_over(machine, shape, setting, config.parallel.rollout_ranks)
+    is_apart = config.parallel.placement == "separate"
+    phases = {"sync": given if is_apart else taken | given}
     engines = rolled.num_engines(samplers, min(samplers, hardware.node))
     phases["rollout"] = dict(
         rollout(
@@ -571,12 +589,10 @@ def step_seconds(
         moved *= not layout.rollout_ranks  # which have devices of their own
         moved += states[0].parameters + states[0].optimizer if layout.offload == "turns" else 0
         phases["offload"] = {"host link": 2 * moved / (reached.link * hardware.host_link)}
+    if is_apart:
+        phases["rollout"] |= taken
+        phases["rollout"] = waited(phases, rolled.max_staleness)
     spent = sum(sum(terms.values()) for terms in phases.values())
-    if rolled.max_staleness:
-        played, sync = (sum(phases[name].values()) for name in ("rollout", "sync"))
-        hidden = min(played, spent - played - sync)
-        visible = {name: (1 - hidden / played) * time for name, time in phases["rollout"].items()}
-        phases["rollout"], spent = visible, spent - hidden
     return phases | {"other": {"overhead": reached.overhead * spent}}
 
 

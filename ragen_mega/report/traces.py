@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +37,7 @@ _CHANNELS = {
 }
 """Fields of a batch that a trace holds for every sampled token, and their names in the viewer."""
 _MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8; each may be a token of its own
+_REMEMBERED = 2**16  # texts of tokens
 Board = Sequence[str] | None
 Rows = Mapping[int, int]
 """Identity of a trajectory -> its place in the batch."""
@@ -53,7 +54,8 @@ class TraceWriter:
     ) -> None:
         """`decode`: token ids -> text, special tokens included."""
         self.directory = directory
-        self._decode = decode
+        # Nearly always single tokens, and mostly ones that were there before.
+        self._decode = lru_cache(_REMEMBERED)(lambda tokens: decode([*tokens]))
         self._config = config
         self._undrawn: set[str] = set()  # environments that need not be built again to know it
 
@@ -156,7 +158,7 @@ class TraceWriter:
         pending: list[int] = []
         for index, token in enumerate(tokens):
             pending.append(token)
-            text = self._decode(pending)
+            text = self._decode(tuple(pending))
             is_whole = "\ufffd" not in text or len(pending) == _MOST_BYTES_OF_A_CHARACTER
             if is_whole or index + 1 == len(tokens):
                 pending = []

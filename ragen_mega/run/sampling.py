@@ -5,6 +5,7 @@ further rounds, the verdicts of judges.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -45,9 +46,15 @@ def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) ->
         "rollout": values["rollout"],
         "seed": config.train.seed,
         "judges": [name for name in config.advantage.reward_terms if is_judge(name)],
-        "versions": {name: version_of(name) for name in ("torch", "transformers")}
-        | {"ragen_mega": __version__},
+        "versions": _versions(),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Looked up once: every time all metadata of the package would be read."""
+    found = {name: version_of(name) for name in ("torch", "transformers")}
+    return found | {"ragen_mega": __version__}
 
 
 @dataclass
