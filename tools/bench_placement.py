@@ -13,9 +13,9 @@ each took for a step in the separate runs, without waiting for the other.
 Only where the two are alike does either rank have nothing to wait for. So a first run with one
 pass over the rollout measures them, and the measured ones make as many passes (--updates, the
 flag --updates-per-rollout) as bring training closest to sampling. A workload whose training is
-the longer with one pass stays unequal, and the result says so. `ideal` is what could be reached if
-nothing passed between the two ranks: the environment's seconds elapse once for any number of
-ranks, all others are divided between colocated ones. Flags after -- go to the training program.
+the longer with one pass stays unequal, and the result says so. `expected` is the ratio if nothing
+passed between the two ranks and colocated ones shared all but the environment's seconds evenly.
+Flags after -- go to the training program.
 """
 
 import argparse
@@ -149,7 +149,8 @@ def described(report: dict[str, Any]) -> str:
     alike = "about as long" if report["is_alike"] else "not as long, so that one waits"
     return (
         table(("placement", "s/step", "spread", "steps an hour"), rows)
-        + f"\n\nseparate is {report['speedup']:.2f} times as fast, ideally {report['ideal']:.2f};"
+        + f"\n\nseparate is {report['speedup']:.2f} times as fast, expected"
+        f" {report['expected']:.2f};"
         f" with {report['updates']} passes over a rollout one rank samples a step in"
         f" {one['sampling']:.3f} s (and waits {one['sampler_waits']:.3f} s), the other trains on it"
         f" in {one['training']:.3f} s (and waits {one['trainer_waits']:.3f} s): {alike}"
@@ -182,7 +183,7 @@ def main(arguments: argparse.Namespace) -> None:
         "of_one_rank": one,
         "is_alike": abs(one["sampling"] - one["training"]) <= ALIKE * longer,
         "speedup": medians["colocated"] / medians["separate"],
-        "ideal": (elapsing + (one["sampling"] - elapsing + one["training"]) / 2) / longer,
+        "expected": (elapsing + (one["sampling"] - elapsing + one["training"]) / 2) / longer,
         "all_seconds": seconds,
     }
     publish(arguments, report, described(report), {"seconds per step": seconds})
