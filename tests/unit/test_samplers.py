@@ -8,12 +8,13 @@ import hashlib
 import pickle
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
 from ragen_mega.config import StarPOConfig, parse
@@ -21,10 +22,16 @@ from ragen_mega.data import distributed
 from ragen_mega.data.compact import compact
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.report.metrics import Metrics
-from ragen_mega.rollout.engine import EngineError, Interrupted
+from ragen_mega.rollout.engine import (
+    EngineCounts,
+    EngineError,
+    EngineShard,
+    Interrupted,
+    RolloutEngine,
+)
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.link import SAMPLERS, TRAINERS, Link, LinkLost
-from ragen_mega.run.separate import Delivery, End, Samplers
+from ragen_mega.run.separate import Begin, Delivery, End, Order, Sampler, Samplers, packed
 
 NUM_STEPS = 6
 SEPARATE = "--environments bandit --placement separate --rollout-ranks 1"
@@ -227,6 +234,61 @@ def test_a_stop_is_heard_while_a_rollout_is_waited_for() -> None:
     job.is_stopped = True
     with pytest.raises(Interrupted):
         job.take(0)
+
+
+class Recorder(RolloutEngine):
+    """The second of two ranks that share a server: keeps what it is given."""
+
+    shard, num_slots = EngineShard(1, 2), 0
+
+    def __init__(self) -> None:
+        self.counts, self.done = EngineCounts(), []
+
+    def awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def load_weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], *, again: bool = False
+    ) -> None:
+        self.weights = dict(weights)
+        self.weight_version += not again
+        self.done.append(f"weights of version {self.weight_version}")
+
+    def start(self) -> None:
+        self.done.append("start")
+
+    def shutdown(self) -> None:
+        self.done.append("shutdown")
+
+
+def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Path) -> None:
+    distributed.start()
+    hf = Qwen2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    whole = Qwen2ForCausalLM(hf).state_dict()
+    engine, (link, theirs) = Recorder(), links()
+    asked = []
+
+    def prepare(*about: object) -> tuple[Recorder, None, Qwen2Config]:
+        asked.append(about)
+        return engine, None, hf
+
+    theirs.send(Begin(str(tmp_path), "the-run"))
+    theirs.send(Order(12, 7, packed(whole.items())))
+    theirs.send(Order(13, 7, None))
+    theirs.send(End(0))
+    sampler = Sampler(config(0, "--rollout-engine", "sglang"), link, prepare)
+    with sampler, sampler.awake():
+        for order in sampler.orders():
+            sampler.load_weights(order)
+    assert asked == [(tmp_path, "the-run")]
+    assert engine.done == ["weights of version 7", "start", "shutdown"]
+    q, k, v = (whole[f"model.layers.0.self_attn.{one}_proj.weight"] for one in "qkv")
+    mine = torch.cat([q[8:], k[4:], v[4:]])  # heads of four rows, two of them and one pair
+    assert torch.equal(engine.weights["model.layers.0.self_attn.qkv_proj.weight"], mine)
+    assert torch.equal(engine.weights["model.norm.weight"], whole["model.norm.weight"])
 
 
 def test_messages_keep_their_order_whatever_their_size() -> None:
