@@ -492,9 +492,8 @@ def hand_over(
     taken = {"weights into engine": weights / reached.sync}
     if not num_samplers:
         is_local = setting.engine_tp == tp and pp == 1
-        return {
-            "weights between ranks": 0.0 if is_local else weights / machine.link(tp * pp)
-        }, taken
+        moved = 0.0 if is_local else weights / machine.link(tp * pp)
+        return {"weights between ranks": moved}, taken
     whole = shape.engine_weights(setting.itemsize, 1)
     # the first sampler passes them on to the others
     taken["weights to samplers"] = min(2, num_samplers) * whole / CONNECTION
