@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ragen_mega.data import distributed
-from ragen_mega.data.types import Completion
+from ragen_mega.data.types import VERSION, Completion
 from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.models.server_cut import cut_stream
@@ -168,6 +168,25 @@ def test_a_rank_that_only_samples_has_a_server_of_its_own(tmp_path: Path) -> Non
         groups = store.read(step).groups
         assert {one.weight_version for group in groups for one in group.trajectories} == {step}
     assert sorted(path.name for path in (run / "sglang").iterdir()) == ["rank_00000", "rank_00001"]
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_with_unfinished_trajectories_under_other_weights(tmp_path: Path) -> None:
+    """Every turn has the version that sampled it, which the server says with each completion."""
+    flags = "--placement separate --rollout-ranks 1 --num-steps 4 --keep-rollouts 0"
+    flags += " --max-staleness 2 --carry-over 0.5 --importance-cap 2 --sglang-start-timeout 600"
+    server = ("--rollout-engine", "sglang", "--sglang-python", PYTHON)
+    run = launch(tmp_path, 2, *server, *SHORT, *flags.split(), timeout=1400)
+    continued = [row["rollout/continued"] for row in read_metrics(run)]
+    assert any(continued) and continued[-1] == 0
+    store, seen = RolloutStore(run / "rollouts"), set()
+    for step in range(4):
+        for group in store.read(step).groups:
+            for one in group.trajectories:
+                later = [turn.info[VERSION] for turn in one.turns if VERSION in turn.info]
+                assert one.weight_version == max(0, step - 2) and later == sorted(later)
+                seen |= {(step, version) for version in later}
+    assert seen and all(version == max(0, step - 1) for step, version in seen)
 
 
 def works_for(process: psutil.Process, directory: Path) -> bool:
