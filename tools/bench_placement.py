@@ -151,7 +151,7 @@ def described(report: dict[str, Any]) -> str:
         table(("placement", "s/step", "spread", "steps an hour"), rows)
         + f"\n\nseparate is {report['speedup']:.2f} times as fast, expected"
         f" {report['expected']:.2f};"
-        f" with {report['updates']} passes over a rollout one rank samples a step in"
+        f" with --updates-per-rollout {report['updates']} one rank samples a step in"
         f" {one['sampling']:.3f} s (and waits {one['sampler_waits']:.3f} s), the other trains on it"
         f" in {one['training']:.3f} s (and waits {one['trainer_waits']:.3f} s): {alike}"
     )
