@@ -27,6 +27,7 @@ from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
 from peers import Settings
 
 from ragen_mega.commands.command_line import command, flag
+from ragen_mega.commands.launch import HUGE_PAGES
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.warm_start.small_model import write_small_model
 
@@ -57,12 +58,15 @@ class Side:
         reading, writing = os.pipe()
         script = str(TOOLS / "peers.py")
         threads = json.loads(settings.read_text())["threads"]
+        # as each is started by its users; set in the environment, the switch is for both
+        launched = {HUGE_PAGES: "1"} if side == "ours" else {}
         self.log = settings.with_name(f"{side}.log")
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 [python, script, side, str(settings), str(writing)],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=(writing,),
-                env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+                env=os.environ
+                | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | launched,
             )  # fmt: skip
         os.close(writing)
         self._replies = os.fdopen(reading)

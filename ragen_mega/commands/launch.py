@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's switch. A page is faulted in by every fresh tensor, and 512 small ones cost more than a
+large one; where the kernel has none, nothing changes.
+"""
 
 
 class _Stopped(BaseException):
@@ -43,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while torch is imported
     # Before torch is imported: it would tell of every address that has no name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # And of its allocator, which reads this once: large tensors in huge pages of host memory.
+    os.environ.setdefault(HUGE_PAGES, "1")
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError

@@ -6,6 +6,7 @@ entry point group `ragen_mega.environments`.
 """
 
 import inspect
+from functools import lru_cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -152,6 +153,25 @@ def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list
     """Raise ValueError for an unknown option or a value of the wrong type; return the options that
     are class attributes.
     """
+    attributes, valid, takes_all, hints = _takes(constructor)
+    unknown = sorted(set(options) - set(valid))
+    if unknown and not takes_all:
+        raise ValueError(
+            f"environment {name} has no option {', '.join(unknown)}; its options are"
+            f" {', '.join(valid) or 'none'}"
+        )
+    for option, value in options.items():
+        if not _has_type(value, hints.get(option, Any)):
+            kind = inspect.formatannotation(hints[option])
+            raise ValueError(f"option {option} of environment {name} must be {kind}, not {value!r}")
+    return [option for option in options if option in attributes]
+
+
+@lru_cache(maxsize=256)  # every trajectory of a rollout builds an environment
+def _takes(constructor: Any) -> tuple[dict[str, type], list[str], bool, dict[str, Any]]:
+    """The options of a constructor: class attributes with their types, the names of all, whether it
+    takes any other, and the types of those that declare one.
+    """
     parameters = inspect.signature(constructor).parameters
     attributes = {
         attribute: type(value)
@@ -164,18 +184,7 @@ def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unnamed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     valid = [p.name for p in parameters.values() if p.kind not in unnamed] + list(attributes)
-    unknown = sorted(set(options) - set(valid))
-    if unknown and not takes_all:
-        raise ValueError(
-            f"environment {name} has no option {', '.join(unknown)}; its options are"
-            f" {', '.join(valid) or 'none'}"
-        )
-    hints = attributes | _hints(constructor)
-    for option, value in options.items():
-        if not _has_type(value, hints.get(option, Any)):
-            kind = inspect.formatannotation(hints[option])
-            raise ValueError(f"option {option} of environment {name} must be {kind}, not {value!r}")
-    return [option for option in options if option in attributes]
+    return attributes, valid, takes_all, attributes | _hints(constructor)
 
 
 def _hints(constructor: Any) -> dict[str, Any]:

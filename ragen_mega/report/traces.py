@@ -104,11 +104,11 @@ class TraceWriter:
         entries = []
         for group, board in zip(groups, boards, strict=True):
             first = group.trajectories[0]
+            drawn = self._pictures(group.trajectories, board, options(first.environment))
             members = [
                 self._member(one, strings)
-                | {"channels": _channels(one, batch, rows.get(id(one)))}
-                | {"pictures": self._pictures(one, board, options(one.environment))}
-                for one in group.trajectories
+                | {"channels": _channels(one, batch, rows.get(id(one))), "pictures": shown}
+                for one, shown in zip(group.trajectories, drawn, strict=True)
             ]
             entries.append(
                 {
@@ -123,19 +123,19 @@ class TraceWriter:
         text = json.dumps(trace, separators=(",", ":"), default=str)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.directory / f"{name}.json.gz"
-        write_whole(path, gzip.compress(text.encode(), mtime=0), mode=0o600)
+        write_whole(path, gzip.compress(text.encode(), compresslevel=4, mtime=0), mode=0o600)
 
     def _member(self, trajectory: Trajectory, strings: dict[str, int]) -> dict[str, Any]:
+        total, *rewards = _short([trajectory.total_reward, *(t.reward for t in trajectory.turns)])
         return {
             "tokens": [
                 strings.setdefault(text, len(strings)) for text in self._texts(trajectory.tokens)
             ],
             "turns": [
-                {"start": turn.start, "end": turn.end, "reward": _short(turn.reward)}
-                | {"info": turn.info}
-                for turn in trajectory.turns
+                {"start": turn.start, "end": turn.end, "reward": reward, "info": turn.info}
+                for turn, reward in zip(trajectory.turns, rewards)
             ],
-            "reward": _short(trajectory.total_reward),
+            "reward": total,
             "success": trajectory.success,
             "terminated": trajectory.terminated,
             "truncated": trajectory.truncated,
@@ -144,14 +144,16 @@ class TraceWriter:
         }
 
     def _pictures(
-        self, trajectory: Trajectory, board: Board, options: Mapping[str, Any]
-    ) -> list[str]:
-        if trajectory.environment in self._undrawn:
-            return []
-        timeout = self._config.environment_timeout
-        if (drawn := pictures(trajectory, board, options, timeout=timeout)) is None:
-            self._undrawn.add(trajectory.environment)
-        return drawn or []
+        self, trajectories: Sequence[Trajectory], board: Board, options: Mapping[str, Any]
+    ) -> list[list[str]]:
+        """Of each trajectory of a group."""
+        name, drawn = trajectories[0].environment, None
+        if name not in self._undrawn:
+            timeout = self._config.environment_timeout
+            drawn = pictures(trajectories, board, options, timeout=timeout)
+        if drawn is None:
+            self._undrawn.add(name)
+        return drawn or [[] for _ in trajectories]
 
     def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
         """The text of each token; a character of several tokens belongs to the last of them."""
@@ -176,14 +178,29 @@ def traces(directory: Path) -> list[tuple[Path, str, int, str | None]]:
 
 
 def pictures(
-    trajectory: Trajectory, board: Board, options: Mapping[str, Any], *, timeout: float = 0.0
-) -> list[str] | None:
-    """What `render()` of the environment gives at the start and after each turn: text, or SVG;
-    None from an environment without pictures, or that cannot be built within `timeout` seconds (0:
-    no limit). The trajectory is replayed for it, so only instant environments have them.
+    trajectories: Sequence[Trajectory],
+    board: Board,
+    options: Mapping[str, Any],
+    *,
+    timeout: float = 0.0,
+) -> list[list[str]] | None:
+    """What `render()` of the environment gives at the start and after each turn of every trajectory
+    of a group: text, or SVG; None from an environment without pictures, or that cannot be built
+    within `timeout` seconds (0: no limit). The trajectories are replayed for it, so only instant
+    environments have them.
     """
+    name = trajectories[0].environment
+    try:
+        with briefly(name, partial(make, name, **options), timeout) as world:
+            if not is_instant(world) or not callable(getattr(world, "render", None)):
+                return None
+            return [_replayed(world, trajectory, board) for trajectory in trajectories]
+    except ValueError:
+        return None  # not worth waiting for the next one
 
-    def play(world: Any) -> list[str]:
+
+def _replayed(world: Any, trajectory: Trajectory, board: Board) -> list[str]:
+    def play() -> list[str]:
         calls.reset(world, trajectory.seed, outcome_seed=trajectory.outcome_seed, board=board)
         drawn = [str(world.render())]
         for turn in trajectory.turns:
@@ -192,16 +209,10 @@ def pictures(
             drawn.append(str(world.render()))
         return drawn
 
-    name = trajectory.environment
     try:
-        with briefly(name, partial(make, name, **options), timeout) as world:
-            if not is_instant(world) or not callable(getattr(world, "render", None)):
-                return None
-            return guarded(partial(play, world))
+        return guarded(play)
     except EnvironmentFailed:
         return []  # a picture is not worth a failed run
-    except ValueError:
-        return None  # nor waiting for the next one
 
 
 def _channels(
@@ -217,9 +228,10 @@ def _channels(
         for field, name in _CHANNELS.items():
             if (values := getattr(batch, field)) is not None:
                 channels[name] = values[span][batch.turn_ids[span] >= 0].tolist()
-    return {name: [_short(value) for value in values] for name, values in channels.items()}
+    return {name: _short(values) for name, values in channels.items()}
 
 
-def _short(value: float) -> float | None:
+def _short(values: Sequence[float]) -> list[float | None]:
     """Four significant digits, which is enough to read."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+    short = map(float, ("%.4g " * len(values) % tuple(values)).split())
+    return [value if math.isfinite(value) else None for value in short]

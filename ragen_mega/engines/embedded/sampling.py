@@ -51,9 +51,7 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """
     vocab = probabilities.shape[-1]
     if vocab < BLOCK:
-        total = probabilities.sum(-1, keepdim=True).double()
-        _check_mass(total)
-        return _draw_inside(probabilities, uniform[:, None] * total / total)[:, 0]
+        return _draw_inside(probabilities, uniform[:, None])[:, 0]
     whole = vocab // BLOCK
     body = probabilities[:, : whole * BLOCK].unflatten(-1, (whole, BLOCK))
     tail = probabilities[:, whole * BLOCK :].sum(-1, keepdim=True)
@@ -77,13 +75,15 @@ def _draw_inside(probabilities: Tensor, share: Tensor) -> Tensor:
     cdf = probabilities.cumsum(-1, dtype=torch.float64)
     # Rounding must not lead to the ends of the block, where tokens of probability zero may be.
     zero, total = torch.zeros_like(cdf[:, -1:]), cdf[:, -1:]
+    _check_mass(total)
     reached = (share * total).clamp_(zero, total.nextafter(zero))
     return torch.searchsorted(cdf, reached, right=True)
 
 
 def _check_mass(total: Tensor) -> None:
     """Raise FloatingPointError unless every row has a finite, positive mass."""
-    if not ((total > 0) & (total < math.inf)).all():
+    least, most = total.aminmax()
+    if not 0 < least <= most < math.inf:
         raise FloatingPointError(
             "the rollout engine computed non-finite logits: the weights have diverged"
         )

@@ -7,6 +7,7 @@ one with half of the rest.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -90,10 +91,7 @@ class FrozenLake:
         outcome = stable_seed(seed, "outcome") if outcome_seed is None else check_seed(outcome_seed)
         self._rng = np.random.default_rng(stable_seed(outcome, "frozen_lake/slip"))
         if board is None:
-            map_rng = np.random.default_rng(stable_seed(seed, "frozen_lake/map"))
-            self._lake = generate_lake(
-                map_rng, size=self._size, frozen_probability=self._frozen_probability
-            )
+            self._lake = _drawn_lake(seed, self._size, self._frozen_probability)
         else:
             self._lake = parse_lake(board)
         self._player = self._lake.start
@@ -190,3 +188,10 @@ class FrozenLake:
             parts.append("The meaning of each symbol in the state is:\n" + legend)
         parts.append("Your available actions are:\n" + ", ".join(self.actions))
         return "\n".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _drawn_lake(seed: int, size: int, frozen_probability: float) -> Lake:
+    """The lake of a seed, which the trajectories of a group and readers of a run share."""
+    generator = np.random.default_rng(stable_seed(seed, "frozen_lake/map"))
+    return generate_lake(generator, size=size, frozen_probability=frozen_probability)

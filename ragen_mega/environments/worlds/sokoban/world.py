@@ -7,6 +7,7 @@ actions with one box returns 11 - 0.1 n.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -104,7 +105,8 @@ class Sokoban:
         check_seed(seed)
         if outcome_seed is not None:
             check_seed(outcome_seed)
-        self._room = self._draw_room(seed) if board is None else parse_room(board)
+        drawn = (self._dim, self._num_boxes, self._search_depth, self._max_shortest)
+        self._room = _drawn_room(seed, *drawn) if board is None else parse_room(board)
         return self._describe(self._room)
 
     def step(self, action: str) -> StepResult:
@@ -152,21 +154,6 @@ class Sokoban:
             "walls": room.walls,
             "free": cells - room.walls,
         }
-
-    def _draw_room(self, seed: int) -> Room:
-        rng = np.random.default_rng(stable_seed(seed, "sokoban/room"))
-        shape = {"dim": self._dim, "num_boxes": self._num_boxes, "search_depth": self._search_depth}
-        if self._max_shortest is None:
-            return generate_room(rng, **shape)
-        for _ in range(_CURRICULUM_ATTEMPTS):
-            room = generate_room(rng, **shape)
-            if shortest_plan(room, self._max_shortest) is not None:
-                return room
-        raise ValueError(
-            f"none of {_CURRICULUM_ATTEMPTS} rooms of {self._dim}x{self._dim} cells with"
-            f" {self._num_boxes} boxes has a solution of at most {self._max_shortest} actions;"
-            " raise max_shortest"
-        )
 
     def _describe(self, room: Room) -> str:
         grid = "\n".join(room.rows(self._symbols))
@@ -236,3 +223,22 @@ def _move(room: Room, action: str) -> Room:
 
 def _cells(cells: frozenset[tuple[int, int]] | set[tuple[int, int]]) -> str:
     return ", ".join(map(str, sorted(cells))) or "none"
+
+
+@lru_cache(maxsize=1024)
+def _drawn_room(
+    seed: int, dim: int, num_boxes: int, search_depth: int, max_shortest: int | None
+) -> Room:
+    """The room of a seed, which the trajectories of a group and readers of a run share."""
+    rng = np.random.default_rng(stable_seed(seed, "sokoban/room"))
+    shape = {"dim": dim, "num_boxes": num_boxes, "search_depth": search_depth}
+    if max_shortest is None:
+        return generate_room(rng, **shape)
+    for _ in range(_CURRICULUM_ATTEMPTS):
+        room = generate_room(rng, **shape)
+        if shortest_plan(room, max_shortest) is not None:
+            return room
+    raise ValueError(
+        f"none of {_CURRICULUM_ATTEMPTS} rooms of {dim}x{dim} cells with {num_boxes} boxes has a"
+        f" solution of at most {max_shortest} actions; raise max_shortest"
+    )

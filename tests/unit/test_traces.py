@@ -1,0 +1,61 @@
+"""What is kept of a step for people to read, against each trajectory taken by itself."""
+
+import gzip
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+from ragen_mega.config import EnvironmentConfig
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.environments.registry import make
+from ragen_mega.report.traces import TraceWriter
+
+LOGPROBS = [-1.23456789, -0.000123456, -1234567.0, float("nan"), -math.inf, 0.0]
+TOKENS = [*"caf\u00e9a".encode()]  # bytes, of which two make one character
+
+
+def member(outcome_seed: int, actions: list[str]) -> Trajectory:
+    one = Trajectory(0, "frozen_lake", seed=4, outcome_seed=outcome_seed)
+    one.append_observation([99, 100])
+    turn = one.append_action(Completion(TOKENS, LOGPROBS, "stop"))
+    turn.reward, turn.info = 0.123456, {"actions": actions}
+    return one
+
+
+def test_a_group_shares_the_work_and_nothing_else(tmp_path: Path) -> None:
+    asked: Counter[tuple[int, ...]] = Counter()
+
+    def decode(tokens: list[int]) -> str:
+        asked[tuple(tokens)] += 1
+        return bytes(tokens).decode(errors="replace")
+
+    members = [member(1, ["Left", "Down"]), member(2, ["Right"]), member(3, [])]
+    writer = TraceWriter(tmp_path, decode, EnvironmentConfig("frozen_lake"))
+    writer.write_step(7, [TrajectoryGroup(0, members)])
+    trace = json.loads(gzip.decompress((tmp_path / "step_00000007.json.gz").read_bytes()))
+    assert max(asked.values()) == 1
+    for one, shown in zip(members, trace["groups"][0]["members"], strict=True):
+        texts = [trace["strings"][index] for index in shown["tokens"]]
+        assert len(texts) == len(one.tokens) and "".join(texts) == bytes(one.tokens).decode()
+        (turn,) = shown["turns"]
+        assert (turn["start"], turn["end"], turn["reward"]) == (2, 8, 0.1235)
+        assert shown["channels"] == {
+            "engine log-probability": [-1.235, -0.0001235, -1235000.0, None, None, 0.0]
+        }
+        world = make("frozen_lake")
+        world.reset(one.seed, outcome_seed=one.outcome_seed)
+        pictures = [world.render()]
+        for action in one.turns[0].info["actions"]:
+            world.step(action)
+        assert shown["pictures"] == [*pictures, world.render()]
+    assert len({tuple(one["pictures"]) for one in trace["groups"][0]["members"]}) > 1
+
+
+def test_equal_seeds_give_one_board_and_other_seeds_others() -> None:
+    """A board is drawn once for a group; options are part of what it depends on."""
+    for name, options in (("frozen_lake", {"frozen_probability": 0.4}), ("sokoban", {"dim": 7})):
+        first, again, other = (make(name) for _ in range(3))
+        assert first.reset(11, outcome_seed=1) == again.reset(11, outcome_seed=2)
+        assert len({other.reset(seed) for seed in range(6)}) > 1
+        assert make(name, **options).reset(11) != first.reset(11)
