@@ -146,7 +146,7 @@ def measured(run: Mapping[str, Any], num_steps: int) -> Speed:
     )
     return Speed(
         ModelShape.of(hf), config, start["world_size"], played(rows, config),
-        seconds | {"other": step - sum(seconds.values())}, peak,
+        seconds | {"other": max(0.0, step - sum(seconds.values()))}, peak,
     )  # fmt: skip
 
 
