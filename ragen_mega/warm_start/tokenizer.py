@@ -1,7 +1,7 @@
 """A small byte-level BPE tokenizer of Qwen2's kind, with Qwen's chat markers, trained on what the
 environments say.
 
-It is used only where no pretrained checkpoint is loaded. Frequent words, joined words and
+It is used only where no pretrained checkpoint is loaded. Frequent words, pairs of words and
 coordinates are one token each, and any other text still round-trips through bytes. transformers
 loads it as a Qwen2Tokenizer.
 """
@@ -28,9 +28,9 @@ CHAT_TEMPLATE = (
 
 _MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_UNIT = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)| [a-z]+(?:/[a-z]+)+")
-"""A coordinate, with what is written directly before it, e.g. `P(1, 2)` or ` to(1, 2)`; words that
-are one, like ` hole/closer`.
+_UNIT = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)| [a-z]+/[a-z]+")
+"""A coordinate, with what is written directly before it, e.g. `P(1, 2)` or ` to(1, 2)`; a pair like
+` hole/closer`.
 """
 _MIN_FREQUENCY = 2
 
@@ -39,7 +39,7 @@ def train_tokenizer(
     texts: Sequence[str], *, vocabulary: Iterable[str] = (), num_merges: int = 300
 ) -> Qwen2Tokenizer:
     """Train on `texts`: 256 bytes, markers, tags, the texts of `vocabulary`, the coordinates and
-    joined words that occur, and up to `num_merges` merges of the rest.
+    pairs that occur, and up to `num_merges` merges of the rest.
     """
     vocabulary = sorted(set(vocabulary))
     units = Counter(match for text in texts for match in _UNIT.findall(text))

@@ -420,7 +420,7 @@ def test_32_environments_are_asked_at_the_same_time_and_closed(play: Callable) -
 
 GOLDEN = {
     "bandit": ("8cc6e8f3abaf8c9c", "53343c607184a5b2"),
-    "frozen_lake": ("1ccd0a9b5397c021", "1636f745f4c2876f"),
+    "frozen_lake": ("77f15326f9251070", "516d150790f65610"),
     "sokoban": ("352769fc8a00f832", "e565f67518131285"),
 }
 

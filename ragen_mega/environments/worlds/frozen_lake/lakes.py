@@ -1,9 +1,7 @@
 """FrozenLake maps: reading, writing and drawing them."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -39,23 +37,15 @@ class Lake:
 
     def is_crossable(self) -> bool:
         """Whether some path avoids the holes."""
-        return self.start in distances(self)
-
-
-@lru_cache(maxsize=1024)
-def distances(lake: Lake) -> dict[Cell, int]:
-    """Moves from a cell to the goal around the holes, without slips, of every cell from which there
-    is a way.
-    """
-    found, frontier = {lake.goal: 0}, deque([lake.goal])
-    while frontier:
-        cell = frontier.popleft()
-        for action in DIRECTIONS:
-            previous = lake.neighbour(cell, action)  # where there is a way back
-            if previous not in found and previous not in lake.holes:
-                found[previous] = found[cell] + 1
-                frontier.append(previous)
-    return found
+        frontier, seen = [self.start], {self.start}
+        while frontier:
+            cell = frontier.pop()
+            for action in DIRECTIONS:
+                successor = self.neighbour(cell, action)
+                if successor not in seen and successor not in self.holes:
+                    seen.add(successor)
+                    frontier.append(successor)
+        return self.goal in seen
 
 
 def parse_lake(rows: Sequence[str]) -> Lake:
