@@ -46,7 +46,7 @@ from ragen_mega.report.study import Arm, Study, estimate, percent
 from ragen_mega.run.run import FINAL_EXPORT
 
 Runs = Mapping[str, Mapping[int, dict[str, Any]]]
-"""Arm -> seed -> what `study.collect` found."""
+"""Arm -> seed -> what `study_table.collect` found."""
 
 
 @dataclass(frozen=True)

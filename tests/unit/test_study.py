@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from ragen_mega.commands import study as tool
+from ragen_mega.commands import study_runs
 from ragen_mega.config import parse
 from ragen_mega.report.metrics import write_json
-from ragen_mega.report.study import Study, estimate
+from ragen_mega.report.study import Study, estimate, percent
 from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,7 @@ def test_every_study_of_the_repository_can_be_run() -> None:
                 assert "no preset [" in str(error)
                 continue
             for arm in study.arms:
-                parse(tool.flags_of(study, arm, "none"))
+                parse(study_runs.flags_of(study, arm, "none"))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_pairing_finds_what_prompts_hide() -> None:
 def test_one_seed_has_no_interval() -> None:
     one = estimate(np.ones((1, 8)))
     assert one.mean == 1.0 and one.verdict == "not told apart"
-    assert "no interval" in tool.percent(one)
+    assert "no interval" in percent(one)
 
 
 def test_matched_arms_do_as_much(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_matched_arms_do_as_much(tmp_path: Path) -> None:
     study = Study.read(path, "small")
 
     def steps(arm: int, match: str) -> int:
-        return parse(tool.flags_of(study, study.arms[arm], match)).train.num_steps
+        return parse(study_runs.flags_of(study, study.arms[arm], match)).train.num_steps
 
     assert [steps(arm, "none") for arm in range(3)] == [40, 40, 40]
     assert [steps(arm, "steps") for arm in range(3)] == [40, 80, 20]
@@ -139,16 +140,16 @@ def test_matched_arms_do_as_much(tmp_path: Path) -> None:
 def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
     study = Study.read(tiny, "small")
     folder = tmp_path / "runs"
-    assert tool.claim_folder(folder, study, "none", mixed=False) is False
-    assert tool.claim_folder(folder, study, "none", mixed=False) is False
-    state = json.loads((folder / tool.IDENTITY).read_text())
-    (folder / tool.IDENTITY).write_text(json.dumps(state | {"code": "older"}))
+    assert study_runs.claim_folder(folder, study, "none", mixed=False) is False
+    assert study_runs.claim_folder(folder, study, "none", mixed=False) is False
+    state = json.loads((folder / study_runs.IDENTITY).read_text())
+    (folder / study_runs.IDENTITY).write_text(json.dumps(state | {"code": "older"}))
     with pytest.raises(ValueError, match="another code"):
-        tool.claim_folder(folder, study, "none", mixed=False)
-    assert tool.claim_folder(folder, study, "none", mixed=True) is True
-    assert tool.claim_folder(folder, study, "none", mixed=False) is True  # it stays said
+        study_runs.claim_folder(folder, study, "none", mixed=False)
+    assert study_runs.claim_folder(folder, study, "none", mixed=True) is True
+    assert study_runs.claim_folder(folder, study, "none", mixed=False) is True  # it stays said
     with pytest.raises(ValueError, match="another match"):
-        tool.claim_folder(folder, study, "steps", mixed=False)
+        study_runs.claim_folder(folder, study, "steps", mixed=False)
 
 
 def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_pat
     study = Study.read(tiny, "small")
 
     def jobs() -> dict[str, Path | None]:
-        found = tool.find_jobs(study, study.arms, range(2), tmp_path, "none", 1)
+        found = study_runs.find_jobs(study, study.arms, range(2), tmp_path, "none", 1)
         return {job.name: job.source for job in found}
 
     takers = {"high-seed0": tmp_path / "low-seed0", "high-seed1": tmp_path / "low-seed1"}
@@ -168,7 +169,7 @@ def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_pat
     assert jobs() == {
         name: source for name, source in (makers | takers).items() if name != "low-seed0"
     }
-    taker = tool.Job("high-seed0", ["train"], tmp_path / "log", tmp_path / "low-seed0")
+    taker = study_runs.Job("high-seed0", ["train"], tmp_path / "log", tmp_path / "low-seed0")
     assert taker.words() == ["train"], "nothing to take yet"
     (tmp_path / "low-seed0" / "metrics.jsonl").touch()
     assert taker.words() == ["train", "--warm-start-from", str(tmp_path / "low-seed0")]
@@ -177,22 +178,22 @@ def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_pat
 def test_a_warm_start_is_taken_from_a_study_beside(tiny: Path, tmp_path: Path) -> None:
     """From one of the same code, whatever it evaluates; not from older code."""
     study, runs = Study.read(tiny, "small"), tmp_path / "runs"
-    tool.claim_folder(runs / "other", study, "none", mixed=False)
+    study_runs.claim_folder(runs / "other", study, "none", mixed=False)
     made = runs / "other" / "some-seed0"
     made.mkdir()
-    flags = [*tool.flags_of(study, study.arms[0], "none"), "--eval-environments", "sokoban"]
+    flags = [*study_runs.flags_of(study, study.arms[0], "none"), "--eval-environments", "sokoban"]
     config = parse([*flags, "--environment-options", '{"sokoban": {"max_shortest": 3}}'])
     write_json(made / "config.json", config.to_dict() | {"provenance": []})
     (made / "metrics.jsonl").touch()
 
     def sources() -> list[Path | None]:
-        found = tool.find_jobs(study, study.arms, range(2), runs / "mine", "none", 1)
+        found = study_runs.find_jobs(study, study.arms, range(2), runs / "mine", "none", 1)
         return [job.source for job in sorted(found, key=lambda job: job.name)]
 
     second = runs / "mine" / "low-seed1"
     assert sources() == [made, second, made, None]
-    state = json.loads((runs / "other" / tool.IDENTITY).read_text())
-    write_json(runs / "other" / tool.IDENTITY, state | {"code": "older"})
+    state = json.loads((runs / "other" / study_runs.IDENTITY).read_text())
+    write_json(runs / "other" / study_runs.IDENTITY, state | {"code": "older"})
     assert sources() == [runs / "mine" / "low-seed0", second, None, None]
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from ragen_mega.commands import study as tool
+from ragen_mega.commands import study_runs
 from ragen_mega.commands.plan import planned_gpus
 from ragen_mega.config import parse
+from ragen_mega.config.cli import RECIPES
 from ragen_mega.models.memory_plan import GIB, Setting, plan
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
@@ -71,7 +73,7 @@ def write_run(
     its phases take SECONDS times `slower`.
     """
     chosen = next(one for one in study.arms if one.name == arm)
-    config = parse(tool.flags_of(study, chosen, "none"))
+    config = parse(study_runs.flags_of(study, chosen, "none"))
     hf, run = small_model(config.model, 512), folder / f"{arm}-seed{seed}"
     hf.save_pretrained(run / "huggingface")
     start = {"world_size": chosen.ranks, "first_step": 0, "changed": {}}
@@ -107,7 +109,7 @@ def known(tmp_path: Path) -> tuple[Path, Study]:
     path = tmp_path / "known.toml"
     path.write_text(FILE + LAYOUTS)
     study = Study.read(path, "small")
-    tool.claim_folder(tmp_path / "runs", study, "none", mixed=False)
+    study_runs.claim_folder(tmp_path / "runs", study, "none", mixed=False)
     return path, study
 
 
@@ -204,18 +206,20 @@ def test_a_study_may_get_more_arms_and_another_text(known: tuple[Path, Study]) -
     more = path.read_text().replace("nowhere", "somewhere")
     more += '[[layouts]]\nname = "more"\nflags = ""\nranks = 4\n'
     path.write_text(more)
-    assert not tool.claim_folder(folder, Study.read(path, "small"), "none", mixed=False)
+    assert not study_runs.claim_folder(folder, Study.read(path, "small"), "none", mixed=False)
     path.write_text(more.replace("--hidden-size 32", "--hidden-size 40"))
     with pytest.raises(ValueError, match="another study"):
-        tool.claim_folder(folder, Study.read(path, "small"), "none", mixed=False)
+        study_runs.claim_folder(folder, Study.read(path, "small"), "none", mixed=False)
 
 
 def test_a_report_keeps_the_code_of_the_runs(known: tuple[Path, Study]) -> None:
     path, study = known
-    identity = path.parent / "runs" / tool.IDENTITY
+    identity = path.parent / "runs" / study_runs.IDENTITY
     state = json.loads(identity.read_text()) | {"code": "older"}
     identity.write_text(json.dumps(state))
-    assert not tool.claim_folder(identity.parent, study, "none", mixed=False, only_report=True)
+    assert not study_runs.claim_folder(
+        identity.parent, study, "none", mixed=False, only_report=True
+    )
     assert json.loads(identity.read_text())["code"] == "older"
 
 
@@ -233,7 +237,7 @@ def test_the_predicted_page_is_what_the_tool_writes(
 
 def test_the_study_of_qwen_has_all_its_recipes() -> None:
     study = Study.read(tool.STUDIES / "qwen.toml", "paper")
-    recipes = {path.stem for path in tool.RECIPES.glob("qwen*.flags")}
+    recipes = {path.stem for path in RECIPES.glob("qwen*.flags")}
     assert {arm.model: arm.ranks for arm in study.arms if arm.layout == "recipe"} == {
         name: planned_gpus(name) for name in recipes
     }
@@ -246,7 +250,7 @@ def test_the_pretrained_study_is_the_papers() -> None:
     assert [arm.name for arm in study.arms] == [f"{g}-{kind}" for g in games for kind in kinds]
     for arm in study.arms:
         game, _, kind = arm.name.partition("-")
-        config = parse(tool.flags_of(study, arm, "none"))
+        config = parse(study_runs.flags_of(study, arm, "none"))
         rollout, train, loss = config.rollout, config.train, config.loss
         assert config.model.load == "Qwen/Qwen2.5-0.5B-Instruct" and config.parallel.bf16
         assert (rollout.num_groups, rollout.group_size, train.minibatch_size) == (8, 16, 32)

@@ -1,0 +1,249 @@
+"""Runs of a study: their commands, which of them are to do, and doing these side by side."""
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ragen_mega.commands.command_line import PROGRAM, ranks_command
+from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
+from ragen_mega.report.provenance import provenance
+from ragen_mega.report.study import Arm, Study
+from ragen_mega.storage.run_directory import CONFIG_FILE
+
+IDENTITY = "study.json"
+
+
+def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
+    """The flags of one arm's training, without seed and name."""
+    flags = ["--recipe", study.recipe, *study.flags, *arm.flags]
+    if match == "none":
+        return flags
+    amount = {"steps": optimizer_steps, "tokens": trajectories}[match]
+    first = parse(["--recipe", study.recipe, *study.flags, *study.arms[0].flags])
+    wanted = amount(first) * first.train.num_steps
+    return [*flags, "--num-steps", str(max(1, round(wanted / amount(parse(flags)))))]
+
+
+def trajectories(config: StarPOConfig) -> float:
+    """Trajectories sampled in a step."""
+    return config.rollout.num_groups * config.rollout.group_size
+
+
+def optimizer_steps(config: StarPOConfig) -> float:
+    """Optimizer steps in a step of StarPO. Raises ValueError if the filter's share is not fixed."""
+    name, share = config.filter.filter_strategy, 1.0
+    if name != "none":
+        if name != "top_fraction":
+            raise ValueError(
+                f"--match steps needs to know how much the filter keeps, and {name} decides by"
+                " what is played; use --match tokens or none"
+            )
+        share = config.filter.value
+    minibatches = max(1, round(share * trajectories(config) / config.train.minibatch_size))
+    return minibatches * config.train.updates_per_rollout
+
+
+def code_digest() -> str:
+    """Digest of all code and data that a run depends on, committed or not."""
+    digest = hashlib.sha256()
+    for package in ("ragen_mega", "ragen_kernels"):
+        root = Path(find_spec(package).origin).parent
+        for path in sorted(root.rglob("*")):
+            place = path.relative_to(root)
+            if path.suffix in (".py", ".flags", ".jsonl") and place.parts[0] != "commands":
+                digest.update(f"{package}/{place}".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def claim_folder(
+    folder: Path, study: Study, match: str, *, mixed: bool, only_report: bool = False
+) -> bool:
+    """Record in the folder the code and study of its runs; returns whether there are several. A
+    report runs nothing, so that the code may be newer than the runs, whose record stays.
+
+    Raises ValueError if it holds runs of others and `mixed` does not accept that.
+    """
+    told = {"code": code_digest(), "study": asdict(study), "match": match}
+    now = json.loads(json.dumps(told | {"place": provenance(), "is_mixed": False}))
+    path = folder / IDENTITY
+    if path.exists():
+        before = json.loads(path.read_text())
+        if only_report:
+            now |= {key: before[key] for key in ("code", "place")}
+        differing = [key for key in told if not _is_same(key, before[key], now[key])]
+        now["is_mixed"] = before["is_mixed"] or bool(differing)
+        if differing and not mixed:
+            raise ValueError(
+                f"{folder} holds results of another {' and '.join(differing)}; delete it or take"
+                " another --output for new ones, or add --mixed to go on with both"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, now)
+    return now["is_mixed"]
+
+
+def _is_same(key: str, before: Any, now: Any) -> bool:
+    """Whether runs can be compared. A study may get another text, and arms more."""
+    if key != "study":
+        return before == now
+    arms = {arm["name"]: arm["flags"] for arm in before["arms"]}
+    return all(before[part] == now[part] for part in ("recipe", "flags")) and all(
+        arms.get(arm["name"], arm["flags"]) == arm["flags"] for arm in now["arms"]
+    )
+
+
+def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:
+    """The command that begins or goes on with one run."""
+    name = ("--output", folder, "--name", f"{arm.name}-seed{seed}", "--seed", seed, "--resume")
+    return ranks_command(arm.ranks or ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run to begin or to go on with."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    source: Path | None
+    """Another run whose warm start it takes if that is there by then."""
+
+    def words(self) -> list[str]:
+        """The command as it is to be run now."""
+        if self.source is None or not has_warm_start(self.source):
+            return [*self.command]
+        return [*self.command, "--warm-start-from", str(self.source)]
+
+
+def has_warm_start(run: Path) -> bool:
+    """Whether a run has made its warm start, which it has before it writes metrics."""
+    return (run / METRICS_FILE).exists()
+
+
+def find_jobs(
+    study: Study, arms: Sequence[Arm], seeds: Sequence[int], folder: Path, match: str, ranks: int
+) -> list[Job]:
+    """The runs that have not finished: first those that make a warm start, then those that can take
+    it from one of them or from another study of the same code beside `folder`; of either kind whole
+    comparisons first.
+    """
+    jobs: list[Job] = []
+    makers = warm_starts_beside(folder)
+    for seed in seeds:
+        for arm in arms:
+            if seed - seeds[0] >= (arm.seeds or len(seeds)):
+                continue
+            run = folder / f"{arm.name}-seed{seed}"
+            config = parse([*flags_of(study, arm, match), "--seed", str(seed)])
+            maker = run  # a loaded model is its own start
+            if config.model.load is None:
+                maker = makers.setdefault(warm_start_key(config), run)
+            if not (run / SUMMARY_FILE).exists():
+                command = training(study, arm, seed, folder, match, ranks)
+                source = None if maker == run else maker
+                jobs.append(Job(run.name, command, folder / f"{run.name}.log", source))
+    return sorted(jobs, key=lambda job: job.source is not None)
+
+
+def warm_starts_beside(folder: Path) -> dict[str, Path]:
+    """Key -> a run that has made this warm start, of studies of the same code in the same place."""
+    found: dict[str, Path] = {}
+    code = code_digest()
+    for path in sorted(folder.parent.glob(f"*/{IDENTITY}")):
+        if path.parent == folder or json.loads(path.read_text())["code"] != code:
+            continue
+        for run in filter(has_warm_start, sorted(path.parent.iterdir())):
+            config = StarPOConfig.from_dict(json.loads((run / CONFIG_FILE).read_text()))
+            if config.model.load is None:
+                found.setdefault(warm_start_key(config), run)
+    return found
+
+
+def warm_start_key(config: StarPOConfig) -> str:
+    """Equal for runs that have the same warm start."""
+    settings, train, environment = config.to_dict(), config.train, config.environment
+    world = settings["environment"] | {"eval_environments": None, "environment_timeout": None}
+    world["environment_options"] = {name: environment.options(name) for name in environment.shares}
+    start = settings["warm_start"] | {"warm_start_from": None}
+    of_critic = [settings["advantage"], settings["loss"]] if config.warm_starts_critic else None
+    optimizer = [train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch, train.seed]
+    parts = [settings["model"], world, settings["parallel"], start, optimizer, of_critic]
+    return json.dumps(parts, sort_keys=True)
+
+
+class Runner:
+    """Works through jobs, some at a time."""
+
+    def __init__(self, jobs: Sequence[Job], threads: int) -> None:
+        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in jobs:
+            self._waiting.put(job)
+        self._total, self._threads = len(jobs), threads
+        self._running: dict[str, subprocess.Popen] = {}
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._started = time.monotonic()
+        self.done = 0
+        self.failed: list[str] = []
+
+    def run(self, at_a_time: int) -> None:
+        """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
+        raises KeyboardInterrupt.
+        """
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        workers = [threading.Thread(target=self._work) for _ in range(at_a_time)]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(0.2)
+        except KeyboardInterrupt:
+            with self._lock:
+                self._is_stopped = True
+                for process in self._running.values():
+                    process.terminate()
+            for worker in workers:
+                worker.join()
+            raise
+
+    def _work(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": str(self._threads)}
+        while not self._waiting.empty():
+            try:
+                job = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            with self._lock:
+                if self._is_stopped:
+                    return
+                with job.log.open("a") as file:
+                    output = {"stdout": file, "stderr": subprocess.STDOUT}
+                    alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
+                    process = subprocess.Popen(job.words(), env=environment, **output, **alone)
+                self._running[job.name] = process
+            self._close(job.name, process.wait(), job.log)
+
+    def _close(self, name: str, status: int, log: Path) -> None:
+        with self._lock:
+            del self._running[name]
+            if self._is_stopped:
+                return
+            self.done += 1
+            if status:
+                self.failed.append(name)
+                last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+                print(f"{name} failed ({status}): {last}; all of it in {log}", flush=True)
+            left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
+            print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")

@@ -1,0 +1,189 @@
+"""Table, page and plot of a study: arms, paired differences and the claims of its source."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib import pyplot
+
+from ragen_mega.report.markdown import table
+from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
+from ragen_mega.report.study import Estimate, Study, estimate, percent
+
+
+def collect(study: Study, folder: Path, seeds: Sequence[int]) -> dict[str, dict[int, dict]]:
+    """Arm -> seed -> summary with `cost`, of the runs that have finished."""
+    found: dict[str, dict[int, dict]] = {arm.name: {} for arm in study.arms}
+    for arm in study.arms:
+        for seed in seeds:
+            run = folder / f"{arm.name}-seed{seed}"
+            if (run / SUMMARY_FILE).exists():
+                summary = json.loads((run / SUMMARY_FILE).read_text())
+                records = read_metrics(run / METRICS_FILE)
+                tokens = sum(record.get("rollout/sampled_tokens") or 0 for record in records)
+                cost = {"tokens": tokens, "seconds": summary["seconds"]}
+                found[arm.name][seed] = summary | {
+                    "cost": cost, "records": records, "directory": run
+                }  # fmt: skip
+    return found
+
+
+def rates(runs: dict[int, dict], name: str, seeds: Sequence[int]) -> np.ndarray:
+    """[seeds, prompts] success on an evaluated set."""
+    return np.array([runs[seed]["sets"][name]["prompt_success"] for seed in seeds])
+
+
+def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
+    """For every evaluated set: each arm, its paired difference to the first arm, and the claims."""
+    some = [summary for runs in found.values() for summary in runs.values()]
+    names = list(dict.fromkeys(name for summary in some for name in summary["sets"]))
+    sets = {}
+    for name in names:
+        arms = {
+            arm: estimate(rates(runs, name, list(runs)))
+            for arm, runs in found.items()
+            if runs and all(name in run["sets"] for run in runs.values())
+        }
+        one = next(summary["sets"][name] for summary in some if name in summary["sets"])
+        sets[name] = {
+            "random": one["random"],
+            "optimum": one["optimum"],
+            "arms": arms,
+            "differences": {
+                arm: difference(found, name, arm, study.arms[0].name)
+                for arm in list(arms)
+                if arm != study.arms[0].name and study.arms[0].name in arms
+            },
+        }
+    claims = [
+        (claim, difference(found, claim.set, claim.better, claim.worse))
+        for claim in study.claims
+        if claim.set in sets and {claim.better, claim.worse} <= sets[claim.set]["arms"].keys()
+    ]
+    return {"sets": sets, "claims": claims}
+
+
+def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> Estimate | None:
+    """Success of arm `a` minus that of `b` on the seeds and prompts that both have."""
+    shared = sorted(set(found[a]) & set(found[b]))
+    if not shared:
+        return None
+    return estimate(rates(found[a], name, shared) - rates(found[b], name, shared), least=-1.0)
+
+
+def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mixed: bool) -> str:
+    """The report as text."""
+    parts = [
+        f"# {study.title}",
+        f"After {study.source}. Preset `{study.preset}`, recipe `{study.recipe}`"
+        f" {shlex.join(study.flags)}.",
+        f"{place['hardware']}; commit {place['commit']}; {place['date'][:10]}.",
+    ]
+    if mixed:
+        parts.append("**Runs of different code or of another version of this study are mixed.**")
+    if study.confounds:
+        parts.append("Confounds of this preset: " + "; ".join(study.confounds) + ".")
+    for name, of in result["sets"].items():
+        rows = []
+        for arm, mean in of["arms"].items():
+            runs = found[arm].values()
+            less = of["differences"].get(arm)
+            rows.append(
+                (
+                    arm,
+                    percent(mean),
+                    ", ".join(f"{run['sets'][name]['success']:.1%}" for run in runs),
+                    "" if less is None else f"{percent(less, signed=True)}, {less.verdict}",
+                    f"{np.mean([run['cost']['tokens'] for run in runs]) / 1e6:.2f}",
+                    f"{np.mean([run['cost']['seconds'] for run in runs]) / 60:.1f}",
+                )
+            )
+        players = [
+            (f"{player} player", "-" if of[player] is None else f"{of[player]:.1%}", *[""] * 4)
+            for player in ("random", "optimum")
+        ]
+        first = f"less {study.arms[0].name}"
+        head = ("arm", "success (95% interval)", "seeds", first, "Mtokens", "minutes")
+        parts += [f"## {name}", table(head, [*rows, *players])]
+    if result["claims"]:
+        rows = [
+            (claim.says, claim.set, f"{claim.better} - {claim.worse}", *judged(less))
+            for claim, less in result["claims"]
+        ]
+        parts += [
+            "## What the source says",
+            table(("claim", "set", "difference", "here", "verdict"), rows),
+        ]
+    if study.notes:
+        parts.append(study.notes.strip())
+    parts.append(f"![curves]({study.name}.svg)")
+    parts.append(
+        "Intervals allow for other seeds and other prompts; differences are paired by seed and"
+        " prompt. Minutes depend on what else the machine did."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def judged(less: Estimate | None) -> tuple[str, str]:
+    """A measured difference, and what it says of a claim that it is positive."""
+    if less is None:
+        return "-", "not run"
+    verdict = {"higher": "reproduced", "lower": "contradicted"}.get(less.verdict, less.verdict)
+    return percent(less, signed=True), verdict
+
+
+def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
+    """Each metric of the study over the steps: the mean of an arm's seeds, and their range."""
+    figure, grid = pyplot.subplots(
+        1, len(study.metrics), figsize=(4.2 * len(study.metrics), 3.4), layout="constrained"
+    )
+    for axes, key in zip(np.atleast_1d(grid), study.metrics):
+        for arm, runs in found.items():
+            lines = [
+                {record["step"]: record[key] for record in run["records"] if record.get(key)}
+                for run in runs.values()
+            ]
+            steps = sorted(set.intersection(*map(set, lines))) if lines else []
+            values = np.array([[line[step] for step in steps] for line in lines])
+            if len(steps):
+                (line,) = axes.plot(steps, values.mean(axis=0), label=arm)
+                axes.fill_between(steps, values.min(0), values.max(0), alpha=0.15, lw=0)
+        axes.set(title=key, xlabel="step")
+    np.atleast_1d(grid)[0].legend(fontsize="small")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def write(
+    study: Study, found: dict[str, dict[int, dict]], output: Path, place: dict, mixed: bool
+) -> None:
+    """NAME.md, NAME.json and NAME.svg of the runs that `collect` found."""
+    result = compare(study, found)
+    output.mkdir(parents=True, exist_ok=True)
+    text = markdown(study, result, found, place, mixed)
+    (output / f"{study.name}.md").write_text(text)
+    report = {"study": asdict(study), "place": place, "is_mixed": mixed}
+    report["sets"] = {
+        name: {
+            "random": of["random"],
+            "optimum": of["optimum"],
+            "arms": {arm: asdict(mean) for arm, mean in of["arms"].items()},
+            "differences": {arm: less and asdict(less) for arm, less in of["differences"].items()},
+        }
+        for name, of in result["sets"].items()
+    }
+    report["runs"] = {
+        f"{arm}-seed{seed}": {name: of["success"] for name, of in run["sets"].items()}
+        for arm, runs in found.items()
+        for seed, run in runs.items()
+    }
+    write_json(output / f"{study.name}.json", report)
+    plot(study, found, output / f"{study.name}.svg")
+    print(text)
