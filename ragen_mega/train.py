@@ -20,7 +20,6 @@ from ragen_mega.report.step_metrics import (
     engine_vs_policy,
     filter_metrics,
     group_weights,
-    outside_support,
 )
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.rollout.holding import shape_on_main
@@ -88,7 +87,6 @@ def starpo(run: Run) -> None:
                 batch = batch.with_fields(values=critic.values(batch))
             if config.needs_reference:
                 batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
-                metrics.add("actor", outside_support(batch, config.advantage))
             batch = estimate_advantages(
                 batch,
                 trajectories,

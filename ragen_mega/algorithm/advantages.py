@@ -226,18 +226,6 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     return kl_estimate(logprobs, ref_logprobs, kind)
 
 
-def support_excess(logprobs: Tensor, ref_logprobs: Tensor, *, margin: float) -> Tensor:
-    """[T] nats by which sampled tokens are likelier under the policy than under the reference, less
-    `margin` >= 0, and at least 0.
-
-    To subtract c times it from the advantages is the policy gradient of -c KL(policy || reference)
-    restricted to tokens outside the reference's support, in the sense that e^margin times its
-    probability does not reach the policy's. With a margin of log k a policy may come to choose one
-    of k words that the reference holds equally likely, at no cost.
-    """
-    return (logprobs - ref_logprobs - margin).clamp(min=0)
-
-
 def _sampled_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For the M sampled tokens in order: [M] positions, trajectories, and whether each is the last
     of its trajectory.

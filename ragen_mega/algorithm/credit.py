@@ -132,11 +132,6 @@ def estimate_advantages(
         advantages = starpo.whiten(advantages, there.loss_mask)
     if group_weights is not None:
         advantages = advantages * inputs.per_token(move(group_weights, device))
-    if settings.support_coef > 0:
-        excess = starpo.support_excess(
-            there.old_logprobs, there.ref_logprobs, margin=settings.support_margin
-        )
-        advantages = advantages - settings.support_coef * excess * there.loss_mask
     credited = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
     return batch.with_fields(**{name: value.to(home) for name, value in credited.items()})
 

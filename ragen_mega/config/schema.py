@@ -633,13 +633,6 @@ class AdvantageConfig(Section):
     """KL to the reference policy subtracted from the reward of each token."""
     kl_reward_coef: float = 0.0
     """Coefficient of the KL in the rewards."""
-    support_coef: NonNegative = 0.0
-    """Advantage that a sampled token loses per nat of log-probability beyond support_margin above
-    the reference policy's: keeps out what the reference would hardly ever say there, and leaves
-    choices among what it would say free. 0: off.
-    """
-    support_margin: NonNegative = 3.0
-    """How many nats above the reference's log-probability are free."""
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         parse_reward(self.reward)
@@ -682,10 +675,6 @@ class AdvantageConfig(Section):
                 f"{name} uses whole returns, so a per-token KL reward does nothing; use --kl-kind"
                 " instead",
             ),
-            (
-                self.support_coef == 0 and self.support_margin != 3.0,
-                "support_margin does nothing without support_coef; add --support-coef 1",
-            ),
         )
 
     @property
@@ -701,11 +690,6 @@ class AdvantageConfig(Section):
     @property
     def uses_critic(self) -> bool:
         return self.estimator.uses_critic
-
-    @property
-    def reads_reference(self) -> bool:
-        """Whether advantages depend on the reference policy."""
-        return self.kl_in_reward != "none" or self.support_coef > 0
 
     @property
     def whitens(self) -> bool:
@@ -1244,8 +1228,7 @@ class StarPOConfig(Section):
     @property
     def advantages_need_logprobs(self) -> bool:
         """Whether the old log-probabilities must be there before the update."""
-        advantage = self.advantage
-        return advantage.reads_reference or advantage.estimator.reads_logprobs
+        return self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
 
     @property
     def reads_all_tokens(self) -> bool:
@@ -1260,7 +1243,7 @@ class StarPOConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy takes part."""
-        return self.loss.kl_kind != "none" or self.advantage.reads_reference
+        return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
 
     def planned_evaluations(self, num_engines: int) -> dict[int, int]:
         """After so many steps -> episodes that one of `num_engines` engines then plays."""

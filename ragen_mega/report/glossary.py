@@ -68,8 +68,6 @@ GLOSSARY = {
     "actor/approx_kl": "KL divergence from the sampling policy to the updated one (k3), nats a"
     " token.",
     "actor/ref_kl": "KL divergence to the reference policy, nats a token.",
-    "actor/outside_support": "Share of sampled tokens likelier than under the reference policy by"
-    " more than support_margin.",
     "actor/clip_fraction_low": "Share of tokens whose ratio fell below 1 - clip_ratio_low where"
     " that binds.",
     "actor/clip_fraction_high": "Share of tokens whose ratio rose above 1 + clip_ratio_high where"

@@ -9,7 +9,6 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
-from ragen_mega.algorithm.advantages import support_excess
 from ragen_mega.algorithm.diagnostics import (
     COLLAPSE_SIGNALS,
     SIGNALS,
@@ -18,7 +17,7 @@ from ragen_mega.algorithm.diagnostics import (
 )
 from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty, soft_reweighting
 from ragen_mega.algorithm.tables import METRICS, PlugInError, call
-from ragen_mega.config import AdvantageConfig, FilterConfig
+from ragen_mega.config import FilterConfig
 from ragen_mega.data.distributed import max_over_ranks
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.report.metrics import Metrics
@@ -66,15 +65,6 @@ def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tens
     weights = soft_reweighting(group_uncertainty([group.total_rewards for group in kept]))
     sizes = torch.tensor([len(group.trajectories) for group in kept])
     return torch.repeat_interleave(weights, sizes).float()
-
-
-def outside_support(batch: TokenBatch, settings: AdvantageConfig) -> dict[str, float]:
-    """Share of the sampled tokens that `support_coef` makes dearer; nothing without it."""
-    if settings.support_coef == 0:
-        return {}
-    excess = support_excess(batch.old_logprobs, batch.ref_logprobs, margin=settings.support_margin)
-    count = int(batch.loss_mask.sum()) or math.nan
-    return {"outside_support": int(((excess > 0) & batch.loss_mask).sum()) / count}
 
 
 def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:

@@ -412,7 +412,6 @@ OLD_LOGPROBS = (
     ("--minibatch-size 8", 2, "policy"),
     ("--minibatch-size 16 --updates-per-rollout 2", 2, "policy"),
     ("--minibatch-size 16 --kl-in-reward k1 --kl-reward-coef 0.1", 1, "policy"),
-    ("--minibatch-size 16 --support-coef 0.1", 1, "policy"),
 )
 
 

@@ -101,7 +101,6 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ),
         ("--kl-coef 0.1", "need each other"),
         ("--kl-in-reward k1", "need each other"),
-        ("--support-margin 2", "support_margin does nothing without support_coef"),
         ("--group-size 1 --filter-strategy none --advantage-estimator grpo", "group_size is 1"),
         ("--group-size 1", "raise --group-size"),
         ("--temperature 0", "must be positive"),

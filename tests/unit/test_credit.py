@@ -15,7 +15,7 @@ from ragen_mega.algorithm.tables import ESTIMATORS, PlugInError, find_estimator
 from ragen_mega.config import AdvantageConfig, FilterConfig
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
-from ragen_mega.report.step_metrics import group_weights, outside_support
+from ragen_mega.report.step_metrics import group_weights
 
 SHIPPED = {"gae", "bilevel_gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus"}
 TOLERANCE = 1e-4
@@ -164,13 +164,6 @@ def brute_force(played, config):
     return advantages, [a + v for a, v in zip(advantages, flat(values))]
 
 
-def support_penalty(played, config):
-    """What each sampled token loses for being likelier than under the reference by too much."""
-    _, batch = played
-    gaps = flat(sampled(played, batch.old_logprobs - batch.ref_logprobs))
-    return [config.support_coef * max(0.0, gap - config.support_margin) for gap in gaps]
-
-
 def whitened(numbers):
     return [(x - statistics.mean(numbers)) / statistics.stdev(numbers) for x in numbers]
 
@@ -199,9 +192,6 @@ CASES = [
         "kl_in_reward": "k2",
         "kl_reward_coef": 0.2,
     },
-    {"support_coef": 0.5, "support_margin": 1.0},
-    {"support_coef": 0.5, "support_margin": 0.25},
-    {"support_coef": 2.0, "support_margin": 0.0, "advantage_estimator": "grpo"},
     {"advantage_estimator": "grpo"},
     {"advantage_estimator": "dr_grpo"},
     {"advantage_estimator": "rloo"},
@@ -222,7 +212,6 @@ def test_advantages_and_returns(played, options):
     is_whitened = {"gae", "bilevel_gae"} & {config.advantage_estimator}
     if config.whiten_advantages if "whiten_advantages" in options else is_whitened:
         expected = whitened(expected)
-    expected = [a - b for a, b in zip(expected, support_penalty(played, config))]
     assert flat(sampled(played, estimate.advantages)) == pytest.approx(
         expected, rel=TOLERANCE, abs=TOLERANCE
     )
@@ -239,29 +228,14 @@ def test_every_case_has_an_outcome_of_its_own(played):
     """No flag of the cases is without effect, and every flag is in some case."""
     keys = {}
     for options in CASES:
-        config = AdvantageConfig(**options)
-        advantages, _ = brute_force(played, config)
-        lost = support_penalty(played, config)
-        outcome = (
-            str(options.get("whiten_advantages")),
-            *(round(a - b, 6) for a, b in zip(advantages, lost)),
-        )
+        advantages, _ = brute_force(played, AdvantageConfig(**options))
+        outcome = (str(options.get("whiten_advantages")), *(round(a, 6) for a in advantages))
         assert outcome not in keys, f"{options} gives what {keys[outcome]} gives"
         keys[outcome] = options
     flags = {item.name for item in dataclasses.fields(AdvantageConfig)} - {"reward"}
     assert flags == {name for options in CASES for name in options}
     estimators = {options.get("advantage_estimator", "gae") for options in CASES}
     assert estimators == SHIPPED
-
-
-def test_the_share_of_tokens_outside_the_support_of_the_reference(played):
-    _, batch = played
-    assert outside_support(batch, AdvantageConfig()) == {}
-    config = AdvantageConfig(support_coef=0.1, support_margin=0.5)
-    gaps = flat(sampled(played, batch.old_logprobs - batch.ref_logprobs))
-    share = sum(gap > 0.5 for gap in gaps) / len(gaps)
-    assert 0 < share < 1
-    assert outside_support(batch, config) == {"outside_support": pytest.approx(share)}
 
 
 def test_soft_reweighting_scales_by_the_share_of_the_largest_deviation(played):
