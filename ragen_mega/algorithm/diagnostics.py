@@ -34,7 +34,8 @@ _REMEDIES = {
     ),
     "entropy_collapse": "raise clip_ratio_high or entropy_coef, lower the learning rate",
     "entropy_rise": (
-        "read some trajectories; if they turn to gibberish lower entropy_coef and the learning rate"
+        "read some trajectories; if they turn to gibberish or untruths lower entropy_coef and the"
+        " learning rate, or add a KL term (kl_kind k3, kl_coef 0.1)"
     ),
     "grad_norm_spike": "if it stays, start again with a lower learning rate or gradient clip",
 } | {

@@ -22,7 +22,6 @@ sampled trajectories; none takes the number of steps from the arms.
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -100,7 +99,7 @@ def write_report(
     flag("--seeds", "seeds of every arm", 3),
     flag("--first-seed", "the first of them", 0),
     flag("--match", "steps, tokens or none: what all arms have the same of", "none"),
-    flag("--jobs", "runs at a time", 1),
+    flag("--jobs", "runs at a time, a thread each (OMP_NUM_THREADS)", 1),
     flag("--ranks", "ranks of a run", 1),
     flag("--models", "of a scaling study: which, with commas between (default: all)"),
     flag("--layouts", "of a scaling study: which, or all (default: its first; to --predict all)"),
@@ -161,9 +160,7 @@ def main(arguments: argparse.Namespace) -> int | None:
         arguments.slurm.write_text("".join(shlex.join(job.command) + "\n" for job in jobs))
         print(f"{len(jobs)} commands in {arguments.slurm}; then --report")
         return 0
-    cores = len(os.sched_getaffinity(0))
-    ranks = max(arm.ranks or arguments.ranks for arm in arms)
-    runner = Runner(jobs, max(1, cores // (arguments.jobs * ranks)))
+    runner = Runner(jobs)
     print(f"{len(jobs)} runs to go, {arguments.jobs} at a time, in {folder}", flush=True)
     try:
         runner.run(arguments.jobs)

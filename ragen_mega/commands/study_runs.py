@@ -185,11 +185,11 @@ def warm_start_key(config: StarPOConfig) -> str:
 class Runner:
     """Works through jobs, some at a time."""
 
-    def __init__(self, jobs: Sequence[Job], threads: int) -> None:
+    def __init__(self, jobs: Sequence[Job]) -> None:
         self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
         for job in jobs:
             self._waiting.put(job)
-        self._total, self._threads = len(jobs), threads
+        self._total = len(jobs)
         self._running: dict[str, subprocess.Popen] = {}
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -219,7 +219,8 @@ class Runner:
             raise
 
     def _work(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": str(self._threads)}
+        # Not as many as there are cores: sums would depend on --jobs in their last bits.
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
         while not self._waiting.empty():
             try:
                 job = self._waiting.get_nowait()
