@@ -6,11 +6,15 @@ Of every run directory: its model, recipe and newest stored rollout, of which th
 groups that its filter names is kept. Beside them trajectories of random tokens for a random model
 of the default size: 16 members behind one system prompt of 2,000 tokens; five pages of 250 tokens,
 of which a group shares the first and, as long as it has chosen alike, further ones; and such that
-share nothing. For each, log-probabilities and values of the batch, and an actor's and a critic's
-update on each of its minibatches, `--shared-prefixes off` and `auto` by turns, in one process of
-one thread. Seconds are those of the CPU in this process, which other programs on the machine change
-little; the ratios of the wall clock are beside them. `tokens` is the ratio of tokens of all
-trajectories to those that are computed, `reached` the ratio of times as a share of it.
+share nothing. With `--wide` that model is one layer of Qwen2.5-0.5B's shape.
+
+For each, log-probabilities and values of the batch, and an actor's and a critic's update on each of
+its minibatches, `--shared-prefixes off` and `auto` by turns, in one process of one thread. Seconds
+are those of the CPU in this process, which other programs on the machine change little; the ratios
+of the wall clock are beside them. `tokens` is the ratio of tokens of all trajectories to those that
+are computed, `reached` the ratio of times as a share of it. `FLOPs` is the ratio of the operations:
+less than that of the tokens, because a token attends to the whole path before it, however often
+that path is computed.
 """
 
 import argparse
@@ -41,6 +45,15 @@ from ragen_mega.warm_start.small_model import small_model
 
 VOCABULARY = 400
 WAYS = ("off", "auto")
+DEFAULT = ModelConfig()
+WIDE = ModelConfig(
+    hidden_size=896,
+    num_layers=1,
+    num_attention_heads=14,
+    num_query_groups=2,
+    ffn_hidden_size=4864,
+)
+"""One layer of Qwen2.5-0.5B's shape."""
 
 
 class Workload(NamedTuple):
@@ -68,10 +81,10 @@ def stored(run: Path) -> Workload:
     return Workload(run.name, pack(trajectories), hf, open_model(model), config.train)
 
 
-def drawn(name: str, texts: list[list[list[int]]], minibatch_size: int) -> Workload:
-    """Trajectories of (prompt, answer, observation, answer, ...) for the default model with random
-    weights.
-    """
+def drawn(
+    name: str, texts: list[list[list[int]]], minibatch_size: int, model: ModelConfig
+) -> Workload:
+    """Trajectories of (prompt, answer, observation, answer, ...) for a model of random weights."""
     trajectories = []
     for index, parts in enumerate(texts):
         trajectories.append(Trajectory(group_id=index))
@@ -80,12 +93,12 @@ def drawn(name: str, texts: list[list[list[int]]], minibatch_size: int) -> Workl
                 trajectories[-1].append_action(Completion(part, [-1.0] * len(part), "stop"))
             else:
                 trajectories[-1].append_observation(part)
-    hf = small_model(ModelConfig(), VOCABULARY)
+    hf = small_model(model, VOCABULARY)
     train = TrainConfig(minibatch_size=minibatch_size, max_tokens_per_microbatch=8192)
     return Workload(name, pack(trajectories), hf, random_weights(hf, seed=0).get, train)
 
 
-def drawn_workloads() -> list[Workload]:
+def drawn_workloads(model: ModelConfig) -> list[Workload]:
     """A common system prompt, pages, and nothing in common."""
     generator = torch.Generator().manual_seed(0)
 
@@ -107,9 +120,9 @@ def drawn_workloads() -> list[Workload]:
             pages.append(parts)
     alone = [[draw(60), draw(30), draw(40), draw(30)] for _ in range(64)]
     return [
-        drawn("system prompt", prompts, 16),
-        drawn("pages", pages, 32),
-        drawn("nothing shared", alone, 64),
+        drawn("system prompt", prompts, 16, model),
+        drawn("pages", pages, 32, model),
+        drawn("nothing shared", alone, 64, model),
     ]
 
 
@@ -152,37 +165,49 @@ def measure(workload: Workload, repetitions: int) -> list[dict[str, Any]]:
 
     jobs = {f"{kind}|{way}": job(work, way) for kind, work in passes.items() for way in WAYS}
     readings = interleave(jobs, repetitions, warmups=1)
-    tokens = {}
-    policy.trainer.most_nodes = MOST_NODES["auto"]
-    for kind in passes:
-        whole = parts if kind.startswith("update") else [batch]
-        nodes = sum(policy.trainer.count_nodes(part) for part in whole)
-        tokens[kind] = batch.num_positions / nodes
     rows = []
     for kind in passes:
+        whole = parts if kind.startswith("update") else [batch]
+        work = {}
+        for way in WAYS:
+            policy.trainer.most_nodes = MOST_NODES[way]
+            work[way] = [sum(x) for x in zip(*map(policy.trainer.count_work, whole))]
+        tokens, flops = (off / on for off, on in zip(*work.values()))
         cpu, wall = (
             [[one[clock] for one in readings[f"{kind}|{way}"]] for way in WAYS] for clock in (0, 1)
         )
         ratios = [off / on for off, on in zip(*cpu)]
         rows.append(
             {"workload": name, "pass": kind, "positions": batch.num_positions}
-            | {"tokens": tokens[kind], "seconds": dict(zip(WAYS, cpu)), "ratios": ratios}
+            | {"tokens": tokens, "flops": flops, "seconds": dict(zip(WAYS, cpu)), "ratios": ratios}
             | {"ratio": statistics.median(ratios)}
             | {"wall_ratio": statistics.median(off / on for off, on in zip(*wall))}
         )
-        print(name, kind, f"{rows[-1]['tokens']:.2f} {rows[-1]['ratio']:.2f}", flush=True)
+        print(name, kind, f"{tokens:.2f} {flops:.2f} {rows[-1]['ratio']:.2f}", flush=True)
     return rows
 
 
 def tables(report: dict[str, Any]) -> str:
     """The report as text."""
-    head = ("workload", "pass", "off, s", "auto, s", "tokens", "time", "spread", "wall", "reached")
+    head = (
+        "workload",
+        "pass",
+        "off, s",
+        "auto, s",
+        "tokens",
+        "FLOPs",
+        "time",
+        "spread",
+        "wall",
+        "reached",
+    )
     rows = [
         (
             row["workload"],
             row["pass"],
             *(f"{statistics.median(row['seconds'][way]):.3f}" for way in WAYS),
             f"{row['tokens']:.2f}",
+            f"{row['flops']:.2f}",
             f"{row['ratio']:.2f}",
             f"{min(row['ratios']):.2f} - {max(row['ratios']):.2f}",
             f"{row['wall_ratio']:.2f}",
@@ -198,11 +223,15 @@ def tables(report: dict[str, Any]) -> str:
     *OUTPUTS,
     ("runs", {"nargs": "*", "type": Path, "metavar": "RUN", "help": "run directories"}),
     flag("--repetitions", "of every pass, after one that does not count", 5),
+    ("--wide", {"action": "store_true", "help": "draw for one layer of Qwen2.5-0.5B's shape"}),
 )
 def main(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     report: dict[str, Any] = provenance() | {"rows": []}
-    for workload in [*map(stored, arguments.runs), *drawn_workloads()]:
+    for workload in [
+        *map(stored, arguments.runs),
+        *drawn_workloads(WIDE if arguments.wide else DEFAULT),
+    ]:
         report["rows"] += measure(workload, arguments.repetitions)
     panels = {
         f"{row['workload']}, {row['pass']}: seconds": row["seconds"] for row in report["rows"]

@@ -15,9 +15,10 @@ from ragen_mega.report.metrics import write_json
 from ragen_mega.report.provenance import provenance
 from ragen_mega.report.signals import (
     AHEAD,
+    FALL,
     LEVEL,
+    LEVEL_STEPS,
     MIN_STEPS,
-    RULE,
     WINDOW,
     Correlation,
     Run,
@@ -57,7 +58,7 @@ def write(folder: Path, output: Path) -> None:
 
 
 def first_collapse(run: Run) -> int | None:
-    """The step at which its success had first collapsed."""
+    """The step from which on its success has collapsed."""
     state = run.collapsed()
     return int(state.argmax()) if state.any() else None
 
@@ -96,10 +97,10 @@ def markdown(
             " study and seed: arms with equal start. Same study and arm: seeds of equal settings.",
             correlations(final, len(shown)),
             f"## Collapse, {' and '.join(map(str, AHEAD))} steps ahead",
-            "A run has collapsed, by the guard's rule from success alone, at a step where the mean"
-            f" of success in training over {RULE.window} steps lies at least"
-            f" {RULE.least_fall:.0%} and {RULE.fall:g} standard errors below the best such mean so"
-            f" far. A signal's mean over {WINDOW} steps (the last known one, where it is measured"
+            "A run has collapsed from a step on if the mean of its success in training over"
+            f" {LEVEL_STEPS} steps stays {FALL:.0%} below the run's best such mean from there to"
+            " its end, which the guard must tell without hindsight."
+            f" A signal's mean over {WINDOW} steps (the last known one, where it is measured"
             " less often), at steps at which the run has not collapsed, with whether it has so many"
             " steps later: positive where high values come before a collapse. Within runs: steps of"
             " collapsing runs; whatever drifts one way in every run tells here too. Same step:"

@@ -244,12 +244,17 @@ class Trainer:
         values = _on_all_ranks(whole, batch.loss_mask)
         return *distributed.sum_over_ranks(totals).split([num_metrics, 1, 1]), values
 
-    def count_nodes(self, batch: TokenBatch) -> int:
-        """Positions that this data-parallel rank computes in a pass over the batch."""
+    def count_work(self, batch: TokenBatch) -> tuple[int, int]:
+        """Positions that this data-parallel rank computes in a pass over the batch, and the FLOPs
+        of the layers for them, forward and backward.
+        """
+        positions, flops = 0, 0
         batch = batch.by_segment()
-        return sum(
-            int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in self._parts(batch)
-        )
+        for ids, shared in self._parts(batch):
+            lengths = batch.lengths[ids].tolist()
+            positions += sum(lengths) - sum(shared)
+            flops += sum(map(self.cost.of, lengths)) - sum(map(self.cost.of, shared))
+        return positions, flops
 
     def _parts(self, batch: TokenBatch) -> list[Part]:
         """This data-parallel rank's microbatches."""

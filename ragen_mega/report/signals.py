@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from ragen_mega.algorithm.diagnostics import CollapseDetector, CollapseThresholds
 from ragen_mega.config import StarPOConfig
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from ragen_mega.storage.run_directory import CONFIG_FILE
@@ -54,8 +53,10 @@ AHEAD = (10, 20)
 """Steps by which a collapse is foretold."""
 WINDOW = 5
 """Steps whose mean is the level of a signal, where a collapse is foretold."""
-RULE = CollapseThresholds(fall_with_sign=CollapseThresholds.fall)
-"""The guard's rule without its signs, which are among the signals that are judged."""
+LEVEL_STEPS = 10
+"""Steps of training whose mean success is the level of a run."""
+FALL = 0.1
+"""How far below its best level one that has collapsed stays."""
 MIN_STEPS = 10
 MIN_RUNS = 12
 MIN_GROUPS = 8
@@ -96,10 +97,14 @@ class Run:
         return levels
 
     def collapsed(self) -> NDArray[np.bool_]:
-        """[steps] whether success in training has collapsed by then: RULE."""
-        detector = CollapseDetector(RULE)
+        """[steps] whether success in training has collapsed for good by then: from that step to the
+        last its level stays FALL below the run's best. The guard has to tell without hindsight.
+        """
         success = self.signals[:, SIGNALS.index(SUCCESS)]
-        return np.array([detector.observe({"success_rate": one}) is not None for one in success])
+        levels = np.convolve(success, np.full(LEVEL_STEPS, 1 / LEVEL_STEPS), "valid")
+        low = levels < levels.max() - FALL
+        for_good = np.logical_and.accumulate(low[::-1])[::-1]
+        return np.append(np.zeros(LEVEL_STEPS - 1, bool), for_good)
 
 
 @dataclass(frozen=True)
