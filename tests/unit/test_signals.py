@@ -16,7 +16,7 @@ from ragen_mega.config import parse
 from ragen_mega.report import signals
 from ragen_mega.report.signals import SIGNALS, Run, correlation, read_runs, with_collapse
 
-STEPS, FALL, WARNED = 60, 40, 14
+STEPS, FALL, WARNED = 60, 40, 10
 """Success of a run that collapses falls at this step, and its entropy rises so many before."""
 SEEDS = 12
 
@@ -124,7 +124,7 @@ def test_the_page_tells_what_is_known(
     assert early["10 steps ahead, same step"]["value"] == pytest.approx(1)
     # Of both arms of every seed, steps from which one collapses within ten, until it has.
     assert early["10 steps ahead, same step"]["num_rows"] == 2 * SEEDS * 10
-    assert 0.5 < early["10 steps ahead, within runs"]["value"] < 0.9  # it is early
+    assert early["10 steps ahead, within runs"]["value"] > 0.9
     assert early["20 steps ahead, same step"]["value"] < 0.9  # at first there is no sign yet
     noise = found["collapse"]["actor/grad_norm"]["10 steps ahead, same step"]
     assert noise["low"] < 0 < noise["high"]
