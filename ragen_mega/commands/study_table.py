@@ -147,7 +147,11 @@ def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
     for axes, key in zip(np.atleast_1d(grid), study.metrics):
         for arm, runs in found.items():
             lines = [
-                {record["step"]: record[key] for record in run["records"] if record.get(key)}
+                {
+                    record["step"]: record[key]
+                    for record in run["records"]
+                    if record.get(key) is not None
+                }
                 for run in runs.values()
             ]
             steps = sorted(set.intersection(*map(set, lines))) if lines else []
