@@ -140,7 +140,7 @@ class Constants:
     or by a calibration; outside of its range a constant would mean something else.
     """
 
-    product: float = constant(0.77, 0.1, 0.95)
+    product: float = constant(0.72, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
     product_fp8: float = constant(0.68, 0.3, 0.95)
     """The same of the FP8 peak, quantisation included."""
@@ -148,9 +148,9 @@ class Constants:
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.89, 0.01, 1.0)
+    memory: float = constant(0.93, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
-    link: float = constant(0.7, 0.3, 1.0)
+    link: float = constant(0.66, 0.3, 1.0)
     """Share of the links' speed in collectives."""
     latency: float = constant(15e-6, 1e-6, 1e-1)
     """Seconds of a small collective."""
@@ -171,7 +171,7 @@ class Constants:
     """Seconds of a turn besides its tokens: its text, its environment, joining the batch."""
     exposed: float = constant(0.3, 0.0, 1.0)
     """Share of overlapped communication that is waited for all the same."""
-    expert: float = constant(0.85, 0.2, 1.0)
+    expert: float = constant(0.99, 0.2, 1.0)
     """Speed of a product in a mixture of experts, relative to a dense layer."""
     decode_memory: float = constant(0.74, 0.02, 1.0)
     """Share of the memory's speed at which a decode step reads weights and keys and values."""
@@ -187,9 +187,9 @@ class Constants:
     """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
     published is 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
     """
-    untuned: float = constant(1.4, 1.0, 3.0)
+    untuned: float = constant(1.5, 1.0, 3.0)
     """Time of a training step in a layout that nobody has tuned, over that of a tuned one."""
-    overhead: float = constant(0.27, 0.0, 1.0)
+    overhead: float = constant(0.26, 0.0, 1.0)
     """Seconds of a step of reinforcement learning outside its phases, as a share of them: data,
     waiting for the slowest rank, transitions.
     """
@@ -231,7 +231,13 @@ class Machine:
             ),
         )
 
-    def link(self, num_ranks: int) -> float:
-        """Bytes a second of a collective among ranks that lie `num_ranks` apart at most."""
-        within = num_ranks <= self.hardware.node
-        return self.constants.link * (self.hardware.nvlink if within else self.hardware.network)
+    def link(self, num_ranks: int, stride: int = 0) -> float:
+        """Bytes a second of a collective among ranks that lie `num_ranks` apart at most. If every
+        `stride`-th rank takes part, those of a node share what comes in through their network
+        cards; without a stride each has its own bytes to exchange.
+        """
+        hardware = self.hardware
+        if num_ranks <= hardware.node:
+            return self.constants.link * hardware.nvlink
+        cards = max(1, hardware.node // stride) if stride else 1
+        return self.constants.link * min(hardware.nvlink, cards * hardware.network)

@@ -271,7 +271,7 @@ def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
     experts *= sizes.num_experts / cut.ep if sizes.num_experts else 1 / cut.tp
     outer = sizes.head * (1 if sizes.is_tied and cut.pp == 1 else 2) / (cut.tp * min(2, cut.pp))
     held, ranks = dense + experts + outer, cut.dp * cut.cp
-    ring = (ranks - 1) / ranks * held / machine.link(cut.num_gpus // cut.pp)
+    ring = (ranks - 1) / ranks * held / machine.link(cut.num_gpus // cut.pp, cut.tp)
     moved = ring * ((FP32 + cut.itemsize) if cut.shards_optimizer else 2 * FP32)
     owned = (dense + outer) / ranks + experts * min(1.0, max(1, cut.ep) / ranks)
     owned = held / ranks if not sizes.num_experts else owned
@@ -301,8 +301,9 @@ def training(
     terms = passes(machine, sizes, cut, **common)
     compute = sum(terms.values())
     if cut.is_fsdp:  # weights are gathered for both passes, gradients scattered, every microbatch
-        traffic = micros * 3 * cut.itemsize * sizes.total * (cut.dp - 1) / cut.dp
-        traffic /= machine.link(cut.num_gpus)
+        held = cut.itemsize * sizes.total / cut.tp
+        traffic = micros * (2 + trained) * held * (cut.dp - 1) / cut.dp
+        traffic /= machine.link(cut.num_gpus, cut.tp * cut.cp)
         exposed = machine.constants.exposed
         terms["data parallelism"] = max(exposed * traffic, traffic - compute)
     behind = gradients(machine, sizes, cut, 0.6 * compute / micros)

@@ -16,6 +16,7 @@ from ragen_mega.models.hardware import HARDWARE, Constants, Machine, find_hardwa
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
+    BF16,
     Cut,
     Play,
     Sizes,
@@ -102,6 +103,25 @@ def test_a_layout_pays_for_what_it_adds() -> None:
     scored = passes(H100, sizes, Cut(), tokens=8192, length=2048, micros=8, backward=0.0)
     ratio = sum(plain[name] for name in scored) / sum(scored.values())
     assert 3 <= ratio < 3.3  # backward is twice forward, 2.5 times in attention
+
+
+def test_collectives_between_nodes_have_the_cards_of_their_ranks() -> None:
+    """All-gathers of FSDP by hand: what a node's ranks lack comes in through all of their cards."""
+    hardware, sizes = H100.hardware, Sizes.of(shape_of("Qwen2.5-32B"))
+    reached = H100.constants.link
+    assert H100.link(8, 1) == H100.link(8) == reached * hardware.nvlink
+    assert H100.link(16) == H100.link(16, 8) == reached * hardware.network
+    assert H100.link(16, 2) == 4 * H100.link(16)
+    assert H100.link(16, 1) == min(reached * hardware.nvlink, 8 * H100.link(16))
+    for tp, dp in ((1, 16), (2, 8), (8, 2)):
+        cut = Cut(tp=tp, dp=dp, is_fsdp=True)
+        terms = training(H100, sizes, cut, tokens=1, length=1, micros=1, trained=0.0)
+        lacking = 2 * BF16 * sizes.total / tp * (dp - 1) / dp  # bytes of a rank, in both passes
+        others = {name: value for name, value in terms.items() if name != "data parallelism"}
+        others["optimizer"] = 0.0
+        seconds = lacking / min(hardware.nvlink, 8 // tp * hardware.network) / reached
+        visible = max(H100.constants.exposed * seconds, seconds - sum(others.values()))
+        assert terms["data parallelism"] == pytest.approx(visible)
 
 
 def test_ranks_that_share_cores_compute_in_each_others_bubbles() -> None:
