@@ -203,7 +203,7 @@ def find_machine(name: str) -> Machine:
     try:
         values = json.loads(Path(name).read_text())
         return Machine(Hardware(**values["hardware"]), Constants(**values["constants"]))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--hardware {name} must be a file that --calibrate wrote ({error}); write it again"
         ) from None
@@ -332,6 +332,11 @@ def main(arguments: argparse.Namespace) -> int:
     if chosen:
         price, text = priced(arguments, machine, shape, chosen, num_gpus, capacity, play)
         result, lines = result | {"cost": price}, [*lines, f"\n{text}"]
+        if chosen.rollout.rollout_engine == "embedded" and not machine.hardware.cores:
+            lines.append(
+                "the rollout is that of --rollout-engine sglang: the embedded engine samples on the"
+                " processor, which --hardware does not describe"
+            )
     print("\n".join(lines))
     if arguments.json:
         write_json(arguments.json, result)

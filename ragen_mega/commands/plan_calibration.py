@@ -28,7 +28,7 @@ from ragen_mega.commands.plan_validation import solve
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.kv_cache import KVCache
-from ragen_mega.models.hardware import Constants, Hardware, Machine
+from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
@@ -242,6 +242,23 @@ def solved(
     return replace(machine, constants=solve(machine.constants, names, misses))
 
 
+def with_sheet(hardware: Hardware, constants: Constants, device: str) -> tuple[Hardware, Constants]:
+    """A measured GPU with what one process on it cannot measure: other precisions, links to other
+    nodes and to the host of the nearest row of the table, published seconds of what a host does.
+    """
+    known = [name for name in HARDWARE if name in device]
+    row = HARDWARE[max(known, key=len) if known else "A100"]
+    usual = Constants()
+    return (
+        replace(
+            hardware,
+            fp8=row.fp8, fp32=row.fp32, network=row.network, host_link=row.host_link, node=row.node,
+            source=f"{hardware.source}; FP8, float32, network and host link as of {row.name}",
+        ),
+        replace(constants, sync=usual.sync, update=usual.update),
+    )  # fmt: skip
+
+
 def measured_machine() -> tuple[Machine, dict[str, Any]]:
     """This machine, and the readings."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -255,15 +272,18 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     memory, attention = measure_copies(device) / SHARE, measure_attention(device, dtype)
     latency, link = measure_collectives(device)
     gib = torch.cuda.mem_get_info()[1] / 2**30 if device == "cuda" else _host_gib()
-    hardware = Hardware(
-        "this machine", peak, 0.0, memory, gib, link / SHARE, link / SHARE, memory, 1.0,
-        "measured by ragen-mega plan --calibrate; the price is none", node=64, cores=cores,
-    )  # fmt: skip
+    source = "measured by ragen-mega plan --calibrate; the price is none"
     constants = Constants(
         memory=SHARE, link=SHARE, latency=latency, attention=min(0.8, attention / peak),
-        launch=measure_launch(device, dtype) if device == "cuda" else 1e-3, update=0.0, untuned=1.0,
-        overhead=0.0, sync=memory / 4,
+        launch=1e-3, update=0.0, untuned=1.0, overhead=0.0, sync=memory / 4,
     )  # fmt: skip
+    hardware = Hardware(
+        "this machine", peak, 0.0, peak, memory, gib, link / SHARE, link / SHARE, memory, 1.0,
+        source, node=64, cores=cores,
+    )  # fmt: skip
+    if not cores:
+        hardware, constants = with_sheet(hardware, constants, torch.cuda.get_device_name())
+        constants = replace(constants, launch=measure_launch(device, dtype))
     machine = Machine(hardware, constants)
     cut = Cut(itemsize=itemsize)
     machine = solved(

@@ -1,6 +1,7 @@
 """What a step costs, what bounds it and what would help next, in words and as a timeline."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,34 +32,43 @@ def bound(phases: Mapping[str, Terms]) -> tuple[str, str]:
 
 
 def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
-    """Flags that a run might set next -> the run with them."""
-    layout, sampled, found = config.parallel, config.rollout, {}
+    """Flags that a run might set next -> the run with them, where its other flags allow them."""
+    layout, sampled, fp8 = config.parallel, config.rollout, bool(machine.hardware.fp8)
+    wanted: dict[str, dict[str, dict[str, Any]]] = {}
     if sampled.rollout_engine == "sglang":
         tp = 2 * sampled.rollout_tensor_parallel_size
         for size in (tp, tp // 4):
             if 1 <= size <= machine.hardware.node:
                 scale = sampled.kv_cache_tokens and sampled.kv_cache_tokens * size * 2 // tp
-                other = replace(sampled, rollout_tensor_parallel_size=size, kv_cache_tokens=scale)
-                found[f"--rollout-tensor-parallel-size {size}"] = replace(config, rollout=other)
-        if machine.hardware.fp8 and not sampled.rollout_fp8:
-            found["--rollout-fp8"] = replace(config, rollout=replace(sampled, rollout_fp8=True))
-    if machine.hardware.fp8 and layout.fp8 == "none" and layout.bf16:
-        found["--fp8 hybrid"] = replace(config, parallel=replace(layout, fp8="hybrid"))
+                wanted[f"--rollout-tensor-parallel-size {size}"] = {
+                    "rollout": {"rollout_tensor_parallel_size": size, "kv_cache_tokens": scale}
+                }
+        if fp8 and not sampled.rollout_fp8:
+            wanted["--rollout-fp8"] = {"rollout": {"rollout_fp8": True}}
+    if fp8 and layout.fp8 == "none" and layout.bf16:
+        wanted["--fp8 hybrid"] = {"parallel": {"fp8": "hybrid"}}
     if layout.recompute != "none":
-        found["--recompute none"] = replace(config, parallel=replace(layout, recompute="none"))
+        wanted["--recompute none"] = {"parallel": {"recompute": "none"}}
     if layout.offload != "none":
-        found["--offload none"] = replace(config, parallel=replace(layout, offload="none"))
+        wanted["--offload none"] = {"parallel": {"offload": "none"}}
     tokens = 2 * config.train.max_tokens_per_microbatch
-    found[f"--max-tokens-per-microbatch {tokens}"] = replace(
-        config, train=replace(config.train, max_tokens_per_microbatch=tokens)
-    )
-    if config.advantage.uses_critic:
-        offload = "none" if layout.offload == "none" else "rollout"
-        if config.advantage.reward_placement == "trajectory":
-            found["--advantage-estimator grpo (no critic; another algorithm)"] = replace(
+    wanted[f"--max-tokens-per-microbatch {tokens}"] = {
+        "train": {"max_tokens_per_microbatch": tokens}
+    }
+    if config.advantage.uses_critic and config.advantage.reward_placement == "trajectory":
+        wanted["--advantage-estimator grpo (no critic; another algorithm)"] = {
+            "advantage": {"advantage_estimator": "grpo"},
+            "parallel": {"offload": "none" if layout.offload == "none" else "rollout"},
+        }
+    found = {}
+    for name, sections in wanted.items():
+        with suppress(ValueError):  # a rule of the configuration forbids it
+            found[name] = replace(
                 config,
-                advantage=replace(config.advantage, advantage_estimator="grpo"),
-                parallel=replace(layout, offload=offload),
+                **{
+                    section: replace(getattr(config, section), **fields)
+                    for section, fields in sections.items()
+                },
             )
     return found
 
@@ -104,7 +114,8 @@ def cost(
     sampled = config.rollout.num_groups * config.rollout.group_size
     kept = config.filter.num_kept(config.rollout.num_groups) or config.rollout.num_groups
     trained = kept * config.rollout.group_size * config.train.updates_per_rollout
-    flops = trained * play.length * Sizes.of(shape).flops(play.length)
+    flops = Sizes.of(shape).flops(play.length, play.sampled / play.length)
+    flops *= trained * play.length
     updating = sum(sum(phases[phase].values()) for phase in phases if phase == "update actor")
     trainers = config.parallel.num_trainers(num_gpus)
     phase, term = bound(phases)
@@ -115,7 +126,10 @@ def cost(
         "interval_seconds": [seconds / factor, seconds * factor],
         "bound_by": {"phase": phase, "term": term},
         "tokens_per_second_per_gpu": sampled * play.length / seconds / num_gpus,
-        "update_mfu": flops / updating / trainers / machine.hardware.bf16,
+        "update_mfu": flops
+        / updating
+        / trainers
+        / machine.hardware.peak(2 if config.parallel.bf16 else 4),
         "steps": STEPS,
         "gpu_hours": hours,
         "dollars": hours * dollars,

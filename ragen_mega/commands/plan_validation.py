@@ -106,6 +106,8 @@ def predicted(point: Point, constants: Constants) -> float:
         step = decode_step(machine, point.sizes, tp=row["tp"], batch=row["batch"], context=context)
         return row["batch"] / sum(step)
     cut = Cut(**row["cut"])
+    if row["gpus"] % cut.num_gpus:
+        raise ValueError(f"{row['gpus']} GPUs are no multiple of the {cut.num_gpus} of its cut")
     cut = replace(cut, dp=row["gpus"] // cut.num_gpus)
     if point.kind == "rl":
         phases = rl_phases(machine, point, cut)
@@ -230,7 +232,14 @@ def report(path: Path) -> dict[str, Any]:
     points = [point if is_own else replace(point, is_fitted=False) for point in read_points(path)]
     rows = []
     for point in points:
-        value = predicted(point, constants)
+        try:
+            value = predicted(point, constants)
+            error = value / point.measured - 1
+        except (ArithmeticError, KeyError, TypeError, ValueError) as wrong:
+            raise ValueError(
+                f"{path}: row {point.row['id']} cannot be predicted ({wrong!r}); write it as those"
+                f' of {ROWS.name}, or say why in an entry "unpredicted"'
+            ) from None
         rows.append(
             {
                 "kind": point.kind,
@@ -239,7 +248,7 @@ def report(path: Path) -> dict[str, Any]:
                 "use": "fit" if point.is_fitted else "judge",
                 "published": point.measured,
                 "predicted": value,
-                "error": value / point.measured - 1,
+                "error": error,
                 "note": point.row.get("note", ""),
             }
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -19,6 +20,8 @@ class Hardware:
     """Dense operations a second; half of what data sheets give with sparsity."""
     fp8: float
     """The same in FP8; 0 where the GPU has none."""
+    fp32: float
+    """The same in float32, outside of the units that multiply narrower numbers."""
     memory: float
     """Bytes a second of its own memory."""
     gpu_gib: float
@@ -37,6 +40,24 @@ class Hardware:
     kernel is work too, and no rank waits for a device. 0: every rank has a GPU.
     """
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be."""
+        for one in fields(self):
+            value, may_be_none = getattr(self, one.name), one.name in ("fp8", "cores")
+            if one.type == "str":
+                continue
+            is_number = isinstance(value, (int, float)) and math.isfinite(value)
+            if not is_number or value < 0 or not (value or may_be_none):
+                raise ValueError(
+                    f"{one.name} of hardware {self.name} must be a positive number, not {value!r}"
+                )
+
+    def peak(self, itemsize: int, *, fp8: bool = False) -> float:
+        """Operations a second of products of numbers of so many bytes, or in FP8."""
+        if fp8:
+            return self.fp8
+        return self.bf16 if itemsize == 2 else self.fp32
+
 
 _TB, _GB, _T = 1e12, 1e9, 1e12
 _PRICE = "price: middle of specialised clouds in May 2026, mercatus-ai.com/blog/cloud-gpu-pricing"
@@ -46,6 +67,7 @@ _TABLE = (
         "A100",
         312 * _T,
         0,
+        19.5 * _T,
         2.039 * _TB,
         80,
         300 * _GB,
@@ -58,6 +80,7 @@ _TABLE = (
         "H100",
         989.4 * _T,
         1978.9 * _T,
+        67 * _T,
         3.35 * _TB,
         80,
         450 * _GB,
@@ -70,6 +93,7 @@ _TABLE = (
         "H200",
         989.4 * _T,
         1978.9 * _T,
+        67 * _T,
         4.8 * _TB,
         141,
         450 * _GB,
@@ -82,6 +106,7 @@ _TABLE = (
         "B200",
         2250 * _T,
         4500 * _T,
+        75 * _T,
         8.0 * _TB,
         180,
         900 * _GB,
@@ -94,6 +119,7 @@ _TABLE = (
         "H800",
         989.4 * _T,
         1978.9 * _T,
+        67 * _T,
         3.35 * _TB,
         80,
         200 * _GB,
@@ -106,6 +132,7 @@ _TABLE = (
         "H20",
         148 * _T,
         296 * _T,
+        44 * _T,
         4.0 * _TB,
         96,
         450 * _GB,
@@ -140,17 +167,17 @@ class Constants:
     or by a calibration; outside of its range a constant would mean something else.
     """
 
-    product: float = constant(0.72, 0.1, 0.95)
+    product: float = constant(0.74, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
-    product_fp8: float = constant(0.68, 0.3, 0.95)
+    product_fp8: float = constant(0.75, 0.3, 0.95)
     """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.93, 0.01, 1.0)
+    memory: float = constant(0.88, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
-    link: float = constant(0.66, 0.3, 1.0)
+    link: float = constant(0.74, 0.3, 1.0)
     """Share of the links' speed in collectives."""
     latency: float = constant(15e-6, 1e-6, 1e-1)
     """Seconds of a small collective."""
@@ -158,7 +185,7 @@ class Constants:
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
-    update: float = constant(0.2, 0.0, 2.0)
+    update: float = constant(0.21, 0.0, 2.0)
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     update_layer: float = constant(0.0, 0.0, 1e-1)
     """Further seconds of it for every layer on the rank: small tensors, one after the other."""
@@ -171,7 +198,7 @@ class Constants:
     """Seconds of a turn besides its tokens: its text, its environment, joining the batch."""
     exposed: float = constant(0.3, 0.0, 1.0)
     """Share of overlapped communication that is waited for all the same."""
-    expert: float = constant(0.99, 0.2, 1.0)
+    expert: float = constant(0.53, 0.2, 1.0)
     """Speed of a product in a mixture of experts, relative to a dense layer."""
     decode_memory: float = constant(0.74, 0.02, 1.0)
     """Share of the memory's speed at which a decode step reads weights and keys and values."""
@@ -187,7 +214,7 @@ class Constants:
     """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
     published is 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
     """
-    untuned: float = constant(1.5, 1.0, 3.0)
+    untuned: float = constant(1.4, 1.0, 3.0)
     """Time of a training step in a layout that nobody has tuned, over that of a tuned one."""
     overhead: float = constant(0.26, 0.0, 1.0)
     """Seconds of a step of reinforcement learning outside its phases, as a share of them: data,
@@ -219,7 +246,7 @@ class Machine:
         if not cores or num_ranks <= cores:
             return self
         slower, now = num_ranks / cores, self.hardware
-        rates = ("bf16", "memory", "nvlink", "network", "host_link")
+        rates = ("bf16", "fp32", "memory", "nvlink", "network", "host_link")
         seconds = ("latency", "launch", "update", "update_layer", "micro", "start", "turn",
                    "decode_layer", "decode_sequence")  # fmt: skip
         return Machine(

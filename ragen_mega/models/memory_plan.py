@@ -335,7 +335,8 @@ def host_bytes(shape: ModelShape, setting: Setting) -> int:
             staged = state_of(shape, whole, stage, is_critic=is_critic)
             total += staged.parameters + staged.optimizer
             if setting.has_reference and not is_critic:
-                total += state.parameters
+                # the actor's own wait here too while the reference computes
+                total += state.parameters * (2 if layout.offload == "none" else 1)
             if layout.offload != "none":
                 total += state.parameters + state.optimizer
         totals.append(total)

@@ -97,9 +97,12 @@ class Sizes:
         attention = 12 * self.num_layers * self.num_heads * self.head_dim
         return Cost(6 * self.active, attention, 6 * self.head)
 
-    def flops(self, length: float) -> float:
-        """FLOPs per token, forward and backward, in trajectories of `length` (causal attention)."""
-        return self.cost.per_token + self.cost.per_label + self.cost.per_pair * length / 2
+    def flops(self, length: float, labels: float = 1.0) -> float:
+        """FLOPs per token, forward and backward, in trajectories of `length` (causal attention),
+        of whose tokens a share are labels.
+        """
+        cost = self.cost
+        return cost.per_token + labels * cost.per_label + cost.per_pair * length / 2
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,12 @@ def product(machine: Machine, rows: float, inner: float, columns: float, cut: Cu
     pipeline of each tile, and its operands once.
     """
     hardware, reached = machine.hardware, machine.constants
-    peak = hardware.fp8 * reached.product_fp8 if cut.fp8 else hardware.bf16 * reached.product
+    peak = hardware.peak(cut.itemsize, fp8=cut.fp8)
+    peak *= reached.product_fp8 if cut.fp8 else reached.product
     size = 1 if cut.fp8 else cut.itemsize
     moved = size * (rows * inner + inner * columns) + cut.itemsize * rows * columns
+    if cut.fp8:  # what is multiplied is read, and written in FP8 as it is and transposed
+        moved += (cut.itemsize + 2) * rows * inner
     return 2 * rows * (inner + reached.tile) * columns / peak + moved / (
         reached.memory * hardware.memory
     )
@@ -166,7 +172,7 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     # two norms and two additions; split and rotated queries and keys; the gate; experts permute
     passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
     passes += 3 * routed * ffn + (8 * routed * h if sizes.num_experts else 0)
-    attended = reached.attention * width_factor(sizes.head_dim) * hardware.bf16
+    attended = reached.attention * width_factor(sizes.head_dim) * hardware.peak(cut.itemsize)
     terms = {
         "matrix products": around + feed,
         "attention": 2 * tokens * length * heads / attended,
@@ -178,8 +184,8 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     visible = reached.exposed if cut.overlaps else 1.0
     terms["tensor parallelism"] = visible * shared / machine.link(tp)
     terms["tensor parallelism"] += 4 * reached.latency * (tp > 1)
-    # a token goes to a node once and there to each of its experts
-    nodes = max(1, cut.ep * tp // hardware.node)
+    # a token goes to a node once and there to each of its experts, which are on consecutive ranks
+    nodes = math.ceil(cut.ep / hardware.node)
     local = min(cut.ep, hardware.node)
     sent = routed * (local - 1) / local / machine.link(local)
     sent += tokens / tp * min(used, nodes) * (nodes - 1) / nodes / machine.link(cut.num_gpus)
@@ -191,8 +197,9 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
 
 
 def head(machine: Machine, sizes: Sizes, cut: Cut, tokens: float) -> float:
-    """Seconds of the forward pass of LM head and loss: a read and a write of logits as they are and
-    3.5 passes in float32, a third of what Megatron's loss takes there and back.
+    """Seconds of the forward pass of LM head and loss of so many labels: a read and a write of
+    logits as they are and 3.5 passes in float32, a third of what Megatron's loss takes there and
+    back.
     """
     tokens, vocab = tokens / cut.cp, sizes.vocab_size / cut.tp
     moved = tokens * vocab * (2 * cut.itemsize + 3.5 * FP32)
@@ -209,11 +216,11 @@ def passes(
     length: float,
     micros: float,
     backward: float = 2.0,
-    has_head: bool = True,
+    labels: float = 1.0,
 ) -> Terms:
     """Seconds of `micros` microbatches of `tokens` positions through the pipeline. `backward` is
-    the cost of the backward pass in forward passes: 0 for log-probabilities, 1 if the weights
-    have no gradients.
+    the cost of a product's backward pass in forward passes: 0 for log-probabilities, 1 if the
+    weights have no gradients. The LM head computes `labels` times as many tokens, 0 of a critic.
     """
     one = layer(machine, sizes, cut, tokens, length)
     mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
@@ -221,7 +228,8 @@ def passes(
     again = {"none": 0.0, "selective": share, "full": 1.0}[cut.recompute] * bool(backward)
     layers = sizes.num_layers / cut.pp * micros
     factors = dict.fromkeys(one, 1 + backward)
-    factors["attention"] = 1 + 1.25 * backward
+    factors["attention"] = 1 + 2.5 * bool(backward)
+    factors["element-wise"] = 1 + 2.0 * bool(backward)
     for name in ("tensor parallelism", "expert parallelism"):
         factors[name] = 2.0 if backward else 1.0
     terms = {name: layers * factors[name] * seconds for name, seconds in one.items()}
@@ -232,7 +240,7 @@ def passes(
     terms["launches"] = max(0.0, launched - hidden)
     terms["microbatches"] = micros * machine.constants.micro * (1 + 2 * bool(backward))
     body = sum(terms.values())
-    last = micros * (1 + backward) * head(machine, sizes, cut, tokens) if has_head else 0.0
+    last = micros * (1 + backward) * head(machine, sizes, cut, labels * tokens)
     sent = 2 * bool(backward) + (not backward)
     sent *= (
         tokens
@@ -293,16 +301,19 @@ def training(
     micros: float,
     backward: float = 2.0,
     trained: float = 1.0,
+    labels: float = 1.0,
 ) -> Terms:
     """Seconds of one optimizer step on `micros` microbatches of every data-parallel rank; `trained`
     is the share of the weights that have gradients.
     """
     common = {"tokens": tokens, "length": length, "micros": micros, "backward": backward}
-    terms = passes(machine, sizes, cut, **common)
+    terms = passes(machine, sizes, cut, **common, labels=labels)
     compute = sum(terms.values())
     if cut.is_fsdp:  # weights are gathered for both passes, gradients scattered, every microbatch
-        held = cut.itemsize * sizes.total / cut.tp
-        traffic = micros * (2 + trained) * held * (cut.dp - 1) / cut.dp
+        experts = sizes.num_layers * sizes.num_experts * sizes.expert_weights
+        lacking = (sizes.total - experts) / cut.tp * (cut.dp - 1) / cut.dp
+        lacking += experts / cut.ep * (1 - cut.ep / cut.num_gpus)
+        traffic = micros * (2 + trained) * cut.itemsize * lacking
         traffic /= machine.link(cut.num_gpus, cut.tp * cut.cp)
         exposed = machine.constants.exposed
         terms["data parallelism"] = max(exposed * traffic, traffic - compute)
@@ -345,7 +356,7 @@ def decode_step(
     weights = (sizes.num_layers * layers * size + sizes.head * itemsize) / tp
     heads = max(1.0, sizes.num_kv_heads / tp)
     cache = 2 * sizes.num_layers * heads * sizes.head_dim * itemsize * context
-    peak = hardware.fp8 if fp8 else hardware.bf16
+    peak = hardware.peak(itemsize, fp8=fp8)
     products = 2 * (sizes.active + sizes.head) / tp / (reached.decode_product * peak)
     fixed = weights / bandwidth + sizes.num_layers * reached.decode_layer
     return fixed, batch * cache / bandwidth, batch * (reached.decode_sequence + products)
@@ -391,9 +402,14 @@ class Play:
         ]
 
     @property
+    def sampled(self) -> float:
+        """Tokens of a whole trajectory that the policy samples, on average."""
+        return self.turns * min(self.response_tokens, self.max_response)
+
+    @property
     def length(self) -> float:
         """Tokens of a whole trajectory, on average."""
-        return self.turns * (self.prompt_tokens + min(self.response_tokens, self.max_response))
+        return self.turns * self.prompt_tokens + self.sampled
 
 
 @lru_cache(maxsize=4096)
@@ -414,7 +430,7 @@ def rollout(
     time in which every trajectory waits for its environment.
     """
     reached = machine.constants
-    peak = machine.hardware.fp8 if fp8 else machine.hardware.bf16
+    peak = machine.hardware.peak(itemsize, fp8=fp8)
     per_token = 2 * sizes.active / tp / (reached.product * peak)
     lengths = iter(play.lengths(sessions * play.turns))
     turns = [[next(lengths) for _ in range(play.turns)] for _ in range(sessions)]
@@ -515,6 +531,15 @@ def waited(phases: Mapping[str, Terms], staleness: int) -> Terms:
     return {name: (step - own) / played * time for name, time in phases["rollout"].items()}
 
 
+def offloaded(shape: ModelShape, setting: Setting) -> int:
+    """Bytes that a rank moves to the host in a step, and back."""
+    layout, roles = setting.parallel, range(1 + setting.has_critic)
+    states = [state_of(shape, setting, 0, is_critic=bool(role)) for role in roles]
+    moved = sum(state.parameters + state.optimizer for state in states)
+    moved *= not layout.rollout_ranks  # which have devices of their own
+    return moved + (layout.offload == "turns") * (states[0].parameters + states[0].optimizer)
+
+
 def step_seconds(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> dict[str, Terms]:
@@ -546,8 +571,7 @@ def step_seconds(
             tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
         )
     )  # fmt: skip
-    kept = config.filter.num_kept(rolled.num_groups) or rolled.num_groups
-    trained = kept * rolled.group_size
+    trained = (config.filter.num_kept(rolled.num_groups) or rolled.num_groups) * rolled.group_size
     minibatch = min(config.train.minibatch_size, trained)
     updates = max(1, round(trained / minibatch)) * config.train.updates_per_rollout
 
@@ -556,10 +580,16 @@ def step_seconds(
         computed = of_rank * play.length / (play.sharing if config.shares_prefixes else 1.0)
         count = max(computed / setting.max_tokens, min(4 * cut.pp, of_rank) * (cut.pp > 1))
         count = math.ceil(max(1.0, count))
-        return {"tokens": computed / count, "length": play.length, "micros": count}
+        labels = of_rank * play.sampled / computed
+        return {
+            "tokens": computed / count,
+            "length": play.length,
+            "micros": count,
+            "labels": labels,
+        }
 
-    def scored(**options: bool) -> Terms:
-        terms = passes(machine, sizes, cut, backward=0.0, **micros(trained), **options)
+    def scored(**changes: float) -> Terms:
+        terms = passes(machine, sizes, cut, backward=0.0, **(micros(trained) | changes))
         return untuned(machine, terms | {"batch": reached.start})
 
     needs_old = config.loss.old_logprobs == "recompute" or (
@@ -567,12 +597,13 @@ def step_seconds(
     )
     if needs_old:
         phases["old log-probabilities"] = scored()
-    if setting.has_reference:
-        phases["reference"] = scored()
+    if setting.has_reference:  # it takes the place of the actor's parameters, which come back
+        moved = 3 * state_of(shape, setting, 0, is_critic=False).parameters
+        phases["reference"] = scored() | {"host link": moved / reached.link / hardware.host_link}
     update = training(machine, sizes, cut, **micros(minibatch))
     if setting.has_critic:
-        phases["values"] = scored(has_head=False)
-        learned = passes(machine, sizes, cut, **micros(minibatch), has_head=False)
+        phases["values"] = scored(labels=0.0)
+        learned = passes(machine, sizes, cut, **(micros(minibatch) | {"labels": 0.0}))
         critic = {name: update[name] for name in ("data parallelism", "optimizer")} | learned
         phases["update critic"] = {
             name: updates * time for name, time in untuned(machine, critic).items()
@@ -581,13 +612,8 @@ def step_seconds(
         name: updates * time for name, time in untuned(machine, update).items()
     }
 
-    layout = config.parallel
-    if layout.offload != "none":
-        roles = range(1 + setting.has_critic)
-        states = [state_of(shape, setting, 0, is_critic=bool(role)) for role in roles]
-        moved = sum(state.parameters + state.optimizer for state in states)
-        moved *= not layout.rollout_ranks  # which have devices of their own
-        moved += states[0].parameters + states[0].optimizer if layout.offload == "turns" else 0
+    if config.parallel.offload != "none":
+        moved = offloaded(shape, setting)
         phases["offload"] = {"host link": 2 * moved / (reached.link * hardware.host_link)}
     if is_apart:
         phases["rollout"] |= taken

@@ -4,12 +4,13 @@ import json
 import math
 import random
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 
 from ragen_mega.commands import plan_calibration as calibration
+from ragen_mega.commands import plan_cost
 from ragen_mega.commands import plan_validation as validation
 from ragen_mega.config import parse
 from ragen_mega.models.hardware import HARDWARE, Constants, Machine, find_hardware
@@ -122,6 +123,67 @@ def test_collectives_between_nodes_have_the_cards_of_their_ranks() -> None:
         seconds = lacking / min(hardware.nvlink, 8 // tp * hardware.network) / reached
         visible = max(H100.constants.exposed * seconds, seconds - sum(others.values()))
         assert terms["data parallelism"] == pytest.approx(visible)
+
+
+def test_experts_stay_where_they_are() -> None:
+    """FSDP gathers an expert only among the ranks that hold it, and tokens go to as many nodes as
+    the experts lie on, whatever the tensor parallelism beside it.
+    """
+    sizes = Sizes(48, 2048, 32, 4, 128, 768, 151936, num_experts=128, experts_per_token=8)
+
+    def gathered(ep: int) -> float:
+        cut = Cut(dp=8, ep=ep, is_fsdp=True)
+        terms = training(H100, sizes, cut, tokens=1, length=1, micros=1, trained=0.0)
+        return terms["data parallelism"] / H100.constants.exposed * H100.link(8)
+
+    experts = sizes.num_layers * sizes.num_experts * sizes.expert_weights
+    dense = 2 * BF16 * (sizes.total - experts) * 7 / 8
+    assert gathered(8) == pytest.approx(dense)
+    assert gathered(2) == pytest.approx(dense + 2 * BF16 * experts / 2 * 3 / 4)
+    sent = [
+        layer(H100, sizes, Cut(tp=tp, dp=16 // tp, ep=16), 4096 * tp, 4096)["expert parallelism"]
+        for tp in (1, 2)
+    ]
+    assert sent[0] == pytest.approx(sent[1])
+
+
+def test_full_precision_is_not_timed_at_half() -> None:
+    big = (16384, 8192, 8192)
+    for name in ("A100", "H100", "H200", "B200", "H800", "H20"):
+        machine = Machine(find_hardware(name))
+        rate = 2 * math.prod(big) / product(machine, *big, Cut(itemsize=4))
+        assert rate < machine.hardware.fp32 <= 0.31 * machine.hardware.bf16
+
+
+def test_only_products_are_cheaper_without_gradients_of_weights() -> None:
+    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
+    common = {"tokens": 4096, "length": 4096, "micros": 2}
+    whole, lora = (passes(H100, sizes, Cut(), **common, backward=n) for n in (2.0, 1.0))
+    assert lora["attention"] == whole["attention"] and lora["element-wise"] == whole["element-wise"]
+    assert lora["matrix products"] == pytest.approx(2 / 3 * whole["matrix products"])
+
+
+def test_the_head_computes_labels_and_a_reference_is_copied() -> None:
+    shape, sizes = shape_of("Qwen2.5-0.5B"), Sizes.of(shape_of("Qwen2.5-0.5B"))
+    common = {"tokens": 4096, "length": 4096, "micros": 2}
+    every, half = (passes(H100, sizes, Cut(), **common, labels=n)["LM head"] for n in (1.0, 0.5))
+    assert 0.49 < half / every < 0.52
+    config = parse(["--bf16", "--kl-kind", "k3", "--kl-coef", "0.1", "--updates-per-rollout", "2"])
+    phases = step_seconds(H100, shape, config, 1, default_play(config))
+    copied = 3 * 2 * shape.num_parameters / (H100.constants.link * H100.hardware.host_link)
+    extra = sum(phases["reference"].values()) - sum(phases["old log-probabilities"].values())
+    assert extra == pytest.approx(copied, rel=1e-3)
+
+
+def test_a_calibrated_gpu_has_the_links_of_its_sheet() -> None:
+    measured = replace(HARDWARE["A100"], name="this machine", fp8=0.0, network=1e12, node=64)
+    constants = Constants(sync=8e11, update=0.0)
+    hardware, found = calibration.with_sheet(measured, constants, "NVIDIA H200 NVL")
+    sheet = HARDWARE["H200"]
+    for name in ("fp8", "fp32", "network", "host_link", "node"):
+        assert getattr(hardware, name) == getattr(sheet, name)
+    assert hardware.bf16 == measured.bf16 and hardware.memory == measured.memory
+    assert (found.sync, found.update) == (Constants().sync, Constants().update)
 
 
 def test_ranks_that_share_cores_compute_in_each_others_bubbles() -> None:
@@ -445,6 +507,41 @@ def test_rows_of_others_judge_and_bad_ones_are_refused(
     path.write_text(json.dumps({"models": {}, "training": [{"id": "1", "model": "none"}]}))
     code, said = run_plan(capsys, "--validate", str(path))
     assert code == 2 and "must have the form of published_steps.json" in said
+    row = content["training"][0]
+    for change in ({"cut": {"tp": 5}}, {"cut": {"none": 1}}, {"measured": {"tflops": 0}}):
+        path.write_text(json.dumps(content | {"training": [row | change], "rl": []}))
+        code, said = run_plan(capsys, "--validate", str(path))
+        assert code == 2 and "row 1 cannot be predicted" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--critic-warmup", "5"),
+        ("--critic-load", "somewhere"),
+        ("--kl-in-reward", "k1", "--kl-reward-coef", "0.1"),
+        ("--transformer-impl", "local"),
+        ("--shared-prefixes", "on"),
+    ],
+)
+def test_advice_keeps_to_the_rules(flags: tuple[str, ...]) -> None:
+    config = parse(["--bf16", "--rollout-engine", "sglang", *flags])
+    found = plan_cost.changes(config, H100)
+    assert found and len(found) < len(
+        plan_cost.changes(parse(["--bf16", "--rollout-engine", "sglang"]), H100)
+    )
+
+
+@pytest.mark.parametrize("change", [{"bf16": None}, {"memory": 0}, {"node": 0}, {"nvlink": -1}])
+def test_hardware_that_cannot_be_is_refused(
+    change: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    values = asdict(HARDWARE["H100"]) | change
+    path.write_text(json.dumps({"hardware": values, "constants": asdict(Constants())}))
+    code, said = run_plan(capsys, "--model", "Qwen2.5-0.5B", "--hardware", str(path))
+    assert code == 2 and f"{next(iter(change))} of hardware H100" in said
+    assert said.count("\n") == 1
 
 
 def test_constants_out_of_their_range_are_refused() -> None:
