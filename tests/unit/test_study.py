@@ -1,6 +1,7 @@
 """Studies: files that are refused, intervals that hold what they promise, and equal amounts."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from ragen_mega.commands import study as tool
 from ragen_mega.commands import study_runs
 from ragen_mega.config import parse
+from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.report.metrics import write_json
 from ragen_mega.report.study import Study, estimate, percent
 from tests.support.processes import wait_until
@@ -80,7 +82,8 @@ def test_every_study_of_the_repository_can_be_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "prompts", "of_seeds", "of_prompts"), [(3, 256, 0.05, 0.3), (5, 64, 0.1, 0.1)]
+    ("seeds", "prompts", "of_seeds", "of_prompts"),
+    [(2, 256, 0.05, 0.3), (2, 256, 0.1, 0.3), (3, 256, 0.05, 0.3), (5, 64, 0.1, 0.1)],
 )
 def test_intervals_cover_the_truth(
     seeds: int, prompts: int, of_seeds: float, of_prompts: float
@@ -110,6 +113,34 @@ def test_pairing_finds_what_prompts_hide() -> None:
     alone = estimate(a), estimate(b)
     assert alone[0].low < alone[1].high
     assert estimate(a - a, least=-1.0).verdict == "not told apart"
+
+
+def test_seeds_that_agree_by_luck_leave_the_interval_of_the_prompts() -> None:
+    """Half its width is t(63) of tables; seeds that differ by 0.02 add t(1) in squares."""
+    prompts = np.arange(64) / 64
+    of_prompts, of_seeds = 1.99834 * prompts.std(ddof=1) / 8, 12.7062 * 0.01
+    for apart, half in ((0.0, of_prompts), (0.02, math.hypot(of_prompts, of_seeds))):
+        found = estimate(np.stack([prompts, prompts + apart]))
+        assert found.high - found.mean == pytest.approx(half, rel=1e-4)
+
+
+@pytest.mark.parametrize("seeds", [2, 5])
+def test_no_interval_has_width_zero(seeds: int) -> None:
+    """Rates of 0 and 1 have Wilson's interval; differences, his bound on prompts that differ."""
+    ones = np.ones((seeds, 256))
+    every, never, equal, far = (
+        estimate(ones),
+        estimate(0 * ones),
+        estimate(0 * ones, least=-1.0),
+        estimate(ones, least=-1.0),
+    )
+    low = wilson_interval(256, 256)[0]
+    assert (every.low, every.high) == pytest.approx((low, 1.0)) and low < 0.99
+    assert (never.low, never.high) == pytest.approx((0.0, 1 - low))
+    assert (equal.low, equal.high) == pytest.approx((low - 1, 1 - low))
+    assert equal.verdict == "not told apart" and far.verdict == "higher"
+    third = estimate(np.full((3, 77), 0.1))  # the mean of these is not exactly 0.1
+    assert third.high - third.low > 0.04
 
 
 def test_one_seed_has_no_interval() -> None:
