@@ -158,10 +158,10 @@ def plot(
     players: Mapping[str, float] | None = None,
 ) -> None:
     """Success in training (per step) and on the held-out boards (marked), beside random and optimal
-    play, or mean returns beside those of `players`; and SIGNALS.
+    play where all runs have the same, or mean returns beside those of `players`; and SIGNALS.
     """
     measure = "reward" if players else "success"
-    lines = players or {key: rows[0][key] for key in ("random", "optimum")}
+    lines = players or shared_players(rows)
     figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
     axes, panels = grid[0, 0], dict(zip(SIGNALS, grid.flat[1:]))
     for run in runs:
@@ -173,8 +173,7 @@ def plot(
             panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
     for (key, value), style in zip(lines.items(), (":", "--", "-.")):
-        if value is not None:
-            axes.axhline(value, color="black", linestyle=style, linewidth=1, label=key)
+        axes.axhline(value, color="black", linestyle=style, linewidth=1, label=key)
     axes.set(ylabel="mean return" if players else "success", ylim=(None if players else 0, 1.02))
     axes.legend(fontsize="small")
     for panel in grid[1]:
@@ -182,6 +181,15 @@ def plot(
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def shared_players(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Random and optimal play on the first set, as far as known and equal for all runs on it."""
+    values = {
+        player: {row[player] for row in rows if row["set"] == rows[0]["set"]}
+        for player in ("random", "optimum")
+    }
+    return {player: min(of) for player, of in values.items() if len(of) == 1 and None not in of}
 
 
 def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:

@@ -121,6 +121,21 @@ def test_returns_stand_beside_those_of_named_players(tmp_path: Path) -> None:
     assert result["mean_returns"][0]["mean"] == 0.375 and result["means"][0]["mean"] == 0.625
 
 
+def test_players_are_drawn_where_all_runs_have_the_same(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / name, {"bandit": 0.5, "sokoban": 1.0}) for name in ("a", "b")]
+    assert report.shared_players(read(*runs)) == {"random": 0.2}, "the optimum is unknown"
+    path = runs[1] / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["sets"]["sokoban"]["random"] = 0.1
+    path.write_text(json.dumps(summary))
+    assert report.shared_players(read(*runs)) == {"random": 0.2}, "of the set that is drawn"
+    summary["sets"]["bandit"]["random"] = 0.4
+    path.write_text(json.dumps(summary))
+    rows = read(*runs)
+    assert report.shared_players(rows) == {}
+    report.plot([report.read_run(run) for run in runs], rows, tmp_path / "a.svg")
+
+
 def test_a_player_without_a_number_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
