@@ -7,8 +7,9 @@ A study is a TOML file (ragen_mega/config/studies/); `Study.read` documents its 
 import math
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Study:
         """
         try:
             data = tomllib.loads(path.read_text())
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
         scales = "models" in data
         parts = ("models", "layouts", "target") if scales else ("arms",)
@@ -116,7 +117,7 @@ class Study:
             source=data["source"],
             preset=preset,
             recipe=part["recipe"],
-            flags=tuple(shlex.split(part.get("flags", ""))),
+            flags=_words(path, part.get("flags", "")),
             arms=tuple(arms),
             claims=tuple(claims),
             metrics=tuple(data.get("metrics", cls.metrics)),
@@ -131,7 +132,7 @@ def _arms(path: Path, data: Mapping[str, Any], preset: str) -> list[Arm]:
     for arm in data["arms"]:
         _check_keys(path, "an arm", arm, ("name", "flags"), ("paper_flags",))
         words = arm.get("paper_flags", arm["flags"]) if preset == "paper" else arm["flags"]
-        arms.append(Arm(arm["name"], tuple(shlex.split(words))))
+        arms.append(Arm(arm["name"], _words(path, words)))
     return arms
 
 
@@ -143,7 +144,7 @@ def _pairs(path: Path, data: Mapping[str, Any]) -> list[Arm]:
     return [
         Arm(
             f"{model['name']}-{layout['name']}",
-            tuple(shlex.split(f"{model['flags']} {layout['flags']}")),
+            _words(path, model["flags"]) + _words(path, layout["flags"]),
             ranks=model.get("ranks", 1) * layout.get("ranks", 1),
             seeds=layout.get("seeds", model.get("seeds")),
             model=model["name"],
@@ -155,6 +156,30 @@ def _pairs(path: Path, data: Mapping[str, Any]) -> list[Arm]:
 
 
 _OTHERS = (*PRESETS, "claims", "metrics", "notes")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _are(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+
+
+_Kind = tuple[Callable[[Any], bool], str]
+_TEXT: _Kind = (lambda value: isinstance(value, str), "a string")
+_COUNT: _Kind = (_is_count, "a whole number of at least 1")
+_TABLES: _Kind = (lambda value: _are(dict, value) and bool(value), "at least one table, as [[...]]")
+_KINDS: dict[str, _Kind] = {
+    **dict.fromkeys(PRESETS, (lambda value: isinstance(value, dict), "a table")),
+    **dict.fromkeys(("arms", "models", "layouts"), _TABLES),
+    **dict.fromkeys(("ranks", "seeds"), _COUNT),
+    "claims": (partial(_are, dict), "tables, as [[claims]]"),
+    "metrics": (lambda value: _are(str, value) and bool(value), "at least one string in a list"),
+    "confounds": (partial(_are, str), "strings in a list"),
+    "target": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a rate up to 1"),
+}
+"""Key of a study file -> (whether a value is right, what is); all others are strings."""
 
 
 def _check_keys(
@@ -169,6 +194,18 @@ def _check_keys(
         wrong = f"has no {', '.join(sorted(missing))}" if missing else f"knows no {unknown.pop()}"
         allowed = ", ".join((*required, *others))
         raise ValueError(f"{path}: {where} {wrong}; it takes {allowed}")
+    for key, value in data.items():
+        fits, what = _KINDS.get(key, _TEXT)
+        if not fits(value):
+            raise ValueError(f"{path}: {where} has {key} = {value!r}; it takes {what}")
+
+
+def _words(path: Path, flags: str) -> tuple[str, ...]:
+    """Flags as a shell splits them."""
+    try:
+        return tuple(shlex.split(flags))
+    except ValueError as error:
+        raise ValueError(f"{path}: flags {flags!r} cannot be split: {error}") from None
 
 
 def _presets(data: Mapping[str, Any]) -> str:

@@ -58,6 +58,16 @@ def tiny(tmp_path: Path) -> Path:
         ('better = "high"', 'better = "higher"', "names no arm: higher"),
         ("[small]", "[small", "no TOML"),
         ('recipe = "bandit"', "", "has no recipe"),
+        ('name = "low"', "name = 1", "an arm has name = 1; it takes a string"),
+        (
+            '"--lr 1e-4"',
+            '["--lr", "1e-4"]',
+            r"an arm has flags = \['--lr', '1e-4'\]; it takes a str",
+        ),
+        ('"--lr 1e-4"', '"--lr \'1e-4"', r"""flags "--lr '1e-4" cannot be split: No closing"""),
+        ('title = "Tiny"', 'title = "Tiny"\nmetrics = "a"', "has metrics = 'a'; it takes at least"),
+        ('title = "Tiny"', 'title = "Tiny"\npaper = 1', "a study has paper = 1; it takes a table"),
+        ('set = "bandit"', 'set = ["bandit"]', "a claim has set = "),
     ],
 )
 def test_wrong_files_are_one_line(tiny: Path, old: str, new: str, said: str) -> None:
@@ -65,6 +75,33 @@ def test_wrong_files_are_one_line(tiny: Path, old: str, new: str, said: str) -> 
     with pytest.raises(ValueError, match=said) as error:
         Study.read(tiny, "small")
     assert "\n" not in str(error.value).strip() or "TOML" in said
+    assert str(tiny) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("arms = []", r"has arms = \[\]; it takes at least one table"),
+        ("arms = [1]", r"has arms = \[1\]; it takes at least one table"),
+        ("models = []\nlayouts = []\ntarget = 0.5", r"has models = \[\]"),
+        (
+            'layouts = [{name = "b", flags = ""}]\ntarget = 0.5\n'
+            'models = [{name = "a", flags = "", ranks = "2"}]',
+            "one of models has ranks = '2'; it takes a whole number of at least 1",
+        ),
+        (
+            'layouts = [{name = "b", flags = ""}]\ntarget = "high"\n'
+            'models = [{name = "a", flags = ""}]',
+            "has target = 'high'; it takes a rate up to 1",
+        ),
+    ],
+)
+def test_wrong_tables_are_one_line(tmp_path: Path, lines: str, said: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(f'title = "t"\nsource = "s"\n{lines}\n[small]\nrecipe = "bandit"\n')
+    with pytest.raises(ValueError, match=said) as error:
+        Study.read(path, "small")
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_every_study_of_the_repository_can_be_run() -> None:
