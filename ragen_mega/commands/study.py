@@ -3,7 +3,7 @@
     ragen-mega study filter                       # three seeds of every arm
     ragen-mega study my/study.toml --seeds 5 --jobs 2
     ragen-mega study filter --slurm lines.txt     # a command a line, for a job array
-    ragen-mega study filter --report              # what there is so far
+    ragen-mega study filter --report              # what there is so far, of all seeds
     ragen-mega study --list
     ragen-mega study scaling --models 0.2M,3M --layouts all
     ragen-mega study pretrained --preset paper --hardware H100 --predict    # hours and money
@@ -31,7 +31,14 @@ from pathlib import Path
 from ragen_mega.commands import study_scaling, study_signals, study_table
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.commands.plan import find_machine
-from ragen_mega.commands.study_runs import IDENTITY, Runner, claim_folder, find_jobs, flags_of
+from ragen_mega.commands.study_runs import (
+    IDENTITY,
+    Runner,
+    claim_folder,
+    find_jobs,
+    flags_of,
+    found_seeds,
+)
 from ragen_mega.config import parse
 from ragen_mega.config.cli import RECIPES
 from ragen_mega.models.hardware import Machine
@@ -79,8 +86,8 @@ def write_report(
     mixed: bool,
     machine: Machine | None,
 ) -> None:
-    """NAME.md, NAME.json and NAME.svg of the runs that have finished; those of a scaling study
-    beside what is predicted for `machine`. Raises ValueError if none has.
+    """NAME.md, NAME.json and NAME.svg (NAME_paper of that preset) of the runs that have finished;
+    those of a scaling study beside what is predicted for `machine`. Raises ValueError if none has.
     """
     found = study_table.collect(study, folder, seeds)
     if not any(found.values()):
@@ -91,13 +98,34 @@ def write_report(
     study_table.write(study, found, output, place, mixed)
 
 
+def predict(
+    study: Study,
+    arms: Sequence[Arm],
+    machine: Machine | None,
+    arguments: argparse.Namespace,
+    num_seeds: int,
+) -> None:
+    """NAME_predicted.md of these arms. Raises ValueError without a machine."""
+    if machine is None:
+        raise ValueError("--predict needs to know the GPU; add --hardware")
+    whole = [
+        replace(
+            arm,
+            flags=tuple(flags_of(study, arm, arguments.match)),
+            ranks=arm.ranks or arguments.ranks,
+        )
+        for arm in arms
+    ]
+    study_scaling.write_predicted(study, whole, machine, arguments.reports, num_seeds)
+
+
 @command(
     __doc__,
     ("study", {"nargs": "?", "help": "name that --list shows, or a .toml file"}),
     flag("--list", "name the studies", False),
     flag("--preset", "small: here (default); paper: as published, confounds included"),
-    flag("--seeds", "seeds of every arm", 3),
-    flag("--first-seed", "the first of them", 0),
+    flag("--seeds", "seeds of every arm (default: 3; to --report all found)", type=int),
+    flag("--first-seed", "the first of them (default: 0; to --report all found)", type=int),
     flag("--match", "steps, tokens or none: what all arms have the same of", "none"),
     flag("--jobs", "runs at a time, a thread each (OMP_NUM_THREADS)", 1),
     flag("--ranks", "ranks of a run", 1),
@@ -124,7 +152,8 @@ def main(arguments: argparse.Namespace) -> int | None:
     matches = ("steps", "tokens", "none")
     if arguments.preset not in (None, *PRESETS) or arguments.match not in matches:
         raise ValueError("--preset is small or paper, --match is steps, tokens or none")
-    if min(arguments.seeds, arguments.jobs, arguments.ranks) < 1:
+    num_seeds = 3 if arguments.seeds is None else arguments.seeds
+    if min(num_seeds, arguments.jobs, arguments.ranks) < 1:
         raise ValueError("--seeds, --jobs and --ranks must be at least 1")
     study = find(arguments.study, arguments.preset)
     study = replace(study, flags=(*study.flags, *shlex.split(arguments.flags)))
@@ -132,28 +161,19 @@ def main(arguments: argparse.Namespace) -> int | None:
     layouts = arguments.layouts or ("all" if arguments.predict and scales else None)
     arms = chosen(study, arguments.models, layouts)
     folder = arguments.output or Path("studies") / f"{study.name}-{study.preset}"
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for arm in study.arms:
         parse(flags_of(study, arm, arguments.match))  # a wrong flag is said before anything runs
     machine = find_machine(arguments.hardware) if arguments.hardware else None
     if arguments.predict:
-        if machine is None:
-            raise ValueError("--predict needs to know the GPU; add --hardware")
-        whole = [
-            replace(
-                arm,
-                flags=tuple(flags_of(study, arm, arguments.match)),
-                ranks=arm.ranks or arguments.ranks,
-            )
-            for arm in arms
-        ]
-        return study_scaling.write_predicted(
-            study, whole, machine, arguments.reports, arguments.seeds
-        )
+        return predict(study, arms, machine, arguments, num_seeds)
     mixed = claim_folder(
         folder, study, arguments.match, mixed=arguments.mixed, only_report=arguments.report
     )
+    first = arguments.first_seed or 0
+    seeds: Sequence[int] = range(first, first + num_seeds)
     if arguments.report:
+        if arguments.seeds is None and arguments.first_seed is None:
+            seeds = found_seeds(study, folder)
         return write_report(study, folder, arguments.reports, seeds, mixed, machine)
     jobs = find_jobs(study, arms, seeds, folder, arguments.match, arguments.ranks)
     if arguments.slurm:

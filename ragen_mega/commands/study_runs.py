@@ -72,11 +72,17 @@ def claim_folder(
     """Record in the folder the code and study of its runs; returns whether there are several. A
     report runs nothing, so that the code may be newer than the runs, whose record stays.
 
-    Raises ValueError if it holds runs of others and `mixed` does not accept that.
+    Raises ValueError if it holds runs of others and `mixed` does not accept that, or if a report
+    finds no record.
     """
     told = {"code": code_digest(), "study": asdict(study), "match": match}
     now = json.loads(json.dumps(told | {"place": provenance(), "is_mixed": False}))
     path = folder / IDENTITY
+    if only_report and not path.exists():
+        raise ValueError(
+            f"{folder} holds no study: it has no {IDENTITY}; run the study first, or give the"
+            " --output and --preset of its runs"
+        )
     if path.exists():
         before = json.loads(path.read_text())
         if only_report:
@@ -101,6 +107,16 @@ def _is_same(key: str, before: Any, now: Any) -> bool:
     return all(before[part] == now[part] for part in ("recipe", "flags")) and all(
         arms.get(arm["name"], arm["flags"]) == arm["flags"] for arm in now["arms"]
     )
+
+
+def found_seeds(study: Study, folder: Path) -> list[int]:
+    """Seeds that any arm has a run of in this folder, in ascending order."""
+    named = (
+        run.name.removeprefix(f"{arm.name}-seed")
+        for arm in study.arms
+        for run in folder.glob(f"{arm.name}-seed*/")
+    )
+    return sorted({int(seed) for seed in named if seed.isdecimal()})
 
 
 def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:

@@ -418,15 +418,15 @@ def write(
         "## Loss over sizes",
         "log(1 - success) = E(N) - k(N) log C with k(N) = K / (1 + N0 / N).",
         over_sizes,
-        f"![success over compute, loss over sizes]({study.name}.svg)",
+        f"![success over compute, loss over sizes]({study.page}.svg)",
     ]
     output.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(part for part in parts if part) + "\n"
-    (output / f"{study.name}.md").write_text(text)
+    (output / f"{study.page}.md").write_text(text)
     losses = as_losses([one for own in curves.values() for one in own], prompts)
-    plot(curves, laws, law, losses, output / f"{study.name}.svg")
+    plot(curves, laws, law, losses, output / f"{study.page}.svg")
     write_json(
-        output / f"{study.name}.json", record(study, place, mixed, speeds, curves, laws, law)
+        output / f"{study.page}.json", record(study, place, mixed, speeds, curves, laws, law)
     )
     print(text)
 

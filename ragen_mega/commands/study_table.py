@@ -123,7 +123,7 @@ def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mix
         ]
     if study.notes:
         parts.append(study.notes.strip())
-    parts.append(f"![curves]({study.name}.svg)")
+    parts.append(f"![curves]({study.page}.svg)")
     parts.append(
         "Intervals allow for other seeds and other prompts; differences are paired by seed and"
         " prompt. Minutes depend on what else the machine did."
@@ -172,7 +172,7 @@ def write(
     result = compare(study, found)
     output.mkdir(parents=True, exist_ok=True)
     text = markdown(study, result, found, place, mixed)
-    (output / f"{study.name}.md").write_text(text)
+    (output / f"{study.page}.md").write_text(text)
     report = {"study": asdict(study), "place": place, "is_mixed": mixed}
     report["sets"] = {
         name: {
@@ -188,6 +188,6 @@ def write(
         for arm, runs in found.items()
         for seed, run in runs.items()
     }
-    write_json(output / f"{study.name}.json", report)
-    plot(study, found, output / f"{study.name}.svg")
+    write_json(output / f"{study.page}.json", report)
+    plot(study, found, output / f"{study.page}.svg")
     print(text)

@@ -73,6 +73,11 @@ class Study:
     target: float | None = None
     """Success whose cost a scaling study states; None for a study that is none."""
 
+    @property
+    def page(self) -> str:
+        """Name of its report's files, each preset its own."""
+        return self.name if self.preset == PRESETS[0] else f"{self.name}_{self.preset}"
+
     @classmethod
     def read(cls, path: Path, preset: str | None = None) -> "Study":
         """The study in a file, under the first preset that it has unless one is named: `title`,

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,6 +264,68 @@ def test_a_warm_start_is_taken_from_a_study_beside(tiny: Path, tmp_path: Path) -
     state = json.loads((runs / "other" / study_runs.IDENTITY).read_text())
     write_json(runs / "other" / study_runs.IDENTITY, state | {"code": "older"})
     assert sources() == [runs / "mine" / "low-seed0", second, None, None]
+
+
+def finish(run: Path, random: float = 0.25, optimum: float | None = 1.0) -> None:
+    """What a report reads of a finished run."""
+    run.mkdir(parents=True)
+    told = {"success": 0.5, "prompt_success": [1.0, 0.0, 1.0, 0.0], "random": random}
+    write_json(
+        run / "summary.json", {"sets": {"bandit": told | {"optimum": optimum}}, "seconds": 6}
+    )
+    (run / "metrics.jsonl").touch()
+
+
+def report_on(path: Path, folder: Path, *flags: str, preset: str = "small") -> dict[str, Any]:
+    """The JSON of `--report` on folder/runs."""
+    where = ("--output", folder / "runs", "--reports", folder / "reports", "--preset", preset)
+    tool.main([*map(str, (path, "--report", *where, *flags))])
+    name = path.stem if preset == "small" else f"{path.stem}_{preset}"
+    return json.loads((folder / "reports" / f"{name}.json").read_text())
+
+
+@pytest.fixture
+def two_presets(tiny: Path, tmp_path: Path) -> Path:
+    """A study of both presets; its runs are those of the small one."""
+    tiny.write_text(TINY.replace("[[arms]]", '[paper]\nrecipe = "bandit"\n[[arms]]', 1))
+    study_runs.claim_folder(tmp_path / "runs", Study.read(tiny, "small"), "none", mixed=False)
+    return tiny
+
+
+def test_a_report_has_all_seeds_that_there_are(two_presets: Path, tmp_path: Path) -> None:
+    for name in ("low-seed100", "low-seed101", "high-seed7", "higher-seed3"):
+        finish(tmp_path / "runs" / name)
+    (tmp_path / "runs" / "low-seed9").mkdir()  # unfinished
+    (tmp_path / "runs" / "low-seed100.log").touch()
+    found = report_on(two_presets, tmp_path)
+    assert [*found["runs"]] == ["low-seed100", "low-seed101", "high-seed7"]
+    found = report_on(two_presets, tmp_path, "--seeds", "1", "--first-seed", "101")
+    assert [*found["runs"]] == ["low-seed101"]
+
+
+def test_presets_have_pages_of_their_own(two_presets: Path, tmp_path: Path) -> None:
+    finish(tmp_path / "runs" / "low-seed0")
+    report_on(two_presets, tmp_path)
+    (tmp_path / "runs" / study_runs.IDENTITY).unlink()
+    paper = Study.read(two_presets, "paper")
+    study_runs.claim_folder(tmp_path / "runs", paper, "none", mixed=False)
+    assert report_on(two_presets, tmp_path, preset="paper")["study"]["preset"] == "paper"
+    pages = {path.name for path in (tmp_path / "reports").iterdir()}
+    names = ("tiny", "tiny_paper")
+    assert pages == {f"{name}.{kind}" for name in names for kind in ("md", "json", "svg")}
+    text = (tmp_path / "reports" / "tiny_paper.md").read_text()
+    assert text.startswith("# Tiny\n") and "(tiny_paper.svg)" in text
+    assert "Preset `small`" in (tmp_path / "reports" / "tiny.md").read_text()
+
+
+def test_a_report_of_nothing_leaves_nothing(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        report_on(tiny, tmp_path)
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and "holds no study" in error and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
 
 
 def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
