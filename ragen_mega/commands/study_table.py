@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from matplotlib import pyplot
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
 from ragen_mega.report.study import Estimate, Study, estimate, percent
+
+PLAYERS = ("random", "optimum")
 
 
 def collect(study: Study, folder: Path, seeds: Sequence[int]) -> dict[str, dict[int, dict]]:
@@ -51,10 +53,10 @@ def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
             for arm, runs in found.items()
             if runs and all(name in run["sets"] for run in runs.values())
         }
-        one = next(summary["sets"][name] for summary in some if name in summary["sets"])
+        if not arms:  # evaluated in some runs of each only
+            continue
         sets[name] = {
-            "random": one["random"],
-            "optimum": one["optimum"],
+            "players": {arm: players(found[arm], name) for arm in arms},
             "arms": arms,
             "differences": {
                 arm: difference(found, name, arm, study.arms[0].name)
@@ -68,6 +70,18 @@ def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
         if claim.set in sets and {claim.better, claim.worse} <= sets[claim.set]["arms"].keys()
     ]
     return {"sets": sets, "claims": claims}
+
+
+def players(runs: dict[int, dict], name: str) -> dict[str, float | None]:
+    """Player -> success on an evaluated set under an arm's rules, which all of its runs have."""
+    one = next(iter(runs.values()))["sets"][name]
+    return {player: one[player] for player in PLAYERS}
+
+
+def shared_players(of: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """The players of all arms of a set; None where arms differ in rules and so in players."""
+    first, *others = of["players"].values()
+    return first if all(other == first for other in others) else None
 
 
 def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> Estimate | None:
@@ -91,27 +105,7 @@ def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mix
     if study.confounds:
         parts.append("Confounds of this preset: " + "; ".join(study.confounds) + ".")
     for name, of in result["sets"].items():
-        rows = []
-        for arm, mean in of["arms"].items():
-            runs = found[arm].values()
-            less = of["differences"].get(arm)
-            rows.append(
-                (
-                    arm,
-                    percent(mean),
-                    ", ".join(f"{run['sets'][name]['success']:.1%}" for run in runs),
-                    "" if less is None else f"{percent(less, signed=True)}, {less.verdict}",
-                    f"{np.mean([run['cost']['tokens'] for run in runs]) / 1e6:.2f}",
-                    f"{np.mean([run['cost']['seconds'] for run in runs]) / 60:.1f}",
-                )
-            )
-        players = [
-            (f"{player} player", "-" if of[player] is None else f"{of[player]:.1%}", *[""] * 4)
-            for player in ("random", "optimum")
-        ]
-        first = f"less {study.arms[0].name}"
-        head = ("arm", "success (95% interval)", "seeds", first, "Mtokens", "minutes")
-        parts += [f"## {name}", table(head, [*rows, *players])]
+        parts += [f"## {name}", set_table(study, name, of, found)]
     if result["claims"]:
         rows = [
             (claim.says, claim.set, f"{claim.better} - {claim.worse}", *judged(less))
@@ -129,6 +123,36 @@ def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mix
         " prompt. Minutes depend on what else the machine did."
     )
     return "\n\n".join(parts) + "\n"
+
+
+def set_table(study: Study, name: str, of: Mapping[str, Any], found: dict) -> str:
+    """A row for every arm on one evaluated set; the players below where all arms share them, else
+    beside each arm.
+    """
+    shared, rows = shared_players(of), []
+    for arm, mean in of["arms"].items():
+        runs = found[arm].values()
+        less = of["differences"].get(arm)
+        rows.append(
+            (
+                arm,
+                percent(mean),
+                ", ".join(f"{run['sets'][name]['success']:.1%}" for run in runs),
+                "" if less is None else f"{percent(less, signed=True)}, {less.verdict}",
+                *([] if shared else map(_rate, of["players"][arm].values())),
+                f"{np.mean([run['cost']['tokens'] for run in runs]) / 1e6:.2f}",
+                f"{np.mean([run['cost']['seconds'] for run in runs]) / 60:.1f}",
+            )
+        )
+    for player, rate in (shared or {}).items():
+        rows.append((f"{player} player", _rate(rate), *[""] * 4))
+    beside = () if shared else (f"{player} player" for player in PLAYERS)
+    head = ("arm", "success (95% interval)", "seeds", f"less {study.arms[0].name}", *beside)
+    return table((*head, "Mtokens", "minutes"), rows)
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def judged(less: Estimate | None) -> tuple[str, str]:
@@ -168,7 +192,9 @@ def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
 def write(
     study: Study, found: dict[str, dict[int, dict]], output: Path, place: dict, mixed: bool
 ) -> None:
-    """NAME.md, NAME.json and NAME.svg of the runs that `collect` found."""
+    """NAME.md, NAME.json and NAME.svg of the runs that `collect` found. In the JSON every arm has
+    its players; those of a set are null where arms differ.
+    """
     result = compare(study, found)
     output.mkdir(parents=True, exist_ok=True)
     text = markdown(study, result, found, place, mixed)
@@ -176,9 +202,8 @@ def write(
     report = {"study": asdict(study), "place": place, "is_mixed": mixed}
     report["sets"] = {
         name: {
-            "random": of["random"],
-            "optimum": of["optimum"],
-            "arms": {arm: asdict(mean) for arm, mean in of["arms"].items()},
+            **(shared_players(of) or dict.fromkeys(PLAYERS)),
+            "arms": {arm: asdict(mean) | of["players"][arm] for arm, mean in of["arms"].items()},
             "differences": {arm: less and asdict(less) for arm, less in of["differences"].items()},
         }
         for name, of in result["sets"].items()

@@ -328,6 +328,30 @@ def test_a_report_of_nothing_leaves_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_players_stand_beside_arms_of_other_rules(two_presets: Path, tmp_path: Path) -> None:
+    runs, page = tmp_path / "runs", tmp_path / "reports" / "tiny.md"
+    finish(runs / "low-seed0")
+    finish(runs / "high-seed0")
+    same = report_on(two_presets, tmp_path)["sets"]["bandit"]
+    assert (same["random"], same["optimum"]) == (0.25, 1.0)
+    assert "| random player | 25.0% |" in page.read_text()
+    finish(runs / "high-seed1", 0.125, None)
+    finish(runs / "low-seed1")
+    (runs / "high-seed0" / "summary.json").unlink()
+    other = report_on(two_presets, tmp_path)["sets"]["bandit"]
+    assert other["random"] is None and other["optimum"] is None
+    assert [other["arms"][arm]["random"] for arm in ("low", "high")] == [0.25, 0.125]
+    assert [other["arms"][arm]["optimum"] for arm in ("low", "high")] == [1.0, None]
+    lines = page.read_text().splitlines()
+    assert not any(line.startswith("| random player") for line in lines)
+    head, low, high = (
+        next(line for line in lines if line.startswith(start))
+        for start in ("| arm |", "| low |", "| high |")
+    )
+    assert head.endswith("| random player | optimum player | Mtokens | minutes |")
+    assert "| 25.0% | 100.0% | 0.00 | 0.1 |" in low and "| 12.5% | - | 0.00 | 0.1 |" in high
+
+
 def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
     where = ("--output", folder / "runs", "--reports", folder / "reports", *flags)
     return [sys.executable, str(ROOT / "tools" / "study.py"), str(tiny), *map(str, where)]
