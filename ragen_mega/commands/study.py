@@ -34,6 +34,7 @@ from ragen_mega.commands.plan import find_machine
 from ragen_mega.commands.study_runs import (
     IDENTITY,
     Runner,
+    check_ranks,
     claim_folder,
     find_jobs,
     flags_of,
@@ -166,6 +167,8 @@ def main(arguments: argparse.Namespace) -> int | None:
     machine = find_machine(arguments.hardware) if arguments.hardware else None
     if arguments.predict:
         return predict(study, arms, machine, arguments, num_seeds)
+    if not arguments.report:
+        check_ranks(study, arms, arguments.match, arguments.ranks)
     mixed = claim_folder(
         folder, study, arguments.match, mixed=arguments.mixed, only_report=arguments.report
     )

@@ -35,6 +35,15 @@ def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
     return [*flags, "--num-steps", str(max(1, round(wanted / amount(parse(flags)))))]
 
 
+def check_ranks(study: Study, arms: Sequence[Arm], match: str, ranks: int) -> None:
+    """Raises ValueError, with the arm's name, for a layout that does not fit an arm's ranks."""
+    for arm in arms:
+        try:
+            parse(flags_of(study, arm, match)).parallel.num_trainers(arm.ranks or ranks)
+        except ValueError as error:
+            raise ValueError(f"arm {arm.name}: {error}; or give --ranks") from None
+
+
 def trajectories(config: StarPOConfig) -> float:
     """Trajectories sampled in a step."""
     return config.rollout.num_groups * config.rollout.group_size

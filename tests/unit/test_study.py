@@ -352,6 +352,20 @@ def test_players_stand_beside_arms_of_other_rules(two_presets: Path, tmp_path: P
     assert "| 25.0% | 100.0% | 0.00 | 0.1 |" in low and "| 12.5% | - | 0.00 | 0.1 |" in high
 
 
+def test_ranks_that_do_not_fit_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, lines = tmp_path / "runs", tmp_path / "lines.txt"
+    words = ["staleness", "--slurm", str(lines), "--output", str(runs)]
+    with pytest.raises(SystemExit) as left:
+        tool.main(words)
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.count("\n") == 1 and not runs.exists()
+    assert "arm fresh: rollout_ranks (1) must leave a rank that trains" in error
+    tool.main([*words, "--ranks", "2"])
+    assert len(lines.read_text().splitlines()) == 21
+
+
 def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
     where = ("--output", folder / "runs", "--reports", folder / "reports", *flags)
     return [sys.executable, str(ROOT / "tools" / "study.py"), str(tiny), *map(str, where)]
