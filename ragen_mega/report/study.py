@@ -250,8 +250,8 @@ def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
 
     t(f) the quantile of Student's t with f degrees of freedom: each part has the half width that
     it would have alone, and as errors of independent parts these add in squares. One t with
-    Satterthwaite's degrees of freedom covers 85 to 90% with two seeds, because these jump from 1
-    to P - 1 where the seeds agree by luck; this covers 95 to 99%. For paired differences give the
+    Satterthwaite's degrees of freedom covers 87 to 92% with two seeds, because these jump from 1
+    to P - 1 where the seeds agree by luck; this covers 97 to 98%. For paired differences give the
     differences of two arms and `least` -1.
 
     Where nothing varies, up to 1 - P / (P + z^2) of the prompts (Wilson's bound for 0 of P, z the
