@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from ragen_mega.commands.study_runs import warm_start_key
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import write_json
 from ragen_mega.report.provenance import provenance
@@ -23,6 +24,7 @@ from ragen_mega.report.signals import (
     Correlation,
     Run,
     Table,
+    groups_of,
     read_runs,
     with_collapse,
     with_final_success,
@@ -35,7 +37,7 @@ def write(folder: Path, output: Path) -> None:
     """signals.md, signals.json and signals.svg of the studies in `folder`. Raises ValueError if it
     has too few runs.
     """
-    runs, short = read_runs(folder)
+    runs, short = read_runs(folder, warm_start_key)
     tables, place = (with_final_success(runs), with_collapse(runs)), provenance()
     output.mkdir(parents=True, exist_ok=True)
     text = markdown(runs, short, place, *tables)
@@ -49,8 +51,8 @@ def write(folder: Path, output: Path) -> None:
     }
     told = [
         {"study": run.study, "arm": run.arm, "seed": run.seed, "steps": len(run.signals),
-         "final": run.final, "collapsed_at": first_collapse(run)}
-        for run in runs
+         "final": run.final, "collapsed_at": first_collapse(run), "group": group}
+        for run, group in zip(runs, groups_of(runs))
     ]  # fmt: skip
     write_json(output / f"{NAME}.json", {"place": place, **record, "runs": told})
     plot(*tables, output / f"{NAME}.svg")
@@ -81,10 +83,10 @@ def markdown(
             f" {short} of fewer than {MIN_STEPS} steps.",
             "Spearman's rank correlation of a signal with what came later, within strata: ranks are"
             " taken among the runs (or steps) of a stratum, and only their order there counts. In"
-            f" brackets the {LEVEL:.0%} interval of a bootstrap over groups of runs with the same"
-            " study and seed, which share warm start and prompts; a dash where too few groups"
-            " differ. Mutual information is bounded by the number of prompts: where arms differ by"
-            " that, read `collapse/score`.",
+            f" brackets the {LEVEL:.0%} interval of a bootstrap over groups of runs that share a"
+            " warm start (that of a recipe and a seed, in whatever study) or study and seed; a dash"
+            " where too few groups differ. Mutual information is bounded by the number of prompts:"
+            " where arms differ by that, read `collapse/score`.",
             f"**Many comparisons.** {len(shown)} intervals are shown, of which about"
             f" {(1 - LEVEL) * len(shown):.0f} would miss 0 if nothing told anything; {beyond} do."
             f" Bold: different from 0 also with Bonferroni's correction for all {len(shown)}."

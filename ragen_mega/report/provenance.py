@@ -107,6 +107,17 @@ def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     }
 
 
+def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
+    """The configuration of a run of any version: what this one does not know is left out, and flags
+    that are newer than the run have their defaults. Raises ValueError if its rules forbid it.
+    """
+    settings = {
+        section: {name: recorded.get(section, {}).get(name, value) for name, value in of.items()}
+        for section, of in StarPOConfig().to_dict().items()
+    }
+    return StarPOConfig.from_dict(settings)
+
+
 def settings_at(
     recorded: Mapping[str, Any], step: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:

@@ -6,7 +6,7 @@ that what whole strata differ by (their recipe, their seed, their step) does not
 
 import json
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -17,6 +17,7 @@ from scipy.stats import rankdata
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
+from ragen_mega.report.provenance import known_config
 from ragen_mega.storage.run_directory import CONFIG_FILE
 
 Floats = NDArray[np.float64]
@@ -76,10 +77,12 @@ class Run:
     """[steps, signals], NaN where one was not measured."""
     final: float
     """Success on the held-out prompts of what it was trained on."""
+    start: str
+    """Equal for runs that have the same warm start."""
 
     @property
-    def group(self) -> tuple[str, int]:
-        """Runs with the same warm start and prompts, which are not independent of each other."""
+    def block(self) -> tuple[str, int]:
+        """Study and seed: runs that differ by their arm only."""
         return self.study, self.seed
 
     def early(self) -> Floats:
@@ -128,12 +131,25 @@ class Correlation:
         return abs(self.value) > bound * self.error and 2.0 ** (1 - self.num_groups) < alpha
 
 
-def read_runs(folder: Path) -> tuple[list[Run], int]:
+def groups_of(runs: Sequence[Run]) -> list[int]:
+    """A label for each run, equal for those that depend on each other: they share a warm start or a
+    block, or both share one with a third.
+    """
+    labels: dict[Hashable, int] = {}
+    for number, run in enumerate(runs):
+        own = (run.start, run.block)
+        joined = {labels[name] for name in own if name in labels}
+        labels = {name: number if label in joined else label for name, label in labels.items()}
+        labels |= dict.fromkeys(own, number)
+    return [labels[run.block] for run in runs]
+
+
+def read_runs(folder: Path, start_of: Callable[[StarPOConfig], str]) -> tuple[list[Run], int]:
     """The finished runs of the studies in `folder` (STUDY/ARM-seedK), and how many were left out
     since they are shorter than MIN_STEPS. A run that two studies share, or that an arm did not
-    change, is in the list once.
+    change, is in the list once. `start_of` is equal for configurations with the same warm start.
 
-    Raises ValueError if fewer than MIN_RUNS are there.
+    Raises ValueError if fewer than MIN_RUNS are there, or one cannot be read.
     """
     found: dict[bytes, Run] = {}
     short = 0
@@ -147,10 +163,8 @@ def read_runs(folder: Path) -> tuple[list[Run], int]:
             continue
         signals = [[record.get(key) for key in SIGNALS] for record in records]
         values = np.array(signals, dtype=float)
-        config = json.loads((summary.parent / CONFIG_FILE).read_text())
-        sets = json.loads(summary.read_text())["sets"]
-        final = [sets[one]["success"] for one in StarPOConfig.from_dict(config).environment.shares]
-        run = Run(summary.parts[-3], named[1], int(named[2]), values, float(np.mean(final)))
+        final, start = _outcome(summary.parent, start_of)
+        run = Run(summary.parts[-3], named[1], int(named[2]), values, final, start)
         found.setdefault(values.tobytes(), run)
     if len(found) < MIN_RUNS:
         raise ValueError(
@@ -159,6 +173,19 @@ def read_runs(folder: Path) -> tuple[list[Run], int]:
             " studies, or name the folder that they are in"
         )
     return list(found.values()), short
+
+
+def _outcome(run: Path, start_of: Callable[[StarPOConfig], str]) -> tuple[float, str]:
+    """`Run.final` and `Run.start`."""
+    try:
+        config = known_config(json.loads((run / CONFIG_FILE).read_text()))
+        sets = json.loads((run / SUMMARY_FILE).read_text())["sets"]
+        final = [sets[name]["success"] for name in config.environment.shares]
+        return float(np.mean(final)), start_of(config)
+    except KeyError as error:
+        raise ValueError(f"{run}: {SUMMARY_FILE} has no {error}; leave the run out") from None
+    except ValueError as error:
+        raise ValueError(f"{run}: {error}; leave the run out") from None
 
 
 def correlation(
@@ -205,10 +232,10 @@ def with_final_success(runs: Sequence[Run]) -> Table:
     (seeds of equal settings).
     """
     early, final = np.array([run.early() for run in runs]), np.array([run.final for run in runs])
-    groups = [run.group for run in runs]
+    groups = groups_of(runs)
     columns = {
         "all runs": [0] * len(runs),
-        "same study and seed": groups,
+        "same study and seed": [run.block for run in runs],
         "same study and arm": [(run.study, run.arm) for run in runs],
     }
     return {
@@ -223,21 +250,23 @@ def with_collapse(runs: Sequence[Run]) -> Table:
     seed at the same step, where what drifts in all of them does not count.
     """
     table: Table = {key: {} for key in SIGNALS}
-    curves = [(run, run.levels(), run.collapsed()) for run in runs]
+    curves = [
+        (run, group, run.levels(), run.collapsed()) for run, group in zip(runs, groups_of(runs))
+    ]
     for ahead in AHEAD:
         rows = [
-            (run, step, levels[step], float(state[step + ahead]))
-            for run, levels, state in curves
+            (run, step, group, levels[step], float(state[step + ahead]))
+            for run, group, levels, state in curves
             for step in range(WINDOW - 1, len(state) - ahead)
             if not state[step]
         ]
         columns = {
-            f"{ahead} steps ahead, within runs": [(run.group, run.arm) for run, *_ in rows],
-            f"{ahead} steps ahead, same step": [(run.group, step) for run, step, *_ in rows],
+            f"{ahead} steps ahead, within runs": [(run.block, run.arm) for run, *_ in rows],
+            f"{ahead} steps ahead, same step": [(run.block, step) for run, step, *_ in rows],
         }
-        groups, later = [run.group for run, *_ in rows], np.array([row[3] for row in rows])
+        groups, later = [row[2] for row in rows], np.array([row[4] for row in rows])
         for at, key in enumerate(SIGNALS):
-            signal = np.array([row[2][at] for row in rows])
+            signal = np.array([row[3][at] for row in rows])
             for name, strata in columns.items():
                 table[key][name] = correlation(signal, later, strata, groups)
     return table

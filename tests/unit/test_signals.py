@@ -12,9 +12,17 @@ import pytest
 from scipy.stats import spearmanr
 
 from ragen_mega.commands import study as tool
+from ragen_mega.commands.study_runs import warm_start_key
 from ragen_mega.config import parse
 from ragen_mega.report import signals
-from ragen_mega.report.signals import SIGNALS, Run, correlation, read_runs, with_collapse
+from ragen_mega.report.signals import (
+    SIGNALS,
+    Run,
+    correlation,
+    groups_of,
+    read_runs,
+    with_collapse,
+)
 
 STEPS, FALL, WARNED = 60, 40, 10
 """Success of a run that collapses falls at this step, and its entropy rises so many before."""
@@ -133,7 +141,7 @@ def test_the_page_tells_what_is_known(
 
 
 def test_levels_are_those_known_at_a_step(studies: Path) -> None:
-    run = read_runs(studies)[0][0]
+    run = read_runs(studies, warm_start_key)[0][0]
     levels, score = run.levels(), SIGNALS.index("collapse/score")
     entropy = run.signals[:, SIGNALS.index("rollout/entropy")]
     assert np.isnan(levels[:4]).all()
@@ -156,7 +164,7 @@ def test_a_run_has_collapsed_where_it_stays_below_its_best() -> None:
             step >= 9 and all(means[later] < best - 0.1 for later in range(step, 60))
             for step in range(60)
         ]
-        assert Run("s", "a", 0, values, 0.0).collapsed().tolist() == expected
+        assert Run("s", "a", 0, values, 0.0, "").collapsed().tolist() == expected
         ends.add(expected[-1])
     assert ends == {False, True}
 
@@ -169,5 +177,56 @@ def test_too_little_is_refused(studies: Path, capsys: pytest.CaptureFixture[str]
         tool.main(["--signals", str(studies), "--reports", str(studies)])
     said = capsys.readouterr().err
     assert "need at least 12 different finished ones" in said and "has 11" in said
-    short = Run("s", "a", 0, np.zeros((8, len(SIGNALS))), 0.0)
+    short = Run("s", "a", 0, np.zeros((8, len(SIGNALS))), 0.0, "")
     assert not any(one for of in with_collapse([short] * 12).values() for one in of.values())
+
+
+def test_runs_that_share_a_start_or_a_block_are_one_group() -> None:
+    nothing = np.zeros((1, len(SIGNALS)))
+    runs = [
+        Run(study, "a", seed, nothing, 0.0, start)
+        for study, seed, start in (
+            ("s", 0, "x"), ("t", 0, "y"), ("u", 0, "z"), ("s", 1, "w"), ("t", 0, "x"),
+            ("v", 0, "w"),
+        )
+    ]  # fmt: skip
+    first, second, alone, other, link, last = groups_of(runs)
+    assert first == second == link and other == last and len({first, alone, other}) == 3
+
+
+def test_studies_of_one_warm_start_are_no_independent_evidence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(10):
+        study = tmp_path / "studies" / f"study{number}-small"
+        for arm, seed in (("stays", 2 * number), ("falls", 2 * number + 1)):
+            write_run(study, arm, seed, collapses=arm == "falls")
+            run = (study / f"{arm}-seed{seed}").rename(study / f"{arm}-seed0")
+            config = parse(["--environments", "bandit", "--lr", f"{number + 1}e-4"]).to_dict()
+            (run / "config.json").write_text(json.dumps(config))
+    runs, _ = read_runs(tmp_path / "studies", warm_start_key)
+    assert len(runs) == 20 and len(set(groups_of(runs))) == 1
+    assert not tool.main(["--signals", str(tmp_path / "studies"), "--reports", str(tmp_path)])
+    assert "Too few groups of runs differ." in capsys.readouterr().out
+    found = json.loads((tmp_path / "signals.json").read_text())
+    assert not any(one for of in found["final_success"].values() for one in of.values())
+
+
+def test_settings_of_another_version_change_nothing(
+    studies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def page() -> str:
+        assert not tool.main(["--signals", str(studies), "--reports", str(tmp_path)])
+        return capsys.readouterr().out
+
+    before = page()
+    run = studies / "known-small" / "falls-seed3"
+    config = json.loads((run / "config.json").read_text())
+    del config["train"]["critic_lr"]
+    config["train"]["of_another_version"] = config["of_another_version"] = {"a": 1}
+    (run / "config.json").write_text(json.dumps(config))
+    assert page() == before
+    (run / "summary.json").write_text('{"sets": {}}')
+    with pytest.raises(SystemExit):
+        page()
+    assert f"{run}: summary.json has no 'bandit'" in capsys.readouterr().err
