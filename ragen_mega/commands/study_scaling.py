@@ -466,7 +466,8 @@ def whole_run(one: Speed) -> float:
     episodes count as those of a rollout, of which fewer run at a time.
     """
     config = one.config
-    episodes = sum(config.planned_evaluations(1).values()) + config.evaluation.eval_prompts
+    first = config.evaluation.eval_prompts * len(config.environment.evaluated)
+    episodes = first + sum(config.planned_evaluations(1).values())
     evaluations = episodes / one.trajectories * one.seconds["rollout"]
     return config.train.num_steps * one.step + evaluations
 

@@ -1248,7 +1248,7 @@ class StarPOConfig(Section):
     def planned_evaluations(self, num_engines: int) -> dict[int, int]:
         """After so many steps -> episodes that one of `num_engines` engines then plays."""
         plan, num_steps = self.evaluation, self.train.num_steps
-        episodes = plan.eval_prompts * len(self.environment.shares) // num_engines
+        episodes = plan.eval_prompts * len(self.environment.evaluated) // num_engines
         regular = range(plan.eval_interval, num_steps, plan.eval_interval or num_steps)
         return {step: episodes for step in regular if step} | {
             num_steps: episodes * plan.eval_samples

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ragen_mega.config import parse
+from ragen_mega.commands.study_scaling import Speed, whole_run
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.report.pace import Pace, duration
 
 STEP, EPISODE, STEPS = 7.0, 0.25, 12
@@ -59,6 +60,20 @@ def test_the_plan_of_a_configuration() -> None:
     assert parse([*flags.split(), "bandit"]).planned_evaluations(2) == {4: 10, 8: 10, 12: 80}
     never = parse([*flags.split(), "bandit", "--eval-interval", "0"])
     assert never.planned_evaluations(1) == {12: 160}
+
+
+def test_sets_that_are_only_evaluated_are_planned() -> None:
+    flags = "--environments sokoban --num-steps 12 --eval-interval 4 --eval-prompts 20".split()
+    one = parse(flags)
+    three = parse([*flags, "--eval-environments", "sokoban_large,frozen_lake"])
+    tripled = {step: 3 * count for step, count in one.planned_evaluations(1).items()}
+    assert three.planned_evaluations(1) == tripled
+
+    def evaluations(config: StarPOConfig) -> float:
+        speed = Speed(None, config, 1, None, {"rollout": 1.0}, 0.0)
+        return whole_run(speed) - config.train.num_steps * speed.step
+
+    assert evaluations(three) == pytest.approx(3 * evaluations(one))
 
 
 @pytest.mark.parametrize(
