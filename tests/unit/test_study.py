@@ -5,6 +5,8 @@ import math
 import signal
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 
 from ragen_mega.commands import study as tool
 from ragen_mega.commands import study_runs
-from ragen_mega.config import parse
+from ragen_mega.commands.study_runs import flags_of
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.environments.reference_players import wilson_interval
+from ragen_mega.environments.registry import make
 from ragen_mega.report.metrics import write_json
 from ragen_mega.report.study import Study, estimate, percent
 from tests.support.processes import wait_until
@@ -117,6 +121,53 @@ def test_every_study_of_the_repository_can_be_run() -> None:
                 continue
             for arm in study.arms:
                 parse(study_runs.flags_of(study, arm, "none"))
+
+
+def shipped(preset: str) -> Iterator[tuple[Study, dict[str, StarPOConfig]]]:
+    """The studies of the repository that have a preset, and the configuration of each arm."""
+    for path in sorted(tool.STUDIES.glob("*.toml")):
+        if preset in tomllib.loads(path.read_text()):
+            study = Study.read(path, preset)
+            yield study, {arm.name: parse(flags_of(study, arm, "none")) for arm in study.arms}
+
+
+def test_every_arm_reaches_its_learning_rate() -> None:
+    assert not [
+        f"{study.name}: {name}"
+        for study, arms in shipped("small")
+        for name, config in arms.items()
+        if config.train.lr >= 1e-9 and config.train.lr_warmup >= config.train.num_steps
+    ]
+
+
+@pytest.mark.parametrize("preset", ["small", "paper"])
+def test_claims_are_on_sets_that_both_arms_evaluate(preset: str) -> None:
+    for study, arms in shipped(preset):
+        for claim in study.claims:
+            for name in (claim.better, claim.worse):
+                assert claim.set in arms[name].environment.evaluated, (study.name, claim.says)
+
+
+def test_names_mislead_where_the_study_of_thoughts_says_so() -> None:
+    study = Study.read(tool.STUDIES / "bandit_thoughts.toml", "paper")
+    (claim,) = (claim for claim in study.claims if "mislead" in claim.says)
+    world = make(claim.set)
+    world.reset(0)
+    assert {*world.facts()["arms"]} == {"Librarian", "Trader"}
+    assert world.facts()["high_arm"] == "Librarian"
+    for arm in study.arms:
+        assert parse(flags_of(study, arm, "none")).rollout.max_response_length == 500
+
+
+def test_arms_of_prompts_and_samples_have_those_of_their_names() -> None:
+    ((_, arms),) = (found for found in shipped("small") if found[0].name == "diversity")
+    sizes = [f"{one.rollout.num_groups}x{one.rollout.group_size}" for one in arms.values()]
+    assert sizes == [*arms]
+    study = Study.read(tool.STUDIES / "diversity.toml", "paper")
+    for arm in study.arms:
+        prompts, samples = map(int, arm.name.split("x"))
+        rollout = parse(flags_of(study, arm, "none")).rollout
+        assert (2 * rollout.num_groups, rollout.group_size) == (prompts, samples)
 
 
 @pytest.mark.parametrize(
