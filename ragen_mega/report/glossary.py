@@ -101,7 +101,8 @@ GLOSSARY = {
     "engine/sampling_seconds": "Seconds that the ranks which only sample took for the rollout.",
     "engine/waiting_seconds": "Seconds that they had waited for its weights. Large: the trainers"
     " are slower, and fewer --rollout-ranks would do.",
-    "eval/success": "Share of held-out prompts that were solved at this evaluation.",
+    "eval/success": "Share of held-out prompts that were solved at this evaluation; of several"
+    " trained environments the mean.",
     "eval/reward": "Mean total reward at this evaluation.",
     "eval/random": "Success of a uniformly random player on the same prompts.",
     "eval/optimum": "Success of the best possible player on the same prompts.",

@@ -4,7 +4,8 @@ Trap.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsFloat
+from statistics import fmean
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from ragen_mega.data.distributed import max_over_ranks
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.report.metrics import Metrics
 
+EVALUATED = ("success", "reward", "random", "optimum")
+"""The values of an evaluated set that are logged as eval/..."""
+
 
 def filter_metrics(
     groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]
@@ -36,6 +40,23 @@ def filter_metrics(
                 group_uncertainty([group.total_rewards for group in kept]).mean()
             )
     return metrics
+
+
+def evaluation_metrics(
+    results: Mapping[str, Mapping[str, Any]], trained: Sequence[str], prefix: str = ""
+) -> dict[str, float]:
+    """Evaluated sets, as they are logged: with the set's name unless it alone is trained; of
+    several that are, also their mean success. Unknown values are left out.
+    """
+    found = {
+        f"{prefix}{what}" + ("" if [name] == [*trained] else f"_{name}"): value
+        for name, result in results.items()
+        for what in EVALUATED
+        if (value := result[what]) is not None
+    }
+    if len(trained) > 1:
+        found[f"{prefix}success"] = fmean(results[name]["success"] for name in trained)
+    return found
 
 
 def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> dict[str, float]:

@@ -4,7 +4,7 @@ evaluation, checkpoints, the log.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -40,6 +40,7 @@ from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import (
     collapse_signals,
     engine_vs_policy,
+    evaluation_metrics,
     observe,
     staleness,
 )
@@ -65,8 +66,6 @@ from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
 
 FINAL_EXPORT = "huggingface"
-EVALUATED = ("success", "reward", "random", "optimum")
-"""The values of an evaluated set that are logged as eval/..."""
 _PROBES = 8
 """Prompts of every evaluation that are kept for the viewer."""
 
@@ -413,7 +412,8 @@ class Run:
         self.console.step(step, metrics.result())  # evaluation says its own lines below
         interval, success = self.config.evaluation.eval_interval, None
         if step == 0:
-            metrics.add("eval", self._scores(self.warm_start, "initial_"))
+            trained = [*self.config.environment.shares]
+            metrics.add("eval", evaluation_metrics(self.warm_start, trained, "initial_"))
         if is_last:
             self.evaluated = self.evaluate(step + 1, metrics, self.config.evaluation.eval_samples)
         elif interval and (step + 1) % interval == 0:
@@ -536,20 +536,9 @@ class Run:
         for name, result in results.items():
             self.console.say(f"after {step} steps, {name}: {result}", "bold")
         if metrics is not None:
-            metrics.add("eval", self._scores({name: r.to_dict() for name, r in results.items()}))
+            told = {name: result.to_dict() for name, result in results.items()}
+            metrics.add("eval", evaluation_metrics(told, [*self.config.environment.shares]))
         return results
-
-    def _scores(
-        self, results: Mapping[str, Mapping[str, float | None]], prefix: str = ""
-    ) -> dict[str, float]:
-        """Evaluated sets, as they are logged; unknown values are left out."""
-        shares = self.config.environment.shares
-        return {
-            f"{prefix}{what}" + ("" if len(shares) == 1 and name in shares else f"_{name}"): value
-            for name, result in results.items()
-            for what in EVALUATED
-            if (value := result[what]) is not None
-        }
 
     def _mean_success(self, results: dict[str, EvaluationResult]) -> float:
         """Mean success over the trained environments."""

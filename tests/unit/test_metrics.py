@@ -32,6 +32,7 @@ from ragen_mega.report.metrics import (
     write_json,
 )
 from ragen_mega.report.provenance import settings_at
+from ragen_mega.report.step_metrics import evaluation_metrics
 
 
 def logger(directory: Path, **options) -> RunLogger:
@@ -314,3 +315,18 @@ def test_write_json_replaces_whole_files(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         write_json(tmp_path / "x.json", {"a": 2})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
+
+
+def test_evaluations_of_several_trained_environments_have_a_mean() -> None:
+    unknown = {"reward": 0.5, "random": None, "optimum": 1.0}
+    sets = {name: unknown | {"success": x} for name, x in (("a", 0.2), ("b", 0.6), ("c", 1.0))}
+    both = evaluation_metrics(sets, ["a", "b"], "initial_")
+    assert both.keys() == {"initial_success"} | {
+        f"initial_{what}_{name}" for what in ("success", "reward", "optimum") for name in sets
+    }
+    assert both["initial_success"] == pytest.approx(0.4) and both["initial_success_b"] == 0.6
+    one = evaluation_metrics(sets, ["a"])
+    assert one.keys() == {"success", "reward", "optimum"} | {
+        f"{what}_{name}" for what in ("success", "reward", "optimum") for name in "bc"
+    }
+    assert one["success"] == 0.2
