@@ -328,7 +328,8 @@ def test_a_live_page_follows_its_run(run: Path, page, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("check*", "roll*"))
     records = (copy / METRICS_FILE).read_text().splitlines(keepends=True)
     (copy / METRICS_FILE).write_text(records[0])
-    (copy / "summary.json").unlink()
+    summary = (copy / "summary.json").rename(tmp_path / "summary.json")
+    events = (copy / "events.jsonl").read_text()
     with make_server([copy], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
@@ -338,6 +339,17 @@ def test_a_live_page_follows_its_run(run: Path, page, tmp_path: Path) -> None:
         (copy / METRICS_FILE).write_text("".join(records))
         page.wait_for_function(
             "document.querySelector('.outcome').innerText.includes('3 of 3')", timeout=30_000
+        )
+        later = "told while nothing was trained"
+        (copy / "events.jsonl").write_text(events + json.dumps({"step": 2, "text": later}) + "\n")
+        page.wait_for_function(
+            f"document.querySelector('.warnings').innerText.includes('{later}')", timeout=30_000
+        )
+        assert "still training" in page.locator(".outcome").inner_text()
+        summary.rename(copy / "summary.json")
+        page.wait_for_function(
+            "!document.querySelector('.outcome').innerText.includes('still training')",
+            timeout=30_000,
         )
         page.keyboard.press("3")
         page.locator(".message.agent").first.wait_for()

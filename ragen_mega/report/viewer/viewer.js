@@ -456,10 +456,10 @@ document.addEventListener("keydown", (event) => {
 });
 
 async function readAgain() {
-  const before = runs.map((run) => run.metrics.steps.length + run.traces.length).join();
+  const contents = () => runs.map((run) => [run.metrics.steps.length, run.traces.length, run.events.length, Boolean(run.summary)]).join();
+  const before = contents();
   runs = await readRuns().catch(() => runs);
-  const isNew = runs.map((run) => run.metrics.steps.length + run.traces.length).join() !== before;
-  if (isNew && !document.activeElement.matches("input, select")) await refresh();
+  if (contents() !== before && !document.activeElement.matches("input, select")) await refresh();
 }
 
 (async () => {
