@@ -225,8 +225,14 @@ def _player(text: str) -> tuple[str, float]:
 def main(arguments: argparse.Namespace) -> None:
     runs = [read_run(directory) for directory in arguments.runs]
     rows = [row for run in runs for row in rows_of(run)]
-    arguments.output.mkdir(parents=True, exist_ok=True)
     players = dict(map(_player, arguments.return_of))
+    for row in rows:
+        if players and None in (row["return"], row["warm_start_return"]):
+            raise ValueError(
+                f"--return-of needs mean returns, and {SUMMARY_FILE} of {row['run']} has no reward"
+                f" of {row['set']}; leave the run or --return-of out"
+            )
+    arguments.output.mkdir(parents=True, exist_ok=True)
     text = markdown(arguments.title, rows, players) + warnings(runs)
     target = arguments.output / arguments.title
     Path(f"{target}.md").write_text(text)

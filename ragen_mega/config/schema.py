@@ -324,9 +324,9 @@ class EnvironmentConfig(Section):
     """
 
     def rules(self) -> Sequence[tuple[bool, str]]:
-        base = _json_object("environment_options", self.environment_options)
+        base = json_object("environment_options", self.environment_options)
         self._check_options("environment_options", base, {})
-        for step, options in _json_object("curriculum", self.curriculum).items():
+        for step, options in json_object("curriculum", self.curriculum).items():
             if not step.isdigit():
                 raise ValueError(
                     f"curriculum maps steps to options, but {step!r} is no step; write e.g. "
@@ -1290,7 +1290,8 @@ def _divisor(number: int, limit: int) -> int:
     return next(size for size in range(limit, 0, -1) if number % size == 0)
 
 
-def _json_object(flag: str, text: str) -> dict[str, Any]:
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """The object that the text of a flag is. Raises ValueError if it is none."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
+from ragen_mega.config.schema import json_object
 from ragen_mega.data import distributed
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
@@ -101,7 +102,8 @@ def _settings(
     """Model directory, rules of play and limits of what is to be evaluated."""
     directory = Path(load)
     if "environment_options" in rules:  # not those of other sets
-        own = {environment: json.loads(rules["environment_options"]).get(environment, {})}
+        own = json_object("environment_options", rules["environment_options"])
+        own = {name: options for name, options in own.items() if name == environment}
         rules = {**rules, "environment_options": json.dumps(own)}
     if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
         played = EnvironmentConfig(environments=environment)

@@ -1,10 +1,12 @@
 """Success rates and their intervals, against simulation and enumeration."""
 
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ragen_mega.commands import evaluate
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.rollout.evaluate import pass_at_k, success_interval
 
@@ -48,3 +50,21 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
         assert pass_at_k(successes)[f"pass@{k}"] == pytest.approx(
             np.mean([np.mean(row) for row in subsets])
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("[]", "environment_options must be a JSON object, not '[]'; write e.g."),
+        ("{", "environment_options must be a JSON object, not '{' ("),
+        ('{"bandit": 1}', "environment_options must map environment names to objects"),
+    ],
+)
+def test_bad_options_are_one_line(
+    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--load", str(tmp_path), "--environment", "bandit", "--environment-options", options)
+    with pytest.raises(SystemExit):
+        evaluate.main([*flags])
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}") and error.count("\n") == 1

@@ -152,3 +152,18 @@ def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         report.main([str(run), "--title", "mine", "--output", str(tmp_path)])
     error = capsys.readouterr().err
     assert left.value.code == 2 and "has not finished" in error and error.count("\n") == 1
+
+
+def test_returns_that_a_summary_lacks_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished(tmp_path / "old", {"bandit": 0.5})
+    summary = json.loads((run / "summary.json").read_text())
+    del summary["sets"]["bandit"]["reward"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    flags = [str(run), "--output", str(tmp_path / "out"), "--title", "mine"]
+    report.main(flags)
+    with pytest.raises(SystemExit):
+        report.main([*flags, "--return-of", "rule=0.125"])
+    error = capsys.readouterr().err
+    assert "summary.json of old has no reward of bandit" in error and error.count("\n") == 1
