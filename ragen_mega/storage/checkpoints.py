@@ -139,6 +139,7 @@ class CheckpointWriter:
         self.keep_best = keep_best
         self.config = config
         self.saved_step: int | None = None
+        """Of the newest checkpoint that this process wrote or read."""
         self._thread: threading.Thread | None = None
         self._error: str | None = None
 
@@ -200,11 +201,11 @@ class CheckpointWriter:
         Collective: waits for one that is being written.
         """
         self.wait()
-        if not (published := _published(self.directory)):
+        if self.saved_step is None:
             return f"there is no checkpoint yet: start again with {change}"
+        path = self.directory / _name(self.saved_step)
         return (
-            f"the last good checkpoint is {published[0]}: --resume goes on from there, e.g. with"
-            f" {change}"
+            f"the last good checkpoint is {path}: --resume goes on from there, e.g. with {change}"
         )
 
     def _prepare(self, temporary: Path) -> None:
@@ -258,6 +259,9 @@ class CheckpointWriter:
             _discard(final)
         temporary.rename(final)
         sync(self.directory)
+        for path in _published(self.directory):
+            if path.name > final.name:  # as damaged: this run began before it
+                _discard(path)
         self._prune()
 
     def _prune(self) -> None:

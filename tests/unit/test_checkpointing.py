@@ -171,6 +171,25 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Pa
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
+def test_damaged_checkpoints_take_no_place_of_those_that_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, keep_last=2)
+    (tmp_path / "step_00000020" / STATE).write_bytes(b"")
+    save_steps(tmp_path, 15, keep_last=1)
+    assert find_latest(tmp_path, pytest.fail).step == 15
+    assert names(tmp_path) == ["step_00000015"]
+
+
+def test_a_damaged_checkpoint_is_not_said_to_be_good(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    (tmp_path / "step_00000020" / STATE).write_bytes(b"")
+    writer = make_writer(tmp_path)
+    assert writer.last("more").startswith("there is no checkpoint yet")
+    writer.saved_step = 10  # as a run that has resumed
+    assert "step_00000010: --resume" in writer.last("more")
+    writer.save(15, stage_bytes(b"x"), {}, None)
+    assert "step_00000015: --resume" in writer.last("more")
+
+
 def test_keep_last_and_keep_best(tmp_path: Path) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.5}
     save_steps(tmp_path / "all", 1, 2, 3, 4, 5)
