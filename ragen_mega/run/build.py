@@ -135,6 +135,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
         run.repeat_from(run.step)
     else:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
+        run.step_version = run.engine.weight_version
     return run
 
 

@@ -100,6 +100,10 @@ class Run:
     warm_start: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the policy could do before reinforcement learning, by environment."""
     best_success: float | None = None
+    step_version: int = 0
+    """The engine's weight version when the present step began; a step that is repeated starts from
+    it.
+    """
     score_average: float | None = None
     """Of the diagnoses so far (collapse/score_average)."""
     empty_steps: int = 0
@@ -305,9 +309,8 @@ class Run:
             self.policy.logprobs,
             reasoning_length=self.renderer.thought_length,
         )
-        if found:
-            self.score_average = moving_average(self.score_average, found["score"])
-            found["score_average"] = self.score_average
+        if found:  # the average counts once the step is done, see `advance`
+            found["score_average"] = moving_average(self.score_average, found["score"])
         return found
 
     def batch(
@@ -429,7 +432,7 @@ class Run:
                 f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/",
             )
         on_main(lambda: self.logger.log(step, result))
-        self.step = step + 1
+        self.step, self.step_version = step + 1, self.engine.weight_version
         self._count_empty(empty)
         if not is_last and (is_back or self._is_checkpoint_due(success)):
             self.collapse_guard.checkpoint_at(self.step)
@@ -494,11 +497,13 @@ class Run:
             )
 
     def advance(self, metrics: Metrics) -> None:
-        """End a step, also one that is only replayed: advance the schedules and log the number of
-        bad updates.
+        """End a step, also one that is only replayed: advance the schedules and the average of
+        diagnoses, and log the number of bad updates.
         """
         for trainer in self.trainers.values():
             trainer.schedule.step(1)
+        average = metrics.result().get("collapse/score_average")
+        self.score_average = self.score_average if average is None else average
         metrics.add("update", nonfinite=self.guard.take_count())
 
     def evaluate(
@@ -608,7 +613,7 @@ class Run:
             "warm_start": self.warm_start,
             "references": {name: asdict(reference) for name, reference in self.references.items()},
             "best_success": self.best_success,
-            "weight_version": self.engine.weight_version,
+            "weight_version": self.step_version,
             "nonfinite": self.guard.consecutive,
             "empty_steps": self.empty_steps,
             "score_average": self.score_average,
@@ -650,7 +655,7 @@ class Run:
         self.timers.load_state_dict(state["totals"])
         self.started = time.monotonic() - state["seconds"]
         self.warm_start, self.best_success = state["warm_start"], state["best_success"]
-        self.engine.weight_version = state["weight_version"]
+        self.engine.weight_version = self.step_version = state["weight_version"]
         self.guard.consecutive = dict(state.get("nonfinite", {}))
         self.empty_steps = state.get("empty_steps", 0)
         self.score_average = state.get("score_average")

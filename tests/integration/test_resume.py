@@ -17,6 +17,7 @@ import torch
 from ragen_mega.config import parse
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
+from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.runs import (
     finish,
     launch,
@@ -110,6 +111,28 @@ def test_sigterm_during_a_rollout(start: Path, straight: Path, tmp_path: Path) -
     send_sigterm_after(run.tasks, "sample", lambda step: step == 3)
     stop(run)
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
+
+
+def test_sigterm_between_rollout_and_updates(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollout on the disk is used, under the version that sampled it, and the diagnosis counts
+    once.
+    """
+    diagnoses = ("--diagnose-interval", "1", "--keep-rollouts", "0", "--num-steps", "3")
+    flags = ("--load", str(start), "--save-interval", "0", *diagnoses)
+    straight = finish(open_run(tmp_path, "straight", *flags))
+    run = open_run(tmp_path, "run", *flags)
+    send_sigterm_after(run, "diagnose", lambda groups: run.step == 1)
+    stop(run)
+    sampled, sample = [], Run.sample
+    monkeypatch.setattr(Run, "sample", lambda run, t: sampled.append(run.step) or sample(run, t))
+    resumed = finish(open_run(tmp_path, "run", *flags, "--resume"))
+    assert sampled == [2]
+    assert metrics(resumed) == metrics(straight)
+    assert metrics(straight)[2]["collapse/score_average"] is not None
+    one, other = (RolloutStore(path / "rollouts") for path in (resumed, straight))
+    assert all(one.read(step) == other.read(step) for step in range(3))
 
 
 def test_sigterm_during_the_updates_finishes_the_step(
