@@ -68,7 +68,7 @@ def _of_turns(
     trajectories: Sequence[Trajectory], starts: Tensor, num_positions: int
 ) -> tuple[Tensor, Tensor]:
     """Turn [T] int32 of every label, -1 where it was not sampled, and rewards [T] of the turns on
-    their last labels.
+    their last labels; a turn without tokens has none.
     """
     turn_ids = torch.full((num_positions,), -1, dtype=torch.int32)
     rewards = torch.zeros(num_positions)
@@ -83,7 +83,8 @@ def _of_turns(
     within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     numbers = torch.arange(len(turns)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     turn_ids[spans[:, 0].repeat_interleave(sizes) + within] = numbers.repeat_interleave(sizes).int()
-    rewards[spans[:, 1] - 1] = torch.tensor([turn.reward for turn in turns], dtype=torch.float32)
+    earned = torch.tensor([turn.reward for turn in turns], dtype=torch.float32)
+    rewards[spans[sizes > 0, 1] - 1] = earned[sizes > 0]
     return turn_ids, rewards
 
 

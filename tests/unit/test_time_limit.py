@@ -205,9 +205,13 @@ def test_an_environment_that_cannot_start_costs_its_trajectory(play: Callable) -
         is_bad = trajectory.outcome_seed % 2 == 0
         assert (trajectory.num_sampled_tokens == 0) == is_bad == trajectory.truncated
     assert {"no server" in reason for _, reason in environment_errors(groups)} == {True}
+    for trajectory in group.trajectories:  # as reward terms do, also of what was not played
+        trajectory.turns[-1].reward += 0.5
     batch = pack(group.trajectories)
-    for name in ("gae", "bilevel_gae", "grpo", "rloo", "reinforce_plus_plus"):
-        placement = "turn" if name == "bilevel_gae" else "trajectory"
+    assert bool(batch.rewards[~batch.loss_mask].eq(0).all())
+    of_turns = [(name, "turn") for name in ("gae", "bilevel_gae", "reinforce_plus_plus")]
+    of_whole = [(name, "trajectory") for name in ("gae", "grpo", "rloo", "reinforce_plus_plus")]
+    for name, placement in of_turns + of_whole:
         credited = estimate_advantages(
             batch.with_fields(values=torch.zeros(batch.num_positions)),
             group.trajectories,
