@@ -27,7 +27,7 @@ from ragen_mega.run.build import build
 from ragen_mega.run.guards import nothing_to_learn
 from ragen_mega.run.nodes import watched
 from ragen_mega.run.placement import Phase
-from ragen_mega.run.run import Run
+from ragen_mega.run.run import Run, count_sampled
 from ragen_mega.run.separate import Sampler
 from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
 from ragen_mega.storage.integrity import describe_error
@@ -66,7 +66,7 @@ def starpo(run: Run) -> None:
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
         kept = run.filter(groups)
         metrics.add("filter", filter_metrics(groups, kept))
-        if not kept:  # no initial state tells good from bad
+        if not count_sampled(kept):  # no initial state tells good from bad, or none could be played
             run.trace(step, groups)
             why = on_main(partial(nothing_to_learn, groups, config))
             run.finish_step(step, metrics, empty=why)

@@ -408,3 +408,33 @@ def test_a_run_goes_on_with_a_broken_environment(
         f"step 0: environment errors closed {len(failed)} of 8 trajectories as truncated; the"
         f" first: {__name__}:Flaky with seed " in said
     )
+
+
+class Away(Bandit):
+    """A bandit whose server is away for a time."""
+
+    is_away = False
+
+    def reset(self, seed, *, outcome_seed=None, board=None) -> str:
+        if self.is_away:
+            raise ConnectionError("no server")
+        return super().reset(seed, outcome_seed=outcome_seed)
+
+
+def test_a_step_in_which_no_environment_starts_trains_nothing(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    run = open_run(output, "away", "--environments", f"{__name__}:Away", "--num-steps", "2")
+    sample = run.sample
+
+    def sample_without(tasks: Sequence[Sequence[Task]]) -> list[TrajectoryGroup]:
+        with monkeypatch.context() as patched:
+            patched.setattr(Away, "is_away", run.step == 0)
+            return sample(tasks)
+
+    run.sample = sample_without
+    rows = metrics(finish(run))
+    assert [row["rollout/environment_errors"] for row in rows] == [8, 0]
+    assert ["actor/loss" in row for row in rows] == [False, True]
+    said = capfd.readouterr().out
+    assert "step 0: trained on nothing: the environment ended every trajectory by an error" in said
