@@ -261,6 +261,17 @@ def test_bad_updates_change_nothing_and_are_kept(
     assert capfd.readouterr().out.count("skipped, its loss") == 5
 
 
+def test_the_only_update_of_a_step_may_be_bad(output: Path, capfd: pytest.CaptureFixture) -> None:
+    """Its pass, which is no number, would have given the old log-probabilities."""
+    run = open_run(output, "only", "--num-steps", "2", "--minibatch-size", "8")
+    poison(run, {0: ("actor", math.nan)})
+    moves = record_moves(run)
+    rows = metrics(finish(run))
+    assert moves == {"actor": [False, True], "critic": [True, True]}
+    assert [row["update/nonfinite"] for row in rows] == [1, 0]
+    assert capfd.readouterr().out.count("skipped, its loss") == 1
+
+
 def test_bad_updates_in_a_row_stop_the_run(output: Path) -> None:
     run = open_run(output, "stopped", "--max-nonfinite-updates", "3")
     poison(run, {number: ("advantages", 1e25) for number in (4, 5, 7, 10, 11, 12)})
