@@ -932,7 +932,8 @@ class CheckpointConfig(Section):
     """Write a checkpoint whenever an evaluation is the best so far, and keep that one too."""
     keep_rollouts: Natural | None = None
     """Newest rollouts that stay on the disk (0: all; default: those since the oldest checkpoint
-    that is kept, the one that the guard may go back to left aside).
+    that is kept, the one that the guard may go back to left aside; with placement separate never
+    fewer than those).
     """
     resume: bool = False
     """Go on from the newest intact checkpoint of the run of this name; begin it if there is none.

@@ -231,7 +231,11 @@ class Run:
         keep, saved = self.config.checkpoint.keep_rollouts, self.checkpoints.steps()
         # The one to go back to may be old; what followed it is not repeated.
         saved = [one for one in saved if one not in self.collapse_guard.pinned] or saved
-        self.rollouts.prune(oldest_kept(self.step, keep, saved))
+        oldest = oldest_kept(self.step, keep, saved)
+        if self.samplers:  # a checkpoint lacks the weights of rollouts that were on the disk
+            needed = {*saved, self.checkpoints.saved_step} - {None}
+            oldest = min({oldest} | needed)
+        self.rollouts.prune(oldest)
 
     def trace(
         self,

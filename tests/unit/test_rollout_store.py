@@ -6,14 +6,16 @@ import json
 import resource
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
-from ragen_mega.run.run import fingerprint
+from ragen_mega.run.run import Run, fingerprint
 from ragen_mega.storage.checkpoints import CheckpointWriter
 from ragen_mega.storage.rollouts import RolloutStore, oldest_kept
 from ragen_mega.storage.sealed_files import read_sealed, write_sealed
@@ -171,6 +173,34 @@ def test_which_rollouts_a_run_keeps(tmp_path: Path, keep: int | None, kept: list
             for name in ("step_00000002", "step_00000003", ".step_00000001.tmp"):
                 (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert store.steps() == kept
+
+
+@pytest.mark.parametrize(
+    ("samplers", "steps", "saved_step", "kept"),
+    [
+        (None, [4, 2], 4, [5]),
+        (object(), [4, 2], 4, [2, 3, 4, 5]),
+        (object(), [], 3, [3, 4, 5]),
+        (object(), [], None, [5]),
+    ],
+    ids=["colocated", "separate", "being_written", "no_checkpoint"],
+)
+def test_what_a_checkpoint_needs_stays_where_others_sample(
+    tmp_path: Path, samplers: object, steps: list[int], saved_step: int | None, kept: list[int]
+) -> None:
+    """It lacks the weights of rollouts that had arrived when it was written."""
+    run = SimpleNamespace(
+        config=parse(["--keep-rollouts", "1"]),
+        step=5,
+        samplers=samplers,
+        rollouts=RolloutStore(tmp_path),
+        checkpoints=SimpleNamespace(steps=lambda: steps, saved_step=saved_step),
+        collapse_guard=SimpleNamespace(pinned=[]),
+    )
+    for step in range(6):
+        run.rollouts.write(step, small(), ORIGIN)
+    Run._keep(run, 5, ORIGIN, small())
+    assert run.rollouts.steps() == kept
 
 
 def test_seals_do_not_depend_on_the_facts(tmp_path: Path) -> None:
