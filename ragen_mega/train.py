@@ -106,9 +106,8 @@ def starpo(run: Run) -> None:
                     if learner is policy and not metrics.has("mismatch"):
                         logprobs = policy.pass_logprobs  # under the weights that sampled
                         metrics.add("mismatch", engine_vs_policy(minibatch, logprobs))
-                        # the minibatch is the batch; those of a bad update need not be finite
                         if batch.old_logprobs is None and not result["skipped"]:
-                            batch = batch.with_fields(old_logprobs=logprobs)
+                            batch = batch.with_fields(old_logprobs=logprobs)  # minibatch is batch
         run.trace(step, groups, kept, batch)
 
         # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
