@@ -159,7 +159,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
 ) -> None:
     """The signal reaches the rank that samples alone, which has the others stop."""
     processes = start_ranks(output, "stopped", 2, *flags(output, *STALE, "--save-interval", "0"))
-    while not (output / "stopped" / "rollouts" / "step_00000001.safetensors").exists():
+    while not (output / "stopped" / "rollouts" / "step_00000000.safetensors").exists():
         assert all(process.is_alive() for process in processes)
         time.sleep(0.01)
     os.kill(processes[1].pid, signal.SIGTERM)
