@@ -200,9 +200,12 @@ def warm_start_key(config: StarPOConfig) -> str:
     settings, train, environment = config.to_dict(), config.train, config.environment
     world = settings["environment"] | {"eval_environments": None, "environment_timeout": None}
     world["environment_options"] = {name: environment.options(name) for name in environment.shares}
-    start = settings["warm_start"] | {"warm_start_from": None}
+    start = settings["warm_start"] | {
+        "warm_start_from": None,
+        "warm_start_seed": config.seed_of_warm_start,
+    }
     of_critic = [settings["advantage"], settings["loss"]] if config.warm_starts_critic else None
-    optimizer = [train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch, train.seed]
+    optimizer = [train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch]
     parts = [settings["model"], world, settings["parallel"], start, optimizer, of_critic]
     return json.dumps(parts, sort_keys=True)
 

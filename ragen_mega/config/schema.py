@@ -898,6 +898,10 @@ class WarmStartConfig(Section):
     """
     warm_start_skill: Probability = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""
+    warm_start_seed: Natural | None = None
+    """Seed of the small model's first weights and of the minibatches that it is taught with
+    (default: that of --seed), so that runs of several seeds can begin alike.
+    """
     warm_start_from: str | None = None
     """Directory of a run whose warm start is taken instead of making one (only without --load), so
     that runs differ by reinforcement learning alone. Its model and worlds must be the same.
@@ -1032,6 +1036,12 @@ class StarPOConfig(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def seed_of_warm_start(self) -> int:
+        """That of the run unless it has its own."""
+        own = self.warm_start.warm_start_seed
+        return self.train.seed if own is None else own
 
     @property
     def warm_starts_critic(self) -> bool:

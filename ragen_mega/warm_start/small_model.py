@@ -118,7 +118,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
     hf.eos_token_id, hf.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     hf.bos_token_id = None
-    weights = random_weights(hf, config.train.seed)
+    weights = random_weights(hf, config.seed_of_warm_start)
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
 
 
@@ -168,7 +168,7 @@ def warm_start(
         (pack(first_turns), warm.warm_start_first_turn_steps, 2 * warm.warm_start_batch),
         (pack(episodes), warm.warm_start_steps, warm.warm_start_batch),
     ]
-    _fit(student, student.clone, stages, console, "warm start", seed=config.train.seed)
+    _fit(student, student.clone, stages, console, "warm start", seed=config.seed_of_warm_start)
     start = Start(config.run_directory / WARM_START, None)
     export(start.policy, hf, renderer.tokenizer, student.export_weights())
     if not config.warm_starts_critic:
@@ -201,7 +201,7 @@ def warm_start_critic(
     batch = estimate_advantages(batch, episodes, replace(config.advantage, lam=1.0, turn_lam=None))
     stages = [(batch, warm.warm_start_critic_steps, 2 * warm.warm_start_batch)]
     title = "warm start of the critic"
-    _fit(critic, critic.update, stages, console, title, seed=config.train.seed)
+    _fit(critic, critic.update, stages, console, title, seed=config.seed_of_warm_start)
     return critic
 
 

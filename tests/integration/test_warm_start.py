@@ -27,8 +27,10 @@ def test_one_and_two_ranks_and_a_run_that_takes_the_warm_start_begin_alike(tmp_p
     assert metrics(taken) == metrics(one) and state(taken, 1).keys() == state(one, 1).keys()
     other = launch(tmp_path, "other", 1, *FLAGS, "--warm-start-from", str(one), "--seed", "1")
     assert metrics(other) != metrics(one), "reinforcement learning has its own seed"
+    seeded = launch(tmp_path, "seeded", 1, *FLAGS, "--seed", "1", "--warm-start-seed", "0")
+    assert metrics(seeded) == metrics(other)
     for part in ("base", "warm_start", "warm_start_critic"):
-        weights = (run / part / "model.safetensors" for run in (one, taken, other))
+        weights = (run / part / "model.safetensors" for run in (one, taken, other, seeded))
         assert len({path.read_bytes() for path in weights}) == 1
     for part in ("warm_start", "warm_start_critic"):
         ours, theirs = (load_file(run / part / "model.safetensors") for run in (one, two))

@@ -273,15 +273,17 @@ def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_path: Path) -> None:
-    other = '[[arms]]\nname = "wide"\nflags = "--hidden-size 64"\n[[claims]]'
-    tiny.write_text(TINY.replace("[[claims]]", other))
+    others = {"wide": "--hidden-size 64", "alike": "--warm-start-seed 0"}
+    arms = "".join(f'[[arms]]\nname = "{name}"\nflags = "{others[name]}"\n' for name in others)
+    tiny.write_text(TINY.replace("[[claims]]", f"{arms}[[claims]]"))
     study = Study.read(tiny, "small")
 
     def jobs() -> dict[str, Path | None]:
         found = study_runs.find_jobs(study, study.arms, range(2), tmp_path, "none", 1)
         return {job.name: job.source for job in found}
 
-    takers = {"high-seed0": tmp_path / "low-seed0", "high-seed1": tmp_path / "low-seed1"}
+    first, second = tmp_path / "low-seed0", tmp_path / "low-seed1"
+    takers = {"high-seed0": first, "alike-seed0": first, "high-seed1": second, "alike-seed1": first}
     makers = dict.fromkeys(["low-seed0", "wide-seed0", "low-seed1", "wide-seed1"])
     assert list(jobs().items()) == [*makers.items(), *takers.items()]
     (tmp_path / "low-seed0").mkdir()
