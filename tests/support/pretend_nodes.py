@@ -23,6 +23,8 @@ PORT = 29500
 INTERFACE = "eth0"
 """Name of the interface by which the nodes reach each other."""
 _PRIVATE = ("/dev/shm", "/tmp")
+_DETACHED = 2
+"""MNT_DETACH of umount2(2)."""
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 _UP = """
 set -e
@@ -99,12 +101,17 @@ class Node:
         )
 
     def enter(self) -> None:
-        """Move this thread, and what it forks, to the node; its process ids stay those outside."""
+        """Move this thread, and what it forks, to the node; its process ids stay those outside.
+        Once for a node, which `start` can no longer use then.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         for name in ("net", "uts", "ipc", "mnt"):
             with open(f"/proc/{self.pid}/ns/{name}") as namespace:
                 if libc.setns(namespace.fileno(), 0):
                     raise OSError(ctypes.get_errno(), f"cannot enter {name} of {self.name}")
+        # The node's /proc knows the node's process ids alone; below it lies that of outside.
+        if libc.umount2(b"/proc", _DETACHED):
+            raise OSError(ctypes.get_errno(), f"cannot take /proc from {self.name}")
         os.chdir(ROOT)
 
     def listens_on(self, port: int) -> set[str]:
