@@ -107,7 +107,8 @@ def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     """Length of the longest common prefix."""
     shortest = min(len(first), len(second))
     differs = first[:shortest] != second[:shortest]
-    return int(differs.argmax()) if differs.any() else shortest
+    place = int(differs.argmax()) if shortest else 0
+    return place if shortest and differs[place] else shortest
 
 
 class Chain(NamedTuple):

@@ -119,6 +119,8 @@ class _CudaLiteralMode(TorchFunctionMode):
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     device = kwargs.get("device")
+    if device is None:
+        return kwargs
     names_cuda = isinstance(device, int) or str(device).startswith("cuda")
     return kwargs | {"device": CPU} if names_cuda else kwargs
 

@@ -117,6 +117,12 @@ class Trainer:
             wd_incr_style="constant",
         )
         self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        if cpu.is_active():
+            # torch's Adam then updates all parameters in one call, where it otherwise takes a dozen
+            # for each, which small models feel.
+            for optimizer in self.optimizers:
+                for group in optimizer.optimizer.param_groups:
+                    group["fused"] = True
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, module)
 
@@ -166,7 +172,8 @@ class Trainer:
         weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
         """
         self.memory.require("parameters", "gradients", "optimizer")
-        self.model.train()
+        if not self.model.training:  # it visits every module
+            self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         weights = aggregation_weights(
