@@ -375,6 +375,26 @@ def test_a_changed_history_is_computed_again(
     assert_logprobs(model, prompt + completion.tokens, len(prompt), completion)
 
 
+@pytest.mark.parametrize("length", [20, 50])
+def test_a_changed_history_among_others_that_share_the_old_or_the_new_one(
+    model: PreTrainedModel, engine: EmbeddedEngine, length: int
+) -> None:
+    generator = random.Random(6)
+    old, new = (random_tokens(generator, 40) for _ in range(2))
+    prompt = (new + random_tokens(generator, 10))[:length] if length > 40 else old[:length]
+
+    async def scenario() -> list[Completion]:
+        async def generate(session: int, tokens: list[int]) -> Completion:
+            return await engine.generate(tokens, SamplingParams(6, seed=session), session=session)
+
+        # four rows whose prefix is read once, of which one goes on otherwise beside a new one
+        await asyncio.gather(*(generate(session, old) for session in range(4)))
+        return await asyncio.gather(generate(1, prompt), generate(4, prompt))
+
+    for completion in run(scenario()):
+        assert_logprobs(model, prompt + completion.tokens, len(prompt), completion)
+
+
 def test_a_slot_forgets_the_longer_trajectory_that_left_it(model: PreTrainedModel) -> None:
     engine = EmbeddedEngine(model.config, max_context=120, max_sessions=2)
     lengths = (

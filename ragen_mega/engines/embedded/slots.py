@@ -188,6 +188,9 @@ class SlotTable:
             source = slot = request.slot
             num_tokens = len(request.tokens)
             cached = int(min(shared_length(ids[slot], request.tokens), length[slot]))
+            if cached < length[slot]:  # a changed history: the rest of its cache is nobody's prefix
+                length[slot] = planned[slot] = cached
+                self._prefix_is_stale = True
             if cached == 0:  # a new trajectory
                 shared = shared_length(ids, request.tokens) * ~sealed  # [n]
                 reusable = np.minimum(shared, length)
