@@ -46,6 +46,9 @@ BROAD_EXCEPT = {
     "ragen_mega/data/registry.py::Registry._import": (
         "a module of the user may raise anything; the error says which name and what"
     ),
+    "ragen_mega/models/huggingface.py::load_tokenizer": (
+        "tokenizers reports a file that it cannot read, of a newer version too, as a bare Exception"
+    ),
     "ragen_mega/storage/model_writers.py::_save_tokenizer": (
         "tokenizers reports a full disk as a bare Exception; any other is raised again"
     ),

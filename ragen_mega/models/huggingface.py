@@ -24,6 +24,9 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "s
 _TOKENIZER = ("tokenizer.json", "vocab.json", "tokenizer.model")
 """One of these holds the vocabulary."""
 
+_WRONG_TYPE = (LookupError, TypeError, AttributeError)
+"""What transformers raises where it computes with an entry of a wrong type."""
+
 
 def load_config(directory: str) -> PretrainedConfig:
     """The model configuration of a Hugging Face directory or hub name, as the weights are read: a
@@ -31,7 +34,7 @@ def load_config(directory: str) -> PretrainedConfig:
     """
     try:
         hf = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, StrictDataclassError, *_WRONG_TYPE) as error:
         raise ValueError(
             f"cannot read a model configuration from {directory}: {_brief(error)}"
         ) from None
@@ -69,7 +72,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise ValueError(f"cannot read a tokenizer from {directory}: {_brief(error)}") from None
     if tokenizer.chat_template is None:
         raise ValueError(

@@ -91,7 +91,8 @@ def _is_default_rope(value: Any) -> bool:
     rest = dict(value)
     kinds = {rest.pop(name, "default") for name in ("rope_type", "type")}
     theta, share = rest.pop("rope_theta", 0), rest.pop("partial_rotary_factor", 1.0)
-    return kinds == {"default"} and theta > 0 and share == 1.0 and not rest
+    is_base = isinstance(theta, (int, float)) and theta > 0
+    return kinds == {"default"} and is_base and share == 1.0 and not rest
 
 
 def _limits(architecture: str) -> dict[str, Limit]:

@@ -129,3 +129,13 @@ def test_a_model_without_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"holds no tokenizer \(tokenizer.json or"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("tokenizer.json", '{"added_tokens": []}'), ("tokenizer_config.json", "[]")]
+)
+def test_a_tokenizer_that_cannot_be_read_says_so(file: str, text: str, tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match="cannot read a tokenizer from"):
+        load_tokenizer(str(tmp_path))
