@@ -1,7 +1,7 @@
 """The one loader of model directories: tensors by Hugging Face name, from either format, checked
 against config.json before the first is read.
 
-reader.names()         of all tensors
+reader.names()         of all tensors that are weights
 reader.describe(name)  type and shape, without reading the tensor
 reader(name)           the tensor, None if there is none; it may be a view of a mapped file
 reader.release()       unmap what was read, so that going tensor by tensor needs little memory
@@ -80,7 +80,7 @@ def check_tensors(
     if is_critic:
         optional[VALUE_HEAD] = (1, shape.hidden_size)
     allowed = expected | optional
-    names = {name for name in reader.names() if not _DERIVED.fullmatch(name)}
+    names = set(reader.names())
     if missing := [name for name in expected if name not in names and name not in optional]:
         raise ValueError(
             f"{where} lacks {missing[0]}{_and_more(missing)}; is it a complete"
@@ -155,7 +155,9 @@ class HuggingFaceReader:
         )
 
     def names(self) -> list[str]:
-        return [name for name in self._files if not self._is_scale(name)]
+        return [
+            name for name in self._files if not (self._is_scale(name) or _DERIVED.fullmatch(name))
+        ]
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         kind, shape = self._header(name)

@@ -25,6 +25,7 @@ from transformers.quantizers import quantizer_finegrained_fp8
 from ragen_mega.commands import convert_checkpoint as tool
 from ragen_mega.config import ParallelConfig, parse
 from ragen_mega.engines.embedded.decoder import Decoder
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.weights import export_weights, load_weights
@@ -333,6 +334,10 @@ def test_what_is_accepted_is_computed_as_transformers_does(
     start = write_model(tmp_path / "start", family, **changes)
     edit(start)
     assert_close(our_logits(start), transformers_logits(start))
+    read = open_model(start)
+    engine = EmbeddedEngine(load_config(str(start)), max_context=8, max_sessions=1)
+    with engine.awake():  # evaluation gives an engine what is in a directory
+        engine.load_weights((name, read(name)) for name in read.names())
 
 
 def test_neutral_entries_change_nothing(tmp_path: Path) -> None:
