@@ -119,7 +119,11 @@ class HuggingFaceWriter:
         self._files[self._weight_map[name]].write(name, tensor)
 
     def close(self) -> None:
-        """Finish the shards; the index, without which they are not read, comes last."""
+        """Finish the shards; the index, without which they are not read, comes last, and that of an
+        earlier export goes first: until the last shard has its name they would be a mixture.
+        """
+        if self._index:
+            self._index.unlink(missing_ok=True)
         for file in self._files.values():
             file.close()
         if self._index:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from ragen_mega.models.huggingface import load_config, load_tokenizer, random_weights
+from ragen_mega.storage import model_writers
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -76,6 +77,34 @@ def test_one_tensor_in_memory_and_the_directory_complete_at_the_end_only(
         tmp_path, hf, TOKENIZER, stream(), is_writer=True, max_shard_size=max_shard_size
     )
     assert HuggingFaceReader.is_for(tmp_path) and not list(tmp_path.glob(".*"))
+
+
+def test_a_second_export_that_fails_among_its_shards_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, synced = weights_of(CONFIGS["untied"], torch.float32), []
+    new = {name: weight + 1 for name, weight in old.items()}
+
+    def export(weights: dict[str, Tensor]) -> None:
+        save_huggingface(
+            tmp_path, CONFIGS["untied"], TOKENIZER, weights.items(), is_writer=True,
+            max_shard_size=30_000,
+        )  # fmt: skip
+
+    def disk(path: Path) -> None:
+        synced.append(path)
+        if len(synced) == 2:
+            raise OSError(5, "Input/output error")
+
+    export(old)
+    with monkeypatch.context() as patched:
+        patched.setattr(model_writers, "sync", disk)
+        with pytest.raises(OSError, match="Input/output error"):
+            export(new)
+    assert not HuggingFaceReader.is_for(tmp_path)
+    export(new)
+    read = open_model(tmp_path)
+    assert all(torch.equal(read(name), weight) for name, weight in new.items())
 
 
 @pytest.mark.parametrize(
