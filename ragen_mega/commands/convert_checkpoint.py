@@ -126,7 +126,7 @@ def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
     """The directory with the model configuration and the tokenizer that the run of a checkpoint
     started from.
     """
-    run, load = checkpoint.directory.parents[1], checkpoint.config["model"]["load"]
+    run, load = checkpoint.directory.absolute().parents[1], checkpoint.config["model"]["load"]
     places = [
         path for path in (run / "base", run / "huggingface") if (path / "config.json").exists()
     ]

@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 from ragen_mega.commands import convert_checkpoint as tool
 from ragen_mega.report.console import Console
+from ragen_mega.storage.checkpoints import CHECKPOINTS, FORMAT, STATE
+from ragen_mega.storage.integrity import describe_file, write_manifest
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.storage.shard_files import file_name
 
 ARCHITECTURES = ("qwen2_tied", "qwen2_untied", "qwen3_tied", "qwen3_untied")
 CUTS = ((1, 1), (2, 1), (2, 2))
@@ -364,6 +367,32 @@ def test_the_command(
         == f"error: --to {tmp_path}/a/b exists already and stays untouched; "
         "delete it or give another name\n"
     )
+
+
+def test_a_checkpoint_is_named_from_wherever_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = write_model(tmp_path / "run" / "base", "qwen2_tied")
+    checkpoint = tmp_path / "run" / CHECKPOINTS / "step_00000002"
+    checkpoint.mkdir(parents=True)
+    pieces = megatron(start, tmp_path / "pieces") / file_name(0)
+    pieces.rename(checkpoint / pieces.name)
+    (checkpoint / STATE).write_text("{}")
+    facts = {"format": FORMAT, "step": 2, "score": None, "config": {"model": {"load": None}}}
+    write_manifest(
+        checkpoint, facts, {path.name: describe_file(path) for path in checkpoint.iterdir()}
+    )
+    for number, (folder, name) in enumerate(
+        [
+            (tmp_path, "run"),
+            (tmp_path / "run", "."),
+            (tmp_path / "run", f"{CHECKPOINTS}/{checkpoint.name}"),
+            (checkpoint.parent, checkpoint.name),
+            (checkpoint, "."),
+        ]
+    ):
+        monkeypatch.chdir(folder)
+        assert_equal(read(convert(Path(name), tmp_path / str(number), "huggingface")), read(start))
 
 
 def memory(field: str) -> int:
