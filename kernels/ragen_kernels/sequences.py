@@ -3,9 +3,9 @@ objective by a change of its constants.
 
 The row operations see one token at a time. With o' = logprob - mean log-ratio in place of a token's
 old log-probability, the ratio exp(logprob - o') is the sequence's, and its derivative in the
-token's own logprob is that of GSPO-token (arXiv:2507.18071 eq. 14). With m' = o' - sum of (old -
-rollout) in place of its rollout log-probability, exp(o' - m') is the product of the importances of
-its sequence.
+token's own logprob is that of GSPO-token (arXiv:2507.18071 eq. 14). With m' = o' - (old - rollout)
+in place of its rollout log-probability, exp(o' - m') is still the token's importance, and with the
+sum of these differences the product over its sequence.
 """
 
 from collections.abc import Callable
@@ -38,9 +38,12 @@ def over_sequences(
         log_ratio = torch.clamp(now - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         mean = sums(log_ratio) / sums(torch.ones_like(log_ratio))
         terms = terms._replace(old_logprobs=(now - mean).to(old.dtype))
-    if objective.importance_level == "sequence":
+    is_product = objective.importance_level == "sequence"
+    # The importance of a single token also has to survive the change of its old log-probability.
+    if is_product or (objective.importance_cap is not None and old is not None):
         base = current() if old is None else old
-        drift = sums(base.double() - rollout)
+        drift = base.double() - rollout
+        drift = sums(drift) if is_product else drift
         base = base if old is None else terms.old_logprobs
         terms = terms._replace(rollout_logprobs=(base - drift).to(rollout.dtype))
     return terms

@@ -30,6 +30,7 @@ OBJECTIVES = {
         0.1, 0.2, surrogate="cispo", importance_mode="mask", importance_cap=1.1
     ),
     "gspo": PolicyObjective(0.05, 0.1, surrogate="gspo", entropy_coef=0.02),
+    "gspo and importance": PolicyObjective(0.05, 0.1, surrogate="gspo", importance_cap=1.1),
     "sequence importance": PolicyObjective(importance_cap=1.4, importance_level="sequence"),
     "sequence mask": PolicyObjective(
         0.1,
