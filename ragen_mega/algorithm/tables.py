@@ -53,8 +53,8 @@ class Estimator:
             total returns and ignores rewards of turns and tokens.
         min_group_size: the least number of trajectories per group.
         reads_logprobs: it uses `inputs.batch.old_logprobs`, which are then always computed.
-        reads_tokens: it uses tokens or the engine's log-probabilities, in the batch or in its
-            trajectories, so that every rank needs those of all that are trained on.
+        reads_tokens: it uses tokens, the engine's log-probabilities or, as `success` does, infos of
+            turns, so that every rank needs those of all trajectories that are trained on.
         needs_fresh_samples: what it computes is wrong for samples of earlier weights, so that
             --max-staleness must be 0.
     """

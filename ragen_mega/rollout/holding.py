@@ -171,11 +171,14 @@ def hold(
     homes: Sequence[int],
     num_shown: int = 0,
 ) -> None:
-    """Let every rank hold those of the `trajectories` that it trains as `assign` says (None: all),
-    and of all `groups` nothing else; rank 0 also the first `num_shown` groups. Collective.
+    """Let every rank hold those of the `trajectories` that it trains as `assign` says (None: all,
+    with the infos of their turns), and of all `groups` nothing else; rank 0 also the first
+    `num_shown` groups. Collective.
     """
-    wanted = [range(len(trajectories))] * len(homes)
-    if owners is not None:
+    if owners is None:
+        wanted = [range(len(trajectories))] * len(homes)
+        _tell_infos(trajectories)
+    else:
         wanted = [(owners == home).any(0).nonzero()[:, 0].tolist() for home in homes]
     deliver(trajectories, wanted)
     shown = groups[:num_shown] if distributed.is_main() else ()
@@ -185,6 +188,14 @@ def hold(
         for one in group.trajectories:
             if id(one) not in stay:
                 one.release()
+
+
+def _tell_infos(trajectories: Sequence[Trajectory]) -> None:
+    """Give every rank the infos of all turns, which rank 0 has. Collective."""
+    turns = [turn for one in trajectories for turn in one.turns]
+    infos = distributed.on_main(lambda: [turn.info for turn in turns])
+    for turn, info in zip(turns, infos, strict=True):
+        turn.info = info
 
 
 def everywhere(batch: TokenBatch, name: str) -> Tensor:
