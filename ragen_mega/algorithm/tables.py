@@ -96,7 +96,8 @@ class Filter:
         """Raise ValueError unless `value` is valid for `num_groups` groups."""
         if self.value == "range":
             low, high = value
-            if high is None or not low < high <= 1.0 or (high - low) * num_groups < 1:
+            # 0.6 - 0.5 is less than a tenth
+            if high is None or not low < high <= 1.0 or (high - low) * num_groups < 1 - 1e-9:
                 raise ValueError(
                     f"{name} keeps the groups between two shares of the ranking, filter_start <"
                     f" filter_value <= 1, at least one of {num_groups}, not {low} to {high}; the"

@@ -137,6 +137,15 @@ def test_quarters_of_the_ranking_are_disjoint_and_complete(scores, quarter):
     assert select(scores, "percentile_range", value) == sorted(i for i in expected if scores[i] > 0)
 
 
+@given(st.integers(1, 60), st.data())
+def test_a_range_as_wide_as_one_group_holds_one(num_groups, data):
+    """Whatever its decimal fractions round to."""
+    rank = data.draw(st.integers(0, num_groups - 1))
+    value = (rank / num_groups, (rank + 1) / num_groups)
+    scores = [float(num_groups - index) for index in range(num_groups)]
+    assert select(scores, "percentile_range", value) == [rank]
+
+
 @given(st.lists(st.sampled_from([-0.5, 0.0, 0.1, 1.0, 9.7]), min_size=2, max_size=7), st.data())
 def test_within_group_keeps_the_trajectories_that_vary_most(returns, data):
     """Against every choice of that size."""
