@@ -1115,6 +1115,12 @@ class StarPOConfig(Section):
                 " --filter-strategy top_fraction, with --filter-value 1 for all of them",
             ),
             (
+                rollout.max_sampling_rounds > 1 and self.filter.filter_start > 0,
+                "max_sampling_rounds keeps the groups that vary most, and filter_start"
+                f" {self.filter.filter_start} passes over them; drop --max-sampling-rounds or"
+                " --filter-start",
+            ),
+            (
                 advantage.estimator.level == "turn" and self.loss.loss_mask == "legacy",
                 f"{name} works on sampled turns, and loss_mask legacy spreads over states; drop"
                 " --loss-mask",

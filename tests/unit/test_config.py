@@ -130,6 +130,11 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ),
         ("--max-sampling-rounds 3 --filter-strategy none", "known number of groups, none of them"),
         ("--max-sampling-rounds 3 --filter-keep-zero", "top_fraction with filter_keep_zero; set"),
+        (
+            "--max-sampling-rounds 3 --filter-strategy percentile_range --filter-start 0.5"
+            " --filter-value 1",
+            "keeps the groups that vary most, and filter_start 0.5 passes over them",
+        ),
         ("--max-sampling-rounds 0", "at least 1"),
     ],
 )
