@@ -1094,16 +1094,7 @@ class StarPOConfig(Section):
                 f" shares ({shares}); set --num-groups"
                 f" {shares * max(1, rollout.num_groups // shares)}",
             ),
-            (
-                rollout.group_size < advantage.estimator.min_group_size,
-                f"{name} compares trajectories of a group, but group_size is"
-                f" {rollout.group_size}; raise --group-size",
-            ),
-            (
-                rollout.group_size == 1 and kept.drops_constant,
-                "the filter ranks groups by the spread of their returns, but group_size is 1;"
-                " raise --group-size or set --filter-strategy none",
-            ),
+            *self._group_rules(),
             *self._objective_rules(),
             *self._placement_rules(),
             (
@@ -1132,6 +1123,39 @@ class StarPOConfig(Section):
                 "warm_start_critic_steps teaches the critic whole returns, but"
                 f" reward_normalization {advantage.reward_normalization} subtracts the group's"
                 " mean; drop one of them",
+            ),
+        )
+
+    def _group_rules(self) -> Sequence[tuple[bool, str]]:
+        """What compares trajectories needs more than one."""
+        advantage, rollout, shares = self.advantage, self.rollout, self.environment.shares
+        size, scope = rollout.group_size, advantage.reward_normalization_scope
+        fewest = {
+            "group": size,
+            "environment": size * rollout.num_groups * min(shares.values()) // sum(shares.values()),
+            "batch": size * rollout.num_groups,
+        }[scope]
+        return (
+            (
+                size < advantage.estimator.min_group_size,
+                f"{advantage.advantage_estimator} compares trajectories of a group, but group_size"
+                f" is {size}; raise --group-size",
+            ),
+            (
+                size == 1 and find_filter(self.filter.filter_strategy).drops_constant,
+                "the filter ranks groups by the spread of their returns, but group_size is 1;"
+                " raise --group-size or set --filter-strategy none",
+            ),
+            (
+                size == 1 and self.filter.soft_reweighting,
+                "soft_reweighting scales by the spread of a group's returns, but group_size is 1;"
+                " raise --group-size or drop --soft-reweighting",
+            ),
+            (
+                advantage.reward_normalization != "identity" and fewest < 2,
+                f"reward_normalization {advantage.reward_normalization} compares the trajectories"
+                f" of {'an' if scope == 'environment' else 'a'} {scope}, which are one; raise"
+                " --group-size or drop --reward-normalization",
             ),
         )
 

@@ -103,6 +103,16 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--kl-in-reward k1", "need each other"),
         ("--group-size 1 --filter-strategy none --advantage-estimator grpo", "group_size is 1"),
         ("--group-size 1", "raise --group-size"),
+        ("--group-size 1 --filter-strategy none --soft-reweighting", "drop --soft-reweighting"),
+        (
+            "--group-size 1 --filter-strategy none --reward-normalization mean",
+            "compares the trajectories of a group, which are one",
+        ),
+        (
+            "--group-size 1 --filter-strategy none --reward-normalization mean_std --num-groups 4"
+            " --reward-normalization-scope environment --environments frozen_lake:3,sokoban",
+            "compares the trajectories of an environment, which are one",
+        ),
         ("--temperature 0", "must be positive"),
         ("--num-steps 0", "at least 1"),
         ("--sglang-python x/python", "does nothing with rollout_engine embedded"),
