@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from ragen_mega.data.registry import Registry
 
@@ -210,6 +211,20 @@ def is_judge(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+def _check_address(url: str) -> None:
+    """Raise ValueError unless a judge can be asked there."""
+    try:
+        parts = urlsplit(url)
+        reason = None if parts.hostname and parts.port != 0 else "no host or port"
+    except ValueError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(
+            f"reward {url} must be the address of a judge ({reason}); write e.g. --reward"
+            ' "environment + 0.5*http://127.0.0.1:8000/score"'
+        )
+
+
 def parse_reward(text: str) -> dict[str, float]:
     """`environment + 0.1*format - my_module:my_reward` -> {"environment": 1.0, "format": 0.1, ...}.
 
@@ -227,7 +242,9 @@ def parse_reward(text: str) -> dict[str, float]:
                 f"reward must be a sum of distinct terms, not {text!r} (at {text[position:]!r});"
                 ' write e.g. --reward "environment + 0.1*format"'
             )
-        if not is_judge(term["name"]):
+        if is_judge(term["name"]):
+            _check_address(term["name"])
+        else:
             REWARDS.check(term["name"])
         terms[term["name"]] = weight
         position = term.end()

@@ -28,6 +28,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt; twice that before the third
 _AT_ONCE = 32
+_REFUSALS = (httpx2.HTTPError, httpx2.InvalidURL)
 
 
 class Verifier:
@@ -68,7 +69,7 @@ class Verifier:
                 if math.isfinite(score):
                     return score
                 reason = f"score {score}"
-            except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
+            except (*_REFUSALS, ValueError, KeyError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"
         return " ".join(reason.split())
 

@@ -213,3 +213,10 @@ def test_a_judge_that_never_answers_ends_the_run(server: ThreadingHTTPServer, ve
     with pytest.raises(EngineError, match=f"judge {server.url} gave no verdict on 1 ") as caught:
         Verifiers([server.url], timeout=5.0).judge(groups, RENDERER)
     assert "\n" not in str(caught.value)
+
+
+def test_a_judge_whose_name_no_host_can_have_ends_the_run_in_one_line() -> None:
+    groups = [TrajectoryGroup(0, [trajectory(([1], 0.0, {}))])]
+    with pytest.raises(EngineError, match="gave no verdict on 1 .*InvalidURL") as caught:
+        Verifiers(["http://\u00e4..b/score"], timeout=5.0).judge(groups, RENDERER)
+    assert "\n" not in str(caught.value)

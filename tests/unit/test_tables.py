@@ -118,6 +118,9 @@ def test_help_lists_what_ships(capsys):
         (("--reward", "2*3*format"), "a sum of distinct terms"),
         (("--reward", "1e999*format"), "a sum of distinct terms"),
         (("--reward", "environment +"), "a sum of distinct terms"),
+        (("--reward", "http://127.0.0.1:port/score"), "address of a judge .Port could not be"),
+        (("--reward", "environment - http://[::1/score"), "address of a judge .Invalid IPv6 URL"),
+        (("--reward", "http:///score"), "address of a judge .no host or port"),
         (
             ("--filter-strategy", "top_k", "--filter-value", "9"),
             r"whole number of groups in 1\.\.8",
