@@ -78,4 +78,5 @@ class MegatronCritic:
             "explained_variance": (
                 1.0 - float(residual.var(unbiased=False)) / variance if variance > 0 else 0.0
             ),
+            "lr": self.trainer.lr,
         } | step

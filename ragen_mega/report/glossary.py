@@ -55,7 +55,8 @@ GLOSSARY = {
     " log-probabilities (RAGEN-2's z-score).",
     "collapse/score_average": "Exponential moving average of that score, decay 0.9 an estimate.",
     "critic/loss": "Value loss, after clipping if there is any.",
-    "critic/clip_fraction": "Share of tokens whose value left the clip range.",
+    "critic/clip_fraction": "Share of tokens whose value moved towards its target beyond the clip"
+    " range.",
     "critic/explained_variance": "1 - Var(return - value) / Var(return): 1 is perfect, 0 is as good"
     " as a constant.",
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",

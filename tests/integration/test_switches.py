@@ -196,12 +196,14 @@ def test_loss_of_the_critic(start: Path, batch, value_clip) -> None:
     values, old, returns = (
         tensor[mask].double() for tensor in (critic.values(packed), packed.values, packed.returns)
     )
-    loss = (values - returns).square()
+    loss = plain = (values - returns).square()
     if value_clip:
         clipped = old + (values - old).clamp(-value_clip, value_clip)
         loss = torch.maximum(loss, (clipped - returns).square())
     result = critic.update(packed)
     assert result["loss"] == pytest.approx(float(loss.mean()) / 2, **TOLERANCE)
+    assert result["clip_fraction"] == pytest.approx(float((loss > plain).double().mean()))
+    assert result["lr"] == TrainConfig().critic_lr
 
 
 OPTIMIZERS = [
