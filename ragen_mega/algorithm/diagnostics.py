@@ -46,13 +46,14 @@ _REMEDIES = {
 
 def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
     """Share of distinct ones among the first responses of all groups, in (0, 1]; a metric."""
-    responses = [
-        tuple(trajectory.tokens[trajectory.turns[0].start : trajectory.turns[0].end])
-        for group in groups
-        for trajectory in group.trajectories
-        if trajectory.turns
-    ]
+    responses = [tuple(one) for group in groups for one in _first_responses(group)]
     return len(set(responses)) / max(1, len(responses))
+
+
+def _first_responses(group: TrajectoryGroup) -> list[Sequence[int]]:
+    """The tokens of the first turns; none of a trajectory that could not be played."""
+    firsts = [(one.tokens, one.turns[0]) for one in group.trajectories if one.turns]
+    return [tokens[turn.start : turn.end] for tokens, turn in firsts if turn.end > turn.start]
 
 
 def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -62,12 +63,7 @@ def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, fl
     probability that a 4-gram of one prompt's response is in that of another prompt too. Both are
     free, and both are missing where fewer than two prompts were answered.
     """
-    responses = [
-        one.tokens[one.turns[0].start : one.turns[0].end]
-        for group in groups
-        for one in group.trajectories[:1]
-        if one.turns
-    ]
+    responses = [found[0] for group in groups if (found := _first_responses(group))]
     if len(responses) < 2:
         return {}
     openings = {tuple(response[:_OPENING]) for response in responses}

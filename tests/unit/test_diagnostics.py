@@ -606,6 +606,18 @@ def test_repetition_compares_one_first_response_of_each_prompt():
     assert repetition_across_prompts(brief)["ngram_overlap"] == 0.0
 
 
+def test_trajectories_that_could_not_be_played_answer_nothing():
+    """What several of them lack is no opening that they share."""
+    answers = [list(range(n, n + 20)) for n in (0, 20, 40)]
+    played = [TrajectoryGroup(i, [trajectory(i, [i], own)]) for i, own in enumerate(answers)]
+    unplayed = [TrajectoryGroup(i, [trajectory(i, [i], [])] * 2) for i in range(3, 7)]
+    groups = [*played[:2], TrajectoryGroup(2, [*unplayed[0].trajectories, *played[2].trajectories])]
+    for measure in (repetition_across_prompts, distinct_responses):
+        assert measure([*groups, *unplayed]) == measure(played)
+    assert repetition_across_prompts(played) == {"distinct_openings": 1.0, "ngram_overlap": 0.0}
+    assert repetition_across_prompts([played[0], *unplayed]) == {}
+
+
 def test_entropy_by_prompt_weighs_tokens_within_and_prompts_between():
     def sampled(*logprobs):
         one = Trajectory(0)
