@@ -197,7 +197,7 @@ def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
 def _per_turn(name: str, answer: Any, num_turns: int) -> list[float]:
     try:
         rewards = torch.as_tensor(answer, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         rewards = torch.tensor(math.nan)
     if rewards.dim() == 0 and num_turns:
         rewards = torch.nn.functional.pad(rewards.reshape(1), (num_turns - 1, 0))

@@ -69,14 +69,22 @@ def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> d
     for name in names:
         answer = call(METRICS, name, METRICS.get(name), groups)
         for key, value in (answer if isinstance(answer, Mapping) else {name: answer}).items():
-            is_number = isinstance(value, SupportsFloat) and math.isfinite(value)
-            if not isinstance(key, str) or not is_number or key in result:
+            number = _number(value)
+            if not isinstance(key, str) or not math.isfinite(number) or key in result:
                 raise PlugInError(
                     f"metric {name} must return a finite number, or name -> number with names of"
                     f" its own, not {key!r}: {value!r:.200}; mend it"
                 )
-            result[key] = float(value)
+            result[key] = number
     return result
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none, as an array of several."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
 
 
 def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tensor | None:

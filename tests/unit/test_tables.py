@@ -267,7 +267,19 @@ def fails(_):
 
 
 @pytest.mark.parametrize(
-    "answer", [math.nan, math.inf, None, "much", [1.0], [1.0, 2.0, 3.0], [[1.0], [2.0]], {}, fails]
+    "answer",
+    [
+        math.nan,
+        math.inf,
+        [10**400],
+        None,
+        "much",
+        [1.0],
+        [1.0, 2.0, 3.0],
+        [[1.0], [2.0]],
+        {},
+        fails,
+    ],
 )
 def test_bad_rewards_are_one_line(answer):
     name = f"bad_reward_{type(answer).__name__}_{id(answer)}"
@@ -327,6 +339,9 @@ def test_metrics_of_the_users():
     [
         (math.nan, "must return a finite number"),
         (None, "must return a finite number"),
+        (np.array([1.0, 2.0]), "must return a finite number"),
+        (torch.tensor([1.0, 2.0]), "must return a finite number"),
+        pytest.param(10**400, "must return a finite number", id="more than a float"),
         ({"a": "b"}, "'a': 'b'"),
         ({1: 2.0}, "must return a finite number"),
         ({"test_taken": 1.0}, "names of its own, not 'test_taken': 1.0"),
