@@ -35,7 +35,7 @@ def filter_metrics(
     if len(groups[0].trajectories) > 1:
         spread = group_uncertainty([group.total_rewards for group in groups])
         metrics["constant_groups"] = float((spread <= CONSTANT_SCORE).double().mean())
-        if kept:
+        if kept and min(len(group.trajectories) for group in kept) > 1:
             metrics["kept_std"] = float(
                 group_uncertainty([group.total_rewards for group in kept]).mean()
             )

@@ -29,7 +29,7 @@ from ragen_mega.algorithm.tables import (
 )
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
-from ragen_mega.report.step_metrics import custom_metrics
+from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
 
 SHIPPED = {
     ESTIMATORS: "gae bilevel_gae grpo dr_grpo rloo reinforce_plus_plus",
@@ -323,6 +323,20 @@ def test_a_filter_of_the_users_gets_raw_returns_and_cannot_keep_constant_groups(
         kept = filter_groups(played, strategy="test_everything", value=0.5, keep_zero=keep_zero)
         assert [one.group_id for one in kept] == ids
     assert asked == [([[0.9, 0.0], [0.5, 2.5], [1.0, 1.0]], 0.5, keep) for keep in (False, True)]
+
+
+def test_a_filter_may_leave_one_trajectory_of_every_group():
+    """The best of N, of which no spread can be told."""
+    best = Filter(
+        lambda returns, **_: [[own.index(max(own))] for own in returns],
+        within_groups=True,
+        drops_constant=False,
+    )
+    FILTERS.register("test_best", best)
+    kept = filter_groups(groups(), strategy="test_best", value=None, keep_zero=False)
+    assert [one.total_rewards for one in kept] == [[max(g.total_rewards)] for g in groups()]
+    logged = filter_metrics(groups(), kept)
+    assert logged == {"kept_groups": 2.0, "kept_fraction": 1.0, "constant_groups": 0.0}
 
 
 def test_metrics_of_the_users():
