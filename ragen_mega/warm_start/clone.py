@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ragen_mega.config import EnvironmentConfig
-from ragen_mega.data.packing import minibatches
+from ragen_mega.data.packing import count_minibatches, minibatches
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
@@ -175,7 +175,7 @@ def fit(
     takes.
     """
     generator = torch.Generator().manual_seed(seed)
-    passes = -(-num_steps * batch_size // batch.num_trajectories) + 1
+    passes = -(-num_steps // count_minibatches(batch.num_trajectories, batch_size))
     drawn = minibatches(batch, batch_size, num_passes=passes, generator=generator)
     for minibatch in islice(drawn, num_steps):
         report(step(minibatch))

@@ -1,5 +1,8 @@
-"""Behaviour cloning: its loss is that of transformers at the asked temperature, and it descends."""
+"""Behaviour cloning: its loss is that of transformers at the asked temperature, it descends, and it
+takes as many steps as it was told to.
+"""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,11 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from ragen_mega.config import parse
 from ragen_mega.data.packing import pack
-from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.warm_start.clone import fit
 from ragen_mega.warm_start.small_model import write_small_model
 from tests.support.rounding import exact_logprobs
 
@@ -46,3 +50,25 @@ def test_loss_is_the_cross_entropy_at_the_temperature(temperature: float, tmp_pa
     losses = [policy.clone(pack(trajectories))["loss"] for _ in range(5)]
     assert losses[0] == pytest.approx(float(torch.cat(rows).mean()), abs=max(bounds))
     assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("num_trajectories", [1, 3, 8, 11, 12, 13, 20, 64])
+@pytest.mark.parametrize("num_steps", [1, 7, 40])
+def test_it_takes_as_many_steps_as_asked(num_trajectories: int, num_steps: int) -> None:
+    """Also where a pass has fewer minibatches than trajectories / 8, for a remainder joined one."""
+    trajectories = []
+    for index in range(num_trajectories):
+        one = Trajectory(group_id=index)
+        one.append_observation([1])
+        one.append_action(Completion([2], [0.0], "stop"))
+        trajectories.append(one)
+    steps, told = [], []
+
+    def step(minibatch: TokenBatch) -> dict[str, float]:
+        steps.append(minibatch.group_ids.tolist())
+        return {"loss": float(len(steps))}
+
+    fit(step, pack(trajectories), batch_size=8, num_steps=num_steps, seed=0, report=told.append)
+    assert told == [{"loss": float(number)} for number in range(1, num_steps + 1)]
+    drawn = Counter(index for ids in steps for index in ids)
+    assert max(drawn.values()) - min(drawn[index] for index in range(num_trajectories)) <= 1
