@@ -198,7 +198,9 @@ def warm_start_critic(
     episodes = [shape_trajectory(episode, config.advantage.reward_terms) for episode in episodes]
     batch = pack(episodes)
     batch = batch.with_fields(values=torch.zeros(batch.num_positions))
-    batch = estimate_advantages(batch, episodes, replace(config.advantage, lam=1.0, turn_lam=None))
+    # Its policy is the reference, so that a KL in the reward is 0.
+    plain = {"lam": 1.0, "turn_lam": None, "kl_in_reward": "none", "kl_reward_coef": 0.0}
+    batch = estimate_advantages(batch, episodes, replace(config.advantage, **plain))
     stages = [(batch, warm.warm_start_critic_steps, 2 * warm.warm_start_batch)]
     title = "warm start of the critic"
     _fit(critic, critic.update, stages, console, title, seed=config.seed_of_warm_start)

@@ -15,9 +15,10 @@ from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.report.console import Console
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.warm_start.clone import fit
-from ragen_mega.warm_start.small_model import write_small_model
+from ragen_mega.warm_start.small_model import warm_start_critic, write_small_model
 from tests.support.rounding import exact_logprobs
 
 FLAGS = "--environments bandit --hidden-size 16 --ffn-hidden-size 32 --lr 1e-3".split()
@@ -72,3 +73,22 @@ def test_it_takes_as_many_steps_as_asked(num_trajectories: int, num_steps: int) 
     assert told == [{"loss": float(number)} for number in range(1, num_steps + 1)]
     drawn = Counter(index for ids in steps for index in ids)
     assert max(drawn.values()) - min(drawn[index] for index in range(num_trajectories)) <= 1
+
+
+def test_the_critic_learns_returns_without_a_kl_that_is_zero(tmp_path: Path) -> None:
+    """The clone is the reference policy: with a KL in the reward its returns are the same."""
+    trajectories = []
+    for reward in (0.0, 1.0, 0.5):
+        one = Trajectory(group_id=0)
+        one.append_observation([1, 2])
+        one.append_action(Completion([3, 4], [0.0, 0.0], "stop")).reward = reward
+        trajectories.append(one)
+    weights = []
+    for kl in ([], ["--kl-in-reward", "k1", "--kl-reward-coef", "0.1"]):
+        config = parse([*FLAGS, "--warm-start-critic-steps", "3", *kl])
+        groups = initialize(config.parallel, 0)
+        write_small_model(config, tmp_path)
+        hf, console = load_config(str(tmp_path)), Console(is_writer=False, num_steps=0)
+        critic = warm_start_critic(config, hf, groups, console, tmp_path, trajectories)
+        weights.append(torch.cat([x.detach().flatten() for x in critic.module.parameters()]))
+    assert torch.equal(*weights)
