@@ -50,11 +50,11 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
             "success": result["success"],
             "ci_low": result["ci_low"],
             "ci_high": result["ci_high"],
-            "warm_start": summary["warm_start"][name]["success"],
+            "warm_start": before.get("success"),
             "random": result["random"],
             "optimum": result["optimum"],
             "return": result.get("reward"),
-            "warm_start_return": summary["warm_start"][name].get("reward"),
+            "warm_start_return": before.get("reward"),
             "num_prompts": result["num_prompts"],
             "steps": summary["steps"],
             "minutes": summary["seconds"] / 60,
@@ -62,6 +62,8 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
             "alike": run["alike"],
         }
         for name, result in summary["sets"].items()
+        # A set that a --resume added was not played before.
+        for before in [summary["warm_start"].get(name, {})]
     ]
 
 

@@ -136,6 +136,17 @@ def test_players_are_drawn_where_all_runs_have_the_same(tmp_path: Path) -> None:
     report.plot([report.read_run(run) for run in runs], rows, tmp_path / "a.svg")
 
 
+def test_a_set_that_a_resume_added_has_no_warm_start(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", {"bandit": 0.5, "sokoban": 0.25})
+    path = run / "summary.json"
+    summary = json.loads(path.read_text())
+    del summary["warm_start"]["sokoban"]
+    path.write_text(json.dumps(summary))
+    rows = read(run)
+    assert [(row["set"], row["warm_start"]) for row in rows] == [("bandit", 0.5), ("sokoban", None)]
+    assert "| run | sokoban | 25.0% (0.0% - 100.0%) | - | 20.0% | - |" in report.markdown("a", rows)
+
+
 def test_a_player_without_a_number_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
