@@ -82,7 +82,7 @@ class TraceWriter:
         (None: from its seed). Raises OSError.
         """
         file = f"eval_{step:08d}_{name.replace('/', '.')}"
-        self._write(file, step, groups, boards, self._config.options)
+        self._write(file, step, groups, boards, self._config.evaluation_options)
 
     def drop_from(self, step: int) -> None:
         """Delete what an earlier process wrote for step `step` and later, which come again."""

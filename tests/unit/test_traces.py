@@ -6,13 +6,35 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.registry import make
 from ragen_mega.report.traces import TraceWriter
+from ragen_mega.rollout.tasks import evaluation_tasks
 
 LOGPROBS = [-1.23456789, -0.000123456, -1234567.0, float("nan"), -math.inf, 0.0]
 TOKENS = [*"caf\u00e9a".encode()]  # bytes, of which two make one character
+
+HALVES = """
+class Halves:
+    actions = ("on",)
+    splits = ("trained on", "held out")
+    is_instant = True
+
+    def __init__(self, *, split: str = "trained on"):
+        self.split = split
+
+    def reset(self, seed):
+        return f"what is {self.split}"
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+    def render(self):
+        return self.reset(0)
+"""
 
 
 def member(outcome_seed: int, actions: list[str]) -> Trajectory:
@@ -50,6 +72,24 @@ def test_a_group_shares_the_work_and_nothing_else(tmp_path: Path) -> None:
             world.step(action)
         assert shown["pictures"] == [*pictures, world.render()]
     assert len({tuple(one["pictures"]) for one in trace["groups"][0]["members"]}) > 1
+
+
+def test_evaluations_are_drawn_on_the_split_that_they_play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "halves.py").write_text(HALVES)
+    monkeypatch.syspath_prepend(tmp_path)
+    config, name = EnvironmentConfig("halves:Halves"), "halves:Halves"
+    ((task,),) = evaluation_tasks(config, name, [(0, None)])
+    assert task.make_episode().environment.reset(0) == "what is held out"
+    one = Trajectory(0, name, seed=0, outcome_seed=0)
+    writer = TraceWriter(tmp_path, str, config)
+    writer.write_evaluation(3, name, [TrajectoryGroup(0, [one])], [None])
+    writer.write_step(3, [TrajectoryGroup(0, [one])])
+    for file, text in (("eval", "what is held out"), ("step", "what is trained on")):
+        (path,) = tmp_path.glob(f"{file}_*.json.gz")
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        assert trace["groups"][0]["members"][0]["pictures"] == [text]
 
 
 def test_equal_seeds_give_one_board_and_other_seeds_others() -> None:
