@@ -132,7 +132,7 @@ class TraceWriter:
                 strings.setdefault(text, len(strings)) for text in self._texts(trajectory.tokens)
             ],
             "turns": [
-                {"start": turn.start, "end": turn.end, "reward": reward, "info": turn.info}
+                {"start": turn.start, "end": turn.end, "reward": reward, "info": _told(turn.info)}
                 for turn, reward in zip(trajectory.turns, rewards)
             ],
             "reward": total,
@@ -213,6 +213,12 @@ def _replayed(world: Any, trajectory: Trajectory, board: Board) -> list[str]:
         return guarded(play)
     except EnvironmentFailed:
         return []  # a picture is not worth a failed run
+
+
+def _told(info: Mapping[str, Any]) -> dict[str, Any]:
+    """`info` with actions as texts: an object may hold NaN, which is no JSON for a browser."""
+    actions = info.get("actions", ())
+    return {**info, "actions": [a if isinstance(a, str) else json.dumps(a) for a in actions]}
 
 
 def _channels(

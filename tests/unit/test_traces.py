@@ -5,11 +5,13 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.environments.actions import tool_calls
 from ragen_mega.environments.registry import make
 from ragen_mega.report.traces import TraceWriter
 from ragen_mega.rollout.tasks import evaluation_tasks
@@ -37,7 +39,7 @@ class Halves:
 """
 
 
-def member(outcome_seed: int, actions: list[str]) -> Trajectory:
+def member(outcome_seed: int, actions: list[Any]) -> Trajectory:
     one = Trajectory(0, "frozen_lake", seed=4, outcome_seed=outcome_seed)
     one.append_observation([99, 100])
     turn = one.append_action(Completion(TOKENS, LOGPROBS, "stop"))
@@ -72,6 +74,22 @@ def test_a_group_shares_the_work_and_nothing_else(tmp_path: Path) -> None:
             world.step(action)
         assert shown["pictures"] == [*pictures, world.render()]
     assert len({tuple(one["pictures"]) for one in trace["groups"][0]["members"]}) > 1
+
+
+def test_tool_calls_are_text_that_any_browser_can_read(tmp_path: Path) -> None:
+    said = '{"name": "look", "arguments": {"at": [NaN, -Infinity, 1e999, "\ud800"]}}'
+    calls = tool_calls(f"<tool_call>{said}</tool_call>")
+    writer = TraceWriter(tmp_path, str, EnvironmentConfig())
+    writer.write_step(0, [TrajectoryGroup(0, [member(1, calls)])])
+    text = gzip.decompress((tmp_path / "step_00000000.json.gz").read_bytes()).decode()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    trace = json.loads(text, parse_constant=refuse)
+    (turn,) = trace["groups"][0]["members"][0]["turns"]
+    assert turn["info"]["actions"] == [json.dumps(calls[0])]
+    assert '"name": "look"' in turn["info"]["actions"][0]
 
 
 def test_evaluations_are_drawn_on_the_split_that_they_play(
