@@ -163,6 +163,7 @@ class RunLogger:
     ) -> None:
         self.directory = Path(directory)
         self._is_writer = is_writer
+        self._is_open = False
         self._last_step: int | None = None
         self._settings: Settings = {}
         self._tables: list[Table] = []
@@ -215,9 +216,8 @@ class RunLogger:
         """
         if not self._is_writer:
             return
-        if self._last_step is None:
-            self._open(step)
-        elif step <= self._last_step:
+        self._open(step)
+        if self._last_step is not None and step <= self._last_step:
             raise ValueError(
                 f"steps must increase: {step} was logged after {self._last_step}; log each step"
                 " once"
@@ -243,12 +243,9 @@ class RunLogger:
     def note(self, step: int, text: str) -> None:
         """Append something that happened in a step, e.g. a warning, to events.jsonl."""
         if self._is_writer:
-            path = self.directory / EVENTS_FILE
-            events = read_metrics(path) if path.exists() else []
-            new = {"step": step, "text": text}
-            # A resumed run repeats steps.
-            kept = [event for event in events if event["step"] <= step and event != new] + [new]
-            write_whole(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
+            self._open(step)
+            with (self.directory / EVENTS_FILE).open("a") as file:
+                file.write(json.dumps({"step": step, "text": text}) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the final results; the presence of the file marks the run as finished."""
@@ -262,10 +259,16 @@ class RunLogger:
         self._open_files.close()
 
     def _open(self, first_step: int) -> None:
-        path = self.directory / METRICS_FILE
-        if path.exists():
-            kept = [record for record in read_metrics(path) if record["step"] < first_step]
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        """Before the first step that this process tells of: drop what an earlier one told of it
+        and of later steps.
+        """
+        if self._is_open:
+            return
+        self._is_open = True
+        for path in (self.directory / METRICS_FILE, self.directory / EVENTS_FILE):
+            if path.exists():
+                kept = [record for record in read_metrics(path) if record["step"] < first_step]
+                write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         if self._uses_tensorboard:
             # Slow to import, and only one rank needs it.
             from torch.utils.tensorboard import SummaryWriter

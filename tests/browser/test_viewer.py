@@ -151,12 +151,11 @@ def test_every_metric_is_explained(run: Path) -> None:
 
 
 def test_events_are_told_once(tmp_path: Path) -> None:
-    logger = RunLogger(tmp_path / "run", is_writer=True, tensorboard=False)
-    logger.write_config({}, {})
-    logger.note(1, "first")
-    logger.note(2, "to be repeated")
-    logger.note(1, "first")  # the run was resumed at step 1
-    logger.note(2, NEVER_SEEN)
+    for text in ("to be repeated", NEVER_SEEN):  # the run was resumed at step 1
+        logger = RunLogger(tmp_path / "run", is_writer=True, tensorboard=False, resume=True)
+        logger.write_config({}, {})
+        logger.note(1, "first")
+        logger.note(2, text)
     events = read_metrics(tmp_path / "run" / "events.jsonl")
     assert [(event["step"], event["text"]) for event in events] == [(1, "first"), (2, NEVER_SEEN)]
 

@@ -177,6 +177,26 @@ class TestRunLogger:
         losses = [record["actor/loss"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")]
         assert losses == [0.0, 1.0, 2.0, 3.0, -4.0, -5.0]
 
+    def test_resume_drops_the_events_of_steps_that_come_again(self, tmp_path):
+        """Also where nothing happens this time: a lower learning rate ends no warning otherwise."""
+        events = tmp_path / "a" / "events.jsonl"
+        finished_run(tmp_path / "a", steps=6)
+        run = logger(tmp_path / "a", resume=True)
+        for step in (2, 4, 5):
+            run.note(step, f"in {step}")
+        run.log(5, {})
+        run = logger(tmp_path / "a", resume=True)
+        run.note(4, "again in 4")
+        run.log(4, {"actor/loss": -4.0})
+        run.note(5, "at the end")
+        run.note(5, "of it")
+        told = [(event["step"], event["text"]) for event in read_metrics(events)]
+        assert told == [(2, "in 2"), (4, "again in 4"), (5, "at the end"), (5, "of it")]
+        logger(tmp_path / "a", resume=True).log(3, {"actor/loss": -3.0})
+        assert [event["step"] for event in read_metrics(events)] == [2]
+        steps = [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")]
+        assert steps == [0, 1, 3]
+
     def test_resume_begins_a_run_that_is_not_there_and_spares_what_is_none(self, tmp_path):
         logger(tmp_path / "a", resume=True).log(0, {"actor/loss": 1.0})
         assert [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [0]
