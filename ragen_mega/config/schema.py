@@ -1297,7 +1297,10 @@ class StarPOConfig(Section):
 
     @property
     def run_directory(self) -> Path:
-        environments = self.environment.environments.replace(":", "").replace(",", "+")
+        # A slash, as of a URL, would make two folders of the name.
+        environments = self.environment.environments.translate(
+            str.maketrans({":": "", ",": "+", "/": "."})
+        )
         estimator = self.advantage.advantage_estimator.replace(":", ".")
         default = f"{environments}-{estimator}-seed{self.train.seed}"
         return Path(self.logging.output) / (self.logging.name or default)

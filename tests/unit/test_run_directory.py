@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import gymnasium
 import pytest
 
 from ragen_mega.config import StarPOConfig, parse
@@ -51,6 +52,15 @@ def test_a_second_start_of_the_default_command_has_a_number(output: Path) -> Non
     )
     again, said = with_name(settings(output, "--overwrite"))
     assert (again.run_directory.name, said) == ("frozen_lake-gae-seed0", None)
+
+
+def test_a_name_with_a_slash_is_one_folder_and_has_numbers(output: Path) -> None:
+    lake = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
+    gymnasium.register("mine/Lake-v0", entry_point=lake)
+    for number in ("", "-2", "-3"):
+        config, _ = with_name(settings(output, "--environments", "gymnasium:mine/Lake-v0"))
+        assert config.run_directory == output / f"gymnasiummine.Lake-v0-gae-seed0{number}"
+        begin(config, "metrics.jsonl")
 
 
 def test_a_start_that_was_refused_is_in_nobodys_way(output: Path) -> None:
