@@ -3,6 +3,7 @@ Hub model, played by the embedded engine.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,14 @@ def evaluate_sets(
         raise ValueError(
             f"num_prompts ({num_prompts}) and samples_per_prompt ({samples_per_prompt}) must be"
             " positive"
+        )
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be finite and at least 0 (greedy), not {temperature}")
+    options = json_object("environment_options", (rules or {}).get("environment_options", "{}"))
+    if unknown := set(options) - set(environments):
+        raise ValueError(
+            f"environment_options names {', '.join(sorted(unknown))}, which is not evaluated"
+            f" ({', '.join(environments)}); drop it or add it to --environment"
         )
     distributed.start()
     sets = {}

@@ -53,17 +53,32 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("flag", "value", "said"),
     [
-        ("[]", "environment_options must be a JSON object, not '[]'; write e.g."),
-        ("{", "environment_options must be a JSON object, not '{' ("),
-        ('{"bandit": 1}', "environment_options must map environment names to objects"),
+        (
+            "--environment-options",
+            "[]",
+            "environment_options must be a JSON object, not '[]'",
+        ),
+        ("--environment-options", "{", "environment_options must be a JSON object, not '{' ("),
+        (
+            "--environment-options",
+            '{"bandit": 1}',
+            "environment_options must map",
+        ),
+        (
+            "--environment-options",
+            '{"bandti": {"high_reward": 2}}',
+            "environment_options names bandti, which is not evaluated (bandit); drop it",
+        ),
+        ("--temperature", "-1", "temperature must be finite and at least 0 (greedy), not -1.0"),
+        ("--temperature", "nan", "temperature must be finite and at least 0 (greedy), not nan"),
     ],
 )
-def test_bad_options_are_one_line(
-    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_flags_are_one_line(
+    flag: str, value: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--load", str(tmp_path), "--environment", "bandit", "--environment-options", options)
+    flags = ("--load", str(tmp_path), "--environment", "bandit", flag, value)
     with pytest.raises(SystemExit):
         evaluate.main([*flags])
     error = capsys.readouterr().err
