@@ -113,8 +113,6 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.json.is_dir() or not arguments.json.parent.is_dir():  # before the computation
-        raise ValueError(f"--json {arguments.json} must be a file in an existing folder")
     options = held_out_options(arguments.environment) | dict(map(parse_option, arguments.option))
     protocol = EpisodeConfig(**{name: getattr(arguments, name) for name in BUDGET})
     name, build = arguments.environment, partial(make, arguments.environment, **options)

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.commands.command_line import command, flag, parse, read_settings, run_ranks
+from ragen_mega.commands.command_line import (
+    JSON,
+    command,
+    flag,
+    parse,
+    read_settings,
+    run_ranks,
+)
 from ragen_mega.report import hardware
 from tools import benchmark
 
@@ -54,6 +61,18 @@ def test_bad_flags_are_one_line(
     assert left.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert message in error
     assert parse("", *FLAGS, argv=["--more", "1"], takes_others=True).others == ["--more", "1"]
+
+
+@pytest.mark.parametrize("name", ["missing/out.json", "."])
+def test_a_result_that_cannot_be_written_is_refused_before_it_is_computed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse("", JSON, argv=["--json", str(tmp_path / "a.json")]).json == tmp_path / "a.json"
+    with pytest.raises(SystemExit) as left:
+        parse("", JSON, argv=["--json", str(tmp_path / name)])
+    assert (
+        left.value.code == 2 and "must be a file in an existing folder" in capsys.readouterr().err
+    )
 
 
 def test_bad_input_is_one_line_and_a_bug_is_none(capsys: pytest.CaptureFixture[str]) -> None:
