@@ -8,12 +8,12 @@ ones are left out.
 """
 
 import argparse
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 from ragen_mega.commands.command_line import command, flag
+from ragen_mega.config.schema import json_object
 from ragen_mega.environments.boards import BoardEnvironment, has_packaged_boards, load_boards
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
@@ -25,13 +25,13 @@ def draw_boards(
     name: str, options: dict[str, Any], first_seed: int, count: int
 ) -> list[dict[str, Any]]:
     """`count` lines of a boards file, one per seed from `first_seed` on. Raises ValueError if the
-    environment has no boards.
+    environment has no boards, or too few.
     """
-    environment = make(name, **options | {"observation": "grid"})
-    if not isinstance(environment, BoardEnvironment):
+    if not isinstance(make(name, **options), BoardEnvironment):
         raise ValueError(
             f"environment {name} does not start from boards; choose sokoban or frozen_lake"
         )
+    environment = make(name, **options | {"observation": "grid"})
     if first_seed < 0 or count < 1 or first_seed + 2 * count > _WARM_START_SEEDS:
         raise ValueError(
             f"seeds {first_seed} to {first_seed + 2 * count} must lie in [0, {_WARM_START_SEEDS}),"
@@ -40,15 +40,19 @@ def draw_boards(
         )
     packaged = load_boards(None, name, **options) if has_packaged_boards(environment) else []
     seen, lines = {board.rows for board in packaged}, []
-    for seed in itertools.count(first_seed):
-        if len(lines) == count:
-            return lines
+    for seed in range(first_seed, _WARM_START_SEEDS):
         observation = environment.reset(seed)
         is_lake = isinstance(environment, FrozenLake)
         rows = environment.lake.rows() if is_lake else tuple(observation.split("\n"))
         if rows not in seen:
             seen.add(rows)
             lines.append({"set": environment.board_set, "seed": seed, "board": list(rows)})
+        if len(lines) == count:
+            return lines
+    raise ValueError(
+        f"environment {name} has {len(lines)} boards under the seeds {first_seed} to"
+        f" {_WARM_START_SEEDS - 1}, not {count}; lower --num-boards"
+    )
 
 
 @command(
@@ -60,7 +64,7 @@ def draw_boards(
     flag("--output", "boards file (JSON lines) to write", type=Path, required=True),
 )
 def main(arguments: argparse.Namespace) -> None:
-    options = json.loads(arguments.environment_options)
+    options = json_object("environment_options", arguments.environment_options)
     lines = draw_boards(arguments.environment, options, arguments.first_seed, arguments.num_boards)
     arguments.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"{len(lines)} boards of {lines[0]['set']} in {arguments.output}")
