@@ -132,8 +132,8 @@ def build(config: StarPOConfig) -> Run | Sampler:
         run.samplers.begin(base)
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
-        run.repeat_from(run.step)
-    else:
+    run.repeat_from(run.step)
+    if checkpoint is None:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
         run.step_version = run.engine.weight_version
     return run

@@ -144,6 +144,21 @@ def test_a_resumed_run_writes_its_steps_anew(run: Path, tmp_path: Path) -> None:
     assert "step_00000003.json.gz" in now
 
 
+def test_a_run_without_a_checkpoint_begins_its_record_anew(run: Path, tmp_path: Path) -> None:
+    """Killed before the first one, it is resumed from step 0, and may be asked for fewer steps."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "summary.json").unlink()
+    again = ("--output", str(tmp_path), "--name", "run", "--num-steps", "1", "--resume")
+    train(parse([*FLAGS, *MORE, *again]))
+    steps = [path.name[:13] for path in (copy / "traces").glob("step_*")]
+    assert steps == ["step_00000000"]
+    assert read_trace(copy, "step_00000000") == read_trace(run, "step_00000000")
+    spans = [event for event in json.loads((copy / TIMELINE).read_text()) if event["ph"] == "X"]
+    assert {event["args"]["step"] for event in spans} == {0}
+    assert sum(event["name"] == "update" for event in spans) == 1
+
+
 def test_every_metric_is_explained(run: Path) -> None:
     keys = {key for record in read_metrics(run / METRICS_FILE) for key in record} - {"step"}
     assert len(keys) > 40
