@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -93,7 +94,9 @@ def alike(recorded: Mapping[str, Any]) -> str:
     old they are: flags that are newer than a run have their defaults.
     """
     settings = with_defaults({name: of for name, of in recorded.items() if name != STARTS})
-    del settings["train"]["seed"]
+    seed, start = settings["train"].pop("seed"), settings["warm_start"]
+    if start["warm_start_from"] is not None:  # in a study that of another arm, seed by seed
+        start["warm_start_from"] = re.sub(rf"seed{seed}\b", "seed", start["warm_start_from"])
     for section in ("logging", "checkpoint"):  # do not affect training
         del settings[section]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

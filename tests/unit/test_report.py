@@ -78,6 +78,19 @@ def test_only_the_same_model_under_the_same_settings_is_averaged(
     assert bool(report.means(read(*runs))) == is_averaged
 
 
+def test_runs_that_take_the_warm_start_of_their_seed_differ_by_the_seed(tmp_path: Path) -> None:
+    """As every arm of a study but the first does."""
+    taken = [("arm-seed1", 1, "low-seed1"), ("arm-seed12", 12, "low-seed12")]
+    others = [("other", 3, "high-seed3"), ("odd", 4, "low-seed1"), ("own", 5, None)]
+    runs = [
+        finished(tmp_path / name, {"bandit": 0.5}, "--seed", str(seed), *start)
+        for name, seed, source in (*taken, *others)
+        for start in [("--warm-start-from", f"studies/s/{source}") if source else ()]
+    ]
+    (mean,) = report.means(read(*runs))
+    assert mean["runs"] == ["arm-seed1", "arm-seed12"]
+
+
 def test_a_run_older_than_a_flag_has_its_default(tmp_path: Path) -> None:
     old = finished(tmp_path / "old", {"bandit": 0.5}, drop=("train", "critic_lr"))
     same = finished(tmp_path / "same", {"bandit": 1.0})
