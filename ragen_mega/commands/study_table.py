@@ -64,11 +64,11 @@ def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
                 if arm != study.arms[0].name and study.arms[0].name in arms
             },
         }
-    claims = [
-        (claim, difference(found, claim.set, claim.better, claim.worse))
-        for claim in study.claims
-        if claim.set in sets and {claim.better, claim.worse} <= sets[claim.set]["arms"].keys()
-    ]
+    claims = []
+    for claim in study.claims:
+        there = sets.get(claim.set, {"arms": {}})["arms"].keys() >= {claim.better, claim.worse}
+        less = difference(found, claim.set, claim.better, claim.worse) if there else None
+        claims.append((claim, less))
     return {"sets": sets, "claims": claims}
 
 

@@ -371,6 +371,22 @@ def test_presets_have_pages_of_their_own(two_presets: Path, tmp_path: Path) -> N
     assert "Preset `small`" in (tmp_path / "reports" / "tiny.md").read_text()
 
 
+def test_a_claim_that_nothing_measures_is_said_to_be_not_run(
+    two_presets: Path, tmp_path: Path
+) -> None:
+    """Its arm has not finished, or its set, e.g. for a slip of the pen, is not evaluated."""
+    page, row = tmp_path / "reports" / "tiny.md", "| more is more | {} | high - low | {} |"
+    finish(tmp_path / "runs" / "low-seed0")
+    report_on(two_presets, tmp_path)
+    assert row.format("bandit", "- | not run") in page.read_text()
+    finish(tmp_path / "runs" / "high-seed0")
+    report_on(two_presets, tmp_path)
+    assert "not run" not in page.read_text() and "| more is more | bandit |" in page.read_text()
+    two_presets.write_text(two_presets.read_text().replace('set = "bandit"', 'set = "bandti"'))
+    report_on(two_presets, tmp_path)
+    assert row.format("bandti", "- | not run") in page.read_text()
+
+
 def test_a_report_of_nothing_leaves_nothing(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
