@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import matplotlib
 
@@ -140,7 +141,7 @@ def markdown(
             for of in means(rows, "return")
         ]
         parts += [table(head, cells), *said]
-    return "\n\n".join([*parts, f"![learning curves]({title}.svg)\n"])
+    return "\n\n".join([*parts, f"![learning curves]({quote(title)}.svg)\n"])
 
 
 def warnings(runs: Sequence[dict[str, Any]]) -> str:

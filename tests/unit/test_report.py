@@ -6,8 +6,10 @@ import json
 import statistics
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
+from markdown_it import MarkdownIt
 
 from ragen_mega.commands import report
 from ragen_mega.config import parse
@@ -132,6 +134,16 @@ def test_returns_stand_beside_those_of_named_players(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "mine.json").read_text())
     assert result["returns_of_players"] == {"rule": 0.125, "oracle": 1.0}
     assert result["mean_returns"][0]["mean"] == 0.375 and result["means"][0]["mean"] == 0.625
+
+
+@pytest.mark.parametrize("title", ["mine", "my runs (\u00fc)"])
+def test_the_picture_of_any_title_is_shown(title: str, tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", {"bandit": 0.5})
+    report.main([str(run), "--output", str(tmp_path), "--title", title])
+    page = MarkdownIt("commonmark").parse((tmp_path / f"{title}.md").read_text())
+    parts = (child for token in page for child in token.children or ())
+    (picture,) = (part.attrs["src"] for part in parts if part.type == "image")
+    assert (tmp_path / unquote(picture)).exists()
 
 
 def test_players_are_drawn_where_all_runs_have_the_same(tmp_path: Path) -> None:
