@@ -107,10 +107,12 @@ def parse_response(
     if (spans := _split(text, think)) is None:
         return ParsedResponse()
     thought, answer = spans
-    spelling = {name.lower(): name for name in legal_actions}
+    spelling = {name.strip().lower(): name for name in legal_actions}
+    spelling |= {name: name for name in legal_actions}  # they may differ in letter case alone
     pieces = [piece for part in answer.split(ACTION_SEPARATOR) if (piece := part.strip())]
     pieces = pieces[:max_actions]
-    known = tuple(spelling[piece.lower()] for piece in pieces if piece.lower() in spelling)
+    meant = (spelling.get(piece, spelling.get(piece.lower())) for piece in pieces)
+    known = tuple(name for name in meant if name is not None)
     return ParsedResponse(
         known, thought, is_format_valid=True, has_invalid_action=len(known) < len(pieces)
     )

@@ -44,6 +44,14 @@ def test_unknown_actions_are_dropped_and_the_rest_runs():
     assert parsed.has_invalid_action and not parsed.is_action_valid
 
 
+def test_names_that_differ_in_letter_case_alone_are_told_apart():
+    legal = ("h", "H", " jump ")
+    parsed = parse_response(
+        "<answer>h || H || Jump</answer>", legal_actions=legal, think=False, max_actions=5
+    )
+    assert parsed.actions == legal and parsed.is_action_valid
+
+
 def test_the_cap_comes_before_the_look_up():
     parsed = parse("</think><answer>jump || Up || Left</answer>", max_actions=2)
     assert parsed.actions == ("Up",) and parsed.has_invalid_action
