@@ -116,6 +116,45 @@ def test_success_is_read_from_the_last_reward() -> None:
     assert not any(result.info["success"] for result in results[:-1])
 
 
+class Keys(gymnasium.Env):
+    """Keys of a keyboard; the last one wins, a moment before the time limit."""
+
+    action_space = gymnasium.spaces.Discrete(3, start=5)
+    observation_space = gymnasium.spaces.Box(0, 1, (40, 40), dtype=np.int8)
+    meanings = ("h", "H", "l")
+
+    def get_action_meanings(self):
+        return self.meanings
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.field = np.zeros((40, 40), np.int8)
+        return self.field, {}
+
+    def step(self, action):
+        self.field[action, 20] = 1
+        return self.field, 0.0, False, action == 7, {"is_success": action == 7}
+
+
+gymnasium.register("RagenMegaKeys-v0", entry_point=Keys)
+
+
+@pytest.mark.parametrize(
+    ("meanings", "names"),
+    [(("H", "K", "L"), ("h", "k", "l")), (("h", "H", "l"),) * 2, (("h",) * 3, ("5", "6", "7"))],
+)
+def test_every_gymnasium_action_has_a_name_of_its_own(
+    meanings: tuple[str, ...], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Keys, "meanings", meanings)
+    world = make("gymnasium:RagenMegaKeys-v0")
+    assert world.actions == names
+    calls.reset(world, 0)
+    for row, name in enumerate(names, start=5):
+        calls.step(world, name)
+        assert world._environment.unwrapped.field[row, 20] == 1
+
+
 # Packages that draw from the generators of the process
 
 

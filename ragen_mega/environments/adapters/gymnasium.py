@@ -158,9 +158,11 @@ def _action_names(
     """One name for each action: the environment's own meanings, the table's, or numbers."""
     meanings = getattr(environment.unwrapped, "get_action_meanings", None)
     names = meanings() if meanings else known.actions if known else ()
-    if len(names) != space.n:
-        names = range(space.start, space.start + space.n)
-    return tuple(str(name).lower() for name in names)
+    names = tuple(map(str, names))
+    for distinct in (tuple(name.lower() for name in names), names):
+        if len(names) == len(set(distinct)) == space.n:
+            return distinct
+    return tuple(map(str, range(space.start, space.start + space.n)))
 
 
 class AnyText(spaces.Text):
