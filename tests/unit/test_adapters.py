@@ -155,6 +155,14 @@ def test_every_gymnasium_action_has_a_name_of_its_own(
         assert world._environment.unwrapped.field[row, 20] == 1
 
 
+def test_a_large_array_is_shown_whole() -> None:
+    world = make("gymnasium:RagenMegaKeys-v0")
+    shown = calls.reset(world, 0)
+    assert re.findall(r"\d", shown) == ["0"] * 1600
+    result = calls.step(world, "h")
+    assert "1" in result.observation and result.info["is_action_effective"]
+
+
 # Packages that draw from the generators of the process
 
 

@@ -6,6 +6,7 @@ the index of an action, or text if the environment takes text, and return text.
 """
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,8 @@ class GymnasiumWorld:
         if self._known and self._known.words:
             parts.append(self._known.words(self._environment, observation))
         if isinstance(observation, str) or not parts:
-            parts.append(str(observation))
+            with np.printoptions(threshold=sys.maxsize):  # else large arrays lose their middle
+                parts.append(str(observation))
         return "\n".join(parts)
 
 
