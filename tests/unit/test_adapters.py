@@ -163,6 +163,16 @@ def test_a_large_array_is_shown_whole() -> None:
     assert "1" in result.observation and result.info["is_action_effective"]
 
 
+def test_success_counts_where_a_time_limit_ends_the_episode() -> None:
+    world = make("gymnasium:RagenMegaKeys-v0")
+    calls.reset(world, 0)
+    results = [calls.step(world, name) for name in ("h", "l")]
+    assert [(one.truncated, one.info["success"]) for one in results] == [
+        (False, False),
+        (True, True),
+    ]
+
+
 # Packages that draw from the generators of the process
 
 

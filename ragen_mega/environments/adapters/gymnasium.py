@@ -133,8 +133,7 @@ class GymnasiumWorld:
             bool(terminated),
             bool(truncated),
             {
-                "success": bool(terminated)
-                and bool(info.get("success", info.get("is_success", won))),
+                "success": bool(info.get("success", info.get("is_success", terminated and won))),
                 "is_action_effective": self._seen != before,
             },
         )
