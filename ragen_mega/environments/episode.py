@@ -134,6 +134,7 @@ class Episode:
         self.done = True
         self._num_turns = 0
         self._num_actions = 0
+        self._is_success = False  # as of the last step
         self.observation: Observation = ""
         """The latest observation."""
         self._opening: tuple[Message, ...] | None = None  # if the environment speaks in messages
@@ -164,7 +165,7 @@ class Episode:
         """
         self.observation = reset(self.environment, seed, outcome_seed=outcome_seed, board=board)
         self._num_turns = self._num_actions = 0
-        self.done = False
+        self.done = self._is_success = False
         self._task = "" if self.config.prompt_style == "compact" else self._task_prompt()
         if isinstance(self.observation, str):
             self._opening = None
@@ -208,7 +209,9 @@ class Episode:
         )
         claims = check_claims(self.environment, parsed.thought) if parsed.thought else None
         results = self._execute(parsed.actions)
-        info = _turn_info(parsed, results)
+        if results:
+            self._is_success = is_success(results[-1])
+        info = {"success": self._is_success} | _turn_info(parsed, results)
         if claims is not None:
             info["claims"] = (sum(claims), len(claims))
         self._num_turns += 1
@@ -310,7 +313,6 @@ def is_success(result: StepResult) -> bool:
 
 def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult]) -> dict[str, Any]:
     return {
-        "success": bool(results) and is_success(results[-1]),
         "is_format_valid": parsed.is_format_valid,
         "is_action_valid": parsed.is_action_valid
         and all(bool(result.info.get("is_action_valid", True)) for result in results),

@@ -198,6 +198,12 @@ def test_success_is_what_the_last_step_says_however_the_episode_ends() -> None:
     episode.start(1)
     first, last = (episode.respond("</think><answer>yes</answer>") for _ in range(2))
     assert not first.info["success"] and last.info["success"] and last.truncated
+    longer = Episode(Graded(), EpisodeConfig(max_turns=3))
+    longer.start(1)
+    turns = [longer.respond(f"</think><answer>{said}</answer>") for said in ("yes", "yes", "?")]
+    assert turns[-1].truncated and turns[-1].info["success"], "the last turn has no step"
+    longer.start(1)
+    assert not longer.respond("?").info["success"]
     register("graded", Graded)
     assert baselines("graded", [(1, None)], COMPACT).random == 1.0
     assert baselines("graded", [(1, None)], EpisodeConfig(max_turns=1)).random == 0.0
