@@ -6,9 +6,10 @@ trajectory, -0.1 for a turn without a well-formed answer. Unlike in the original
 the prompt announces the budget that is enforced.
 """
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -208,7 +209,10 @@ class Episode:
             max_actions=self.budget.max_actions_per_turn,
         )
         claims = check_claims(self.environment, parsed.thought) if parsed.thought else None
-        results = self._execute(parsed.actions)
+        actions = parsed.actions
+        # A copy of what was said, because the environment may write into it, or use it again.
+        parsed = replace(parsed, actions=copy.deepcopy(actions))
+        results = self._execute(actions)
         if results:
             self._is_success = is_success(results[-1])
         info = {"success": self._is_success} | _turn_info(parsed, results)

@@ -134,6 +134,30 @@ def test_an_own_parser_reads_what_follows_the_thought() -> None:
         play(Odd(), "</think>x")
 
 
+def test_what_was_said_is_recorded_before_the_environment_writes_into_it() -> None:
+    class Resolved(Tools):
+        def step(self, call):
+            call["name"], call["arguments"]["handle"] = "resolved", object()
+            return super().step(call)
+
+    class Reused(Json):
+        def __init__(self):
+            self.answer = {}
+
+        def parse(self, text):
+            self.answer["said"] = text
+            return self.answer
+
+        def step(self, answer):
+            return super().step(answer["said"])
+
+    call = {"name": "look", "arguments": {"place": "here"}}
+    text = f"</think><tool_call>{json.dumps(call)}</tool_call>"
+    assert play(Resolved(), text)[1][0].info["actions"] == (call,)
+    results = play(Reused(), "</think>one", "</think>two")[1]
+    assert [one.info["actions"] for one in results] == [({"said": "one"},), ({"said": "two"},)]
+
+
 def test_limits_are_the_environments_unless_a_flag_sets_them() -> None:
     budget = Episode(Json(), EpisodeConfig()).budget
     assert (budget.max_turns, budget.max_actions, budget.max_response_length) == (3, 15, 77)
