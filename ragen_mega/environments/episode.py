@@ -165,6 +165,7 @@ class Episode:
         or an optional system message and a user message around its text.
         """
         self.observation = reset(self.environment, seed, outcome_seed=outcome_seed, board=board)
+        self.budget = self.config.budget(self.environment)  # its actions may come with the state
         self._num_turns = self._num_actions = 0
         self.done = self._is_success = False
         self._task = "" if self.config.prompt_style == "compact" else self._task_prompt()

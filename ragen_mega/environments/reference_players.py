@@ -5,6 +5,7 @@ player can solve more than half of its slippery lakes. The rates are exact if th
 solver; else the random player is measured by play, if that is cheap. Interval: Wilson (1927).
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,8 +178,11 @@ def _measure_random(
     An episode in which the environment fails counts as lost. Raises ValueError if all fail.
     """
     deadline = time.monotonic() + MAX_SECONDS
-    if not is_drawn(episode):
-        return None
+    if not is_drawn(episode):  # its actions may come with the first state
+        with contextlib.suppress(EnvironmentFailed):
+            worker.wait(partial(episode.start, prompts[0][0], board=prompts[0][1]))
+        if not is_drawn(episode):
+            return None
     failures: list[EnvironmentFailed] = []
 
     def measure() -> float | None:

@@ -181,6 +181,24 @@ def test_three_members_are_enough() -> None:
     assert both == {"random": pytest.approx((known.random + 3 * lake.random) / 4)}
 
 
+def test_actions_may_come_with_the_first_state() -> None:
+    class Late(Bare):
+        @property
+        def actions(self):
+            return self.moves
+
+        def reset(self, seed):
+            self.moves = Bare.actions
+            return super().reset(seed)
+
+    register("late", Late)
+    late, bare = Episode(make("late"), EpisodeConfig()), Episode(Bare(), EpisodeConfig())
+    assert late.start(7) == bare.start(7) and late.budget == bare.budget
+    register("bare", Bare)
+    levels = [baselines(name, range(8), EpisodeConfig()).random for name in ("late", "bare")]
+    assert levels[0] == levels[1] is not None
+
+
 def test_success_is_what_the_last_step_says_however_the_episode_ends() -> None:
     class Graded(Bare):
         max_turns = 2
