@@ -151,7 +151,7 @@ def _check_members(name: str, environment: Any) -> None:
 
 def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list[str]:
     """Raise ValueError for an unknown option or a value of the wrong type; return the options that
-    are class attributes.
+    are class attributes. A list becomes a tuple where the option must be one.
     """
     attributes, valid, takes_all, hints = _takes(constructor)
     unknown = sorted(set(options) - set(valid))
@@ -161,8 +161,11 @@ def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list
             f" {', '.join(valid) or 'none'}"
         )
     for option, value in options.items():
-        if not _has_type(value, hints.get(option, Any)):
-            kind = inspect.formatannotation(hints[option])
+        hint = hints.get(option, Any)
+        if isinstance(value, list) and not _has_type(value, hint) and _has_type((), hint):
+            options[option] = tuple(value)  # JSON has no other sequence
+        elif not _has_type(value, hint):
+            kind = inspect.formatannotation(hint)
             raise ValueError(f"option {option} of environment {name} must be {kind}, not {value!r}")
     return [option for option in options if option in attributes]
 

@@ -5,6 +5,7 @@ not depend on how fast they are answered.
 import asyncio
 import gc
 import hashlib
+import json
 import random
 import sys
 import threading
@@ -85,6 +86,20 @@ def test_a_registered_environment_has_a_name_options_and_a_share() -> None:
             register(name, Bare)
     with pytest.raises(ValueError, match="'sizes'; .*did you mean sized"):
         make("sizes")
+
+
+def test_a_list_of_json_is_a_tuple_where_the_option_is_one() -> None:
+    class Sized(Bare):
+        sizes = (1, 2)
+
+        def __init__(self, weights: tuple[float, ...] | None = None, names: list | None = None):
+            self.weights, self.names = weights, names
+
+    register("tupled", Sized)
+    world = make("tupled", **json.loads('{"sizes": [3], "weights": [0.5, 1], "names": ["a"]}'))
+    assert (world.sizes, world.weights, world.names) == ((3,), (0.5, 1), ["a"])
+    with pytest.raises(ValueError, match="option sizes .* must be tuple, not 3"):
+        make("tupled", sizes=3)
 
 
 def test_an_installed_package_declares_its_own(
