@@ -3,7 +3,10 @@
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise, zip_longest
+from numbers import Integral
 from typing import Any
+
+import numpy as np
 
 from ragen_mega.environments.protocol import Narrator
 
@@ -56,7 +59,7 @@ def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
         found, thought = list(form.finditer(thought)), form.sub(" ", thought)
         for claim in found:
             members = value if isinstance(value, (set, frozenset, list)) else [value]
-            if isinstance(value, tuple) and not all(isinstance(part, int) for part in value):
+            if isinstance(value, tuple) and not all(isinstance(part, Integral) for part in value):
                 members = value
             agrees = [_agrees(claim["said"], bool(claim["copula"]), one) for one in members]
             if None not in agrees and agrees:
@@ -65,6 +68,8 @@ def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
 
 def _agrees(said: str, has_copula: bool, value: Any) -> bool | None:
     """Whether `said` means `value`; None if it is not of the same kind."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, bool):
         return None if said.lower() not in _TRUTHS else _TRUTHS[said.lower()] is value
     if isinstance(value, (int, float)):

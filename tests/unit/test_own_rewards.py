@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ragen_mega.algorithm.rewards import VERDICTS, shape_rewards, success_ranking
@@ -106,6 +107,9 @@ def test_claims_about_facts(thought: str, claims: list[bool]) -> None:
         "rooms": None,
     }
     assert sorted(claims_about(facts, thought)) == sorted(claims)
+    numbers = {"size": np.int64(4), "width": np.float32(2.5), "locked": np.bool_(True)}
+    facts |= numbers | {"player": (np.int64(1), np.int64(2))}
+    assert sorted(claims_about(facts, thought)) == sorted(claims), "as NumPy has them"
 
 
 @pytest.mark.parametrize("name", ["sokoban", "frozen_lake", "bandit"])
