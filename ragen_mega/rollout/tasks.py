@@ -2,6 +2,7 @@
 evaluation fixed ones.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, 
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.processes import HostedEnvironment
+from ragen_mega.environments.protocol import Environment
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import PlaySettings, Task, tasks_for_group
@@ -53,7 +55,10 @@ def episode_maker(
         hosting = (config.environment_processes, config.environment_timeout)
         build = partial(HostedEnvironment, name, options, *hosting)
     else:
-        build = partial(make, name, **options)
+
+        def build() -> Environment:
+            return make(name, **copy.deepcopy(options))  # no two share what an option holds
+
     return lambda: Episode(build(), rules)
 
 
