@@ -222,6 +222,23 @@ class Words:
         return " ".join(self.said), 1.0, word == "end", False, {}
 
 
+class Turns(Words):
+    """Every word says what its step gives; an answer has three steps at most."""
+
+    max_actions_per_turn = 3
+
+    def reset(self, seed):
+        return [("user", "Speak.")]
+
+    def parse(self, text):
+        return text.split()
+
+    def step(self, word):
+        info = {"is_action_valid": word != "bad", "is_action_effective": word == "on"}
+        reward = {"cost": -2.0, "end": 0.5}.get(word, 0.0)
+        return [("tool", word)], reward, word in ("end", "both"), word in ("both", "stop"), info
+
+
 @pytest.mark.parametrize(
     ("name", "options"), [("sokoban", {"dim": 7}), ("frozen_lake", {}), ("bandit", {})]
 )
@@ -271,6 +288,24 @@ def test_a_served_parser_reads_the_text() -> None:
         assert calls.step(world, "what?").info["is_action_valid"] is False
         assert calls.step(world, "end of it").observation == "one two end"
         calls.close(world)
+
+
+def test_the_steps_of_an_answer_count_together_as_they_do_here() -> None:
+    with serving(application(f"{__name__}:Turns", {}, 2)) as port:
+        config = EpisodeConfig(think=False, max_turns=9)
+        far = Episode(make(f"openenv:ws://127.0.0.1:{port}"), config)
+        near = Episode(Turns(), config)
+        for text in ("a b", "bad a", "on a", "a b c d", "cost end", "both", "a stop b", "end a"):
+            far.start(0), near.start(0)
+            there, here = far.respond(f"<answer>{text}</answer>"), near.respond(text)
+            same = ("success", "is_format_valid", "is_action_valid", "is_action_effective")
+            for name in ("reward", "messages", "terminated", "truncated"):
+                assert getattr(there, name) == getattr(here, name), (text, name)
+            assert [there.info[name] for name in same] == [here.info[name] for name in same], text
+        calls.reset(far.environment, 0)
+        nothing = calls.step(far.environment, "")
+        assert nothing.info == {"is_action_valid": False} and not nothing.terminated
+        calls.close(far.environment)
 
 
 def test_many_sessions_keep_apart() -> None:

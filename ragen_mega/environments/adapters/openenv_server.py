@@ -4,8 +4,9 @@ Interface: openenv-core 0.3, which must be installed before this module is impor
 one field, `action`: a name, a text, or for environments with tools a call `{"name", "arguments"}`.
 """
 
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +23,7 @@ from openenv.core.env_server.types import (
 from pydantic import ConfigDict, Field, create_model
 
 from ragen_mega.environments import calls
+from ragen_mega.environments.episode import EpisodeConfig, is_success
 from ragen_mega.environments.protocol import Budget, Message, StepResult
 from ragen_mega.environments.protocol import Observation as Words
 from ragen_mega.environments.registry import make
@@ -66,30 +68,26 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
         return _observation(calls.reset(self._world, seed, outcome_seed=outcome_seed))
 
     def step(self, action: Any, timeout_s: float | None = None) -> WorldObservation:
-        """Do the action; if the environment has a parser, all steps that it finds in the text.
-        Raises RuntimeError if no episode is running.
+        """Do the action; if the environment has a parser, the steps that it finds in the text, as
+        many as a turn may have. Raises RuntimeError if no episode is running.
         """
         if self._is_over:
             raise RuntimeError("no episode runs; reset before the next step")
         steps = [action.action]
         if hasattr(self._world, "parse"):
+            most = EpisodeConfig().budget(self._world).max_actions_per_turn
             try:
-                steps = calls.parse(self._world, action.action)
+                steps = calls.parse(self._world, action.action)[:most]
             except ValueError as error:
-                unread = StepResult(f"Unreadable: {error}", 0.0, False)
-                return _step_observation(unread, {"is_action_valid": False})
-        reward = 0.0
+                return _unread(f"Unreadable: {error}")
+        results: list[StepResult] = []
         for one in steps:
-            result = calls.step(self._world, one)
-            reward += result.reward
-            self._is_over = result.terminated or result.truncated
+            results.append(calls.step(self._world, one))
+            self._is_over = results[-1].terminated or results[-1].truncated
             if self._is_over:
                 break
         self._state.step_count += 1
-        info = {name: bool(result.info[name]) for name in _INFO if name in result.info}
-        observation = _step_observation(result, info)
-        observation.reward = reward
-        return observation
+        return _step_observation(results) if results else _unread("Nothing was done.")
 
     @property
     def state(self) -> State:
@@ -134,12 +132,29 @@ def _observation(words: Words) -> WorldObservation:
     return WorldObservation(messages=[_as_json(message) for message in words])
 
 
-def _step_observation(result: StepResult, info: Mapping[str, bool]) -> WorldObservation:
-    observation = _observation(result.observation)
-    observation.reward = result.reward
-    observation.done = result.terminated or result.truncated
-    observation.truncated = result.truncated
-    observation.info = dict(info)
+def _unread(reason: str) -> WorldObservation:
+    """The answer to a text without a step."""
+    return WorldObservation(text=reason, reward=0.0, info={"is_action_valid": False})
+
+
+def _step_observation(results: Sequence[StepResult]) -> WorldObservation:
+    """The outcome of the steps of one answer, taken together as `Episode.respond` does."""
+    last = results[-1]
+    words = last.observation
+    if not isinstance(words, str):
+        told = (one.observation for one in results if not isinstance(one.observation, str))
+        words = [message for messages in told for message in messages]
+    info = {name: bool(last.info[name]) for name in _INFO if name in last.info}
+    if last.terminated:  # or the client would judge by the sum of the rewards
+        info["success"] = is_success(last)
+    for name, together in (("is_action_valid", all), ("is_action_effective", any)):
+        said = [bool(one.info[name]) for one in results if name in one.info]
+        info |= {name: together(said)} if said else {}
+    observation = _observation(words)
+    observation.reward = math.fsum(one.reward for one in results)
+    observation.done = last.terminated or last.truncated
+    observation.truncated = last.truncated and not last.terminated
+    observation.info = info
     return observation
 
 
