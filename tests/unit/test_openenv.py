@@ -260,6 +260,18 @@ def test_ours_play_the_same_over_a_server(name: str, options: dict[str, Any]) ->
         calls.close(far)
 
 
+class Dungeon(Words):
+    instruction = "Escape from this environment"
+
+
+def test_an_instruction_may_end_in_any_word() -> None:
+    with serving(application(f"{__name__}:Dungeon", {}, 2)) as port:
+        assert make(f"openenv:ws://127.0.0.1:{port}").instruction == Dungeon.instruction
+    for app in (application(f"{__name__}:Words", {}, 2), shop(Say)):
+        with serving(app) as port:
+            assert not hasattr(make(f"openenv:ws://127.0.0.1:{port}"), "instruction")
+
+
 def test_messages_tools_limits_and_truncation_pass() -> None:
     with serving(application(f"{__name__}:Talk", {}, 2)) as port:
         world = make(f"openenv:ws://127.0.0.1:{port}")

@@ -47,8 +47,9 @@ class OpenEnvWorld:
         )
         http = "http" + url.rstrip("/").removeprefix("ws").removeprefix("http")
         schema = _get(f"{http}/schema").get("action", {})
-        description = str(_get(f"{http}/metadata").get("description", ""))
-        if not description.endswith(" environment"):  # OpenEnv's default text
+        about = _get(f"{http}/metadata")
+        description = str(about.get("description", ""))
+        if description != f"{about.get('name')} environment":  # OpenEnv's default text
             self.instruction = description
         self._field = self._read_actions(schema)
         self._is_playing = False
