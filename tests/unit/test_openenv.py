@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -70,6 +71,19 @@ class Buy(Action):
     count: int
 
 
+class Item(Enum):
+    TEA = "tea"
+    RICE = "rice"
+
+
+class Take(Action):
+    message: Item
+
+
+class Take99(Action):
+    message: Literal[tuple(map(str, range(99)))]
+
+
 class Told(Observation):
     echoed: str = ""
     left: int = 0
@@ -117,6 +131,18 @@ def test_a_foreign_server_of_text_takes_free_text() -> None:
             False,
         )
         assert last.terminated and not last.truncated
+        calls.close(world)
+
+
+@pytest.mark.parametrize(
+    ("action", "names"), [(Take, ("tea", "rice")), (Take99, tuple(map(str, range(99))))]
+)
+def test_an_enumeration_names_the_actions(action: type[Action], names: tuple[str, ...]) -> None:
+    with serving(shop(action)) as port:
+        world = make(f"openenv:ws://127.0.0.1:{port}")
+        assert world.actions == names and not hasattr(world, "tools")
+        calls.reset(world, 9)
+        assert calls.step(world, names[1]).info == {}, "the server takes it"
         calls.close(world)
 
 

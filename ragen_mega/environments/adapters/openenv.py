@@ -123,10 +123,13 @@ class OpenEnvWorld:
         self._values: dict[Any, Any] = {}
         field = wanted[0] if len(wanted) == 1 else None
         part = fields[field] if field else {}
+        if "$ref" in part:  # as Python's enumerations are described
+            part = schema["$defs"][part["$ref"].rpartition("/")[2]]
         values = part.get("enum", ())
         if part.get("type") == "integer" and {"minimum", "maximum"} <= set(part):
-            values = range(part["minimum"], part["maximum"] + 1)
-        if 0 < len(values) <= _MAX_NUMBERS:
+            numbers = range(part["minimum"], part["maximum"] + 1)
+            values = values or (numbers if len(numbers) <= _MAX_NUMBERS else ())
+        if values:
             self._values = {str(value): value for value in values}
             self.actions = tuple(self._values)
         elif "tools" in part:
