@@ -346,6 +346,18 @@ def test_the_steps_of_an_answer_count_together_as_they_do_here() -> None:
         calls.close(far.environment)
 
 
+@pytest.mark.parametrize("member", ["actions", "tools"])
+def test_a_served_parser_goes_first(member: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"actions": ("one", "two"), "tools": Talk.tools}[member]
+    monkeypatch.setattr(Words, member, value, raising=False)
+    with serving(application(f"{__name__}:Words", {}, 2)) as port:
+        world = make(f"openenv:ws://127.0.0.1:{port}")
+        assert not hasattr(world, "actions") and not hasattr(world, "tools")
+        calls.reset(world, 0)
+        assert calls.step(world, "three four").observation == "three four"
+        calls.close(world)
+
+
 def test_many_sessions_keep_apart() -> None:
     with serving(application("sokoban", {}, 64)) as port:
         name = f"openenv:ws://127.0.0.1:{port}"

@@ -104,8 +104,9 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
 def application(name: str, options: Mapping[str, Any], max_sessions: int) -> FastAPI:
     """The FastAPI application of the server. Raises ValueError as `make` does."""
     world = make(name, **options)
-    actions = list(getattr(world, "actions", ()))
-    tools = getattr(world, "tools", None)
+    reads_text = hasattr(world, "parse")  # whatever else it declares
+    actions = [] if reads_text else list(getattr(world, "actions", ()))
+    tools = None if reads_text else getattr(world, "tools", None)
     limits = {limit: getattr(world, limit) for limit in LIMITS if hasattr(world, limit)}
     calls.close(world)
     extra: dict[str, Any] = {"enum": actions} if actions else {}
