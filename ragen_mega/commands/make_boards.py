@@ -14,9 +14,10 @@ from typing import Any
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config.schema import json_object
-from ragen_mega.environments.boards import BoardEnvironment, has_packaged_boards, load_boards
+from ragen_mega.environments.boards import has_packaged_boards, load_boards
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
+from ragen_mega.environments.worlds.sokoban.world import Sokoban
 
 _WARM_START_SEEDS = 100_000
 
@@ -27,11 +28,11 @@ def draw_boards(
     """`count` lines of a boards file, one per seed from `first_seed` on. Raises ValueError if the
     environment has no boards, or too few.
     """
-    if not isinstance(make(name, **options), BoardEnvironment):
+    environment = make(name, **options)
+    if not isinstance(environment, (Sokoban, FrozenLake)):
         raise ValueError(
             f"environment {name} does not start from boards; choose sokoban or frozen_lake"
         )
-    environment = make(name, **options | {"observation": "grid"})
     if first_seed < 0 or count < 1 or first_seed + 2 * count > _WARM_START_SEEDS:
         raise ValueError(
             f"seeds {first_seed} to {first_seed + 2 * count} must lie in [0, {_WARM_START_SEEDS}),"
@@ -41,9 +42,9 @@ def draw_boards(
     packaged = load_boards(None, name, **options) if has_packaged_boards(environment) else []
     seen, lines = {board.rows for board in packaged}, []
     for seed in range(first_seed, _WARM_START_SEEDS):
-        observation = environment.reset(seed)
+        environment.reset(seed)
         is_lake = isinstance(environment, FrozenLake)
-        rows = environment.lake.rows() if is_lake else tuple(observation.split("\n"))
+        rows = environment.lake.rows() if is_lake else environment.room.rows()
         if rows not in seen:
             seen.add(rows)
             lines.append({"set": environment.board_set, "seed": seed, "board": list(rows)})

@@ -18,7 +18,7 @@ def draw(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "sokoban_new_vocabulary"])
 def test_boards_are_the_states_of_their_seeds(name: str, tmp_path: Path) -> None:
     path = tmp_path / "boards.jsonl"
     assert draw("--environment", name, "--num-boards", "12", "--output", str(path)).returncode == 0
