@@ -66,13 +66,15 @@ def play_settings(
     rollout: RolloutConfig, environment: EnvironmentConfig, *, temperature: float, seed: int
 ) -> PlaySettings:
     """How a run samples, in training or, at another temperature, in evaluation."""
+    # A host process times its own calls; a turn may have to wait for those of other environments.
+    is_hosted = environment.environment_processes > 0
     return PlaySettings(
         max_response_length=rollout.max_response_length,
         max_context_length=rollout.max_context_length,
         context_window=rollout.context_window,
         temperature=temperature,
         seed=seed,
-        environment_timeout=environment.environment_timeout,
+        environment_timeout=0.0 if is_hosted else environment.environment_timeout,
     )
 
 

@@ -1,17 +1,21 @@
 """Environments in host processes: the same episodes, errors that mean the same, hosts that die."""
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from ragen_mega.config import EnvironmentConfig
+from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.pool import Worker
 from ragen_mega.environments.processes import HostedEnvironment
+from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.rollout.tasks import episode_maker, play_settings
 
 WORLD = """
 import os
@@ -28,6 +32,10 @@ class Odd:
             import time
 
             time.sleep(600)
+        if text == "nap":
+            import time
+
+            time.sleep(1)
         if text == "die":
             os._exit(3)
         if text == "fail":
@@ -81,6 +89,22 @@ def test_a_host_that_hangs_is_ended() -> None:
     with pytest.raises(RuntimeError, match="the process of the environment is gone"):
         stuck.step("hang")
     assert HostedEnvironment("odd_world:Odd", {}, 1).reset(0).isdigit()
+
+
+def test_a_call_that_waits_for_others_in_its_host_is_not_too_late() -> None:
+    HostedEnvironment("odd_world:Odd", {}, 1).reset(0)  # the host is there
+    config = EnvironmentConfig("odd_world:Odd", environment_processes=1, environment_timeout=3.0)
+    settings = play_settings(RolloutConfig(), config, temperature=1.0, seed=0)
+    many = [episode_maker(config, "odd_world:Odd")().environment for _ in range(4)]
+    workers = [Worker(settings.environment_timeout) for _ in many]
+
+    async def nap() -> list[StepResult]:
+        naps = [worker.call(partial(calls.step, one, "nap")) for worker, one in zip(workers, many)]
+        return await asyncio.gather(*naps)
+
+    assert [result.observation for result in asyncio.run(nap())] == ["nap"] * 4
+    for worker in workers:
+        worker.end(lambda: None)
 
 
 def test_hosts_share_the_work_and_a_dead_one_is_replaced() -> None:
