@@ -48,7 +48,7 @@ class Worker:
 
     def __init__(self, seconds: float) -> None:
         """`seconds`: how long a call may take; 0: no limit."""
-        self._seconds = seconds
+        self.seconds = seconds
         self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="environment", daemon=True)
         self._thread.start()
@@ -68,8 +68,8 @@ class Worker:
                     loop.call_soon_threadsafe(_settle, answer, *outcome)
 
         self._calls.put(act)
-        if self._seconds:
-            timer = loop.call_later(self._seconds, _settle, answer, None, self._too_late())
+        if self.seconds:
+            timer = loop.call_later(self.seconds, _settle, answer, None, self._too_late())
             answer.add_done_callback(lambda _: timer.cancel())
         return answer
 
@@ -78,7 +78,7 @@ class Worker:
         answer: Future[T] = Future()
         self._calls.put(lambda: _settle(answer, *_outcome(function)))
         try:
-            return answer.result(self._seconds or None)
+            return answer.result(self.seconds or None)
         except TimeoutError:
             raise self._too_late() from None
 
@@ -109,7 +109,7 @@ class Worker:
             call()
 
     def _too_late(self) -> EnvironmentFailed:
-        return EnvironmentFailed(f"took longer than {self._seconds:g} s")
+        return EnvironmentFailed(f"took longer than {self.seconds:g} s")
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, EnvironmentFailed | None]:

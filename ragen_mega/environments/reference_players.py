@@ -65,19 +65,22 @@ def baselines(
     boards_or_seeds: Iterable[int | Board | Prompt | Sequence[str]],
     protocol: EpisodeConfig,
     options: Mapping[str, Any] | None = None,
+    *,
+    timeout: float = 60.0,
 ) -> Baselines:
     """Baselines of environment `name` on the given prompts: seeds, boards, rows of boards, or
     seeds with rows or None.
 
     `protocol` gives the budget (`max_turns`, `max_actions_per_turn`, `max_actions`); the random
-    player uses all of it. Raises ValueError for an unknown environment, option or board, if there
+    player uses all of it. `timeout`: seconds that the environment may take to be built or to start
+    (0: no limit). Raises ValueError for an unknown environment, option or board, if there
     is no prompt, or if every call of the environment fails.
     """
     prompts = [_prompt(prompt) for prompt in boards_or_seeds]
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
     # In a thread, because calls may not return; built there, because it is called there.
-    worker = Worker(MAX_SECONDS + 1.0)
+    worker = Worker(timeout)
     episode = worker.build(name, lambda: Episode(make(name, **(options or {})), protocol))
     environment = episode.environment
     solver: Solver | None = getattr(environment, "solver", None)
@@ -178,6 +181,7 @@ def _measure_random(
     An episode in which the environment fails counts as lost. Raises ValueError if all fail.
     """
     deadline = time.monotonic() + MAX_SECONDS
+    worker.seconds = MAX_SECONDS + 1.0
     if not is_drawn(episode):  # its actions may come with the first state
         with contextlib.suppress(EnvironmentFailed):
             worker.wait(partial(episode.start, prompts[0][0], board=prompts[0][1]))

@@ -178,7 +178,13 @@ def reference_players(config: EnvironmentConfig, name: str, prompts: Sequence[Pr
     """The uniform-random and the optimal player on the same initial states under the same
     budget.
     """
-    return baselines(name, prompts, episode_config(config), config.evaluation_options(name))
+    return baselines(
+        name,
+        prompts,
+        episode_config(config),
+        config.evaluation_options(name),
+        timeout=config.environment_timeout,
+    )
 
 
 def mean_references(

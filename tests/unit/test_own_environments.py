@@ -337,6 +337,20 @@ def test_a_world_that_is_too_slow_to_measure_has_no_random_level(
     assert mean_references({"sleepy": known}, {"sleepy": 1}) == {}
 
 
+def test_a_constructor_may_take_longer_than_measuring_the_random_player(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Heavy(Bare):
+        def __init__(self):
+            time.sleep(1.3)  # the wait for a measurement ends 1 s after its limit
+
+    register("heavy", Heavy)
+    monkeypatch.setattr("ragen_mega.environments.reference_players.MAX_SECONDS", 0.1)
+    reference_players(EnvironmentConfig("heavy"), "heavy", [(0, None)])
+    with pytest.raises(ValueError, match="took longer than 1 s"):
+        baselines("heavy", [0], COMPACT, timeout=1.0)
+
+
 def test_without_a_narrator_the_thought_repeats_the_observation() -> None:
     class Tagged(Bare):
         def reset(self, seed):
