@@ -298,6 +298,31 @@ def test_an_instruction_may_end_in_any_word() -> None:
             assert not hasattr(make(f"openenv:ws://127.0.0.1:{port}"), "instruction")
 
 
+class Door:
+    """What can be done changes with the state."""
+
+    actions = ("open",)
+
+    def reset(self, seed):
+        self.actions = ("open",)
+        return "A door."
+
+    def step(self, action):
+        self.actions = ("go", "back")
+        return f"After {action}.", 0.0, action == "back", False, {}
+
+
+def test_actions_that_change_are_told_with_every_state() -> None:
+    with serving(application(f"{__name__}:Door", {}, 2)) as port:
+        far, near = make(f"openenv:ws://127.0.0.1:{port}"), Door()
+        for _ in range(2):
+            assert calls.reset(far, 0) == calls.reset(near, 0) and far.actions == near.actions
+            for action in ("open", "go", "back"):
+                told = calls.step(far, action).observation
+                assert told == calls.step(near, action).observation and far.actions == near.actions
+        calls.close(far)
+
+
 def test_messages_tools_limits_and_truncation_pass() -> None:
     with serving(application(f"{__name__}:Talk", {}, 2)) as port:
         world = make(f"openenv:ws://127.0.0.1:{port}")

@@ -62,6 +62,7 @@ class OpenEnvWorld:
             try:
                 result = await self._client.reset(**seeds)
                 self._is_playing = True
+                self._see_actions(result.observation)
                 return _words(result.observation)
             except self._troubles as error:
                 await self.close()
@@ -95,6 +96,7 @@ class OpenEnvWorld:
             await self.close()  # a late answer must not be taken for that of another step
             raise
         told = result.observation
+        self._see_actions(told)
         info = told.get("info") if isinstance(told.get("info"), Mapping) else {}
         info = {key: told[key] for key in ("success",) if key in told} | dict(info)
         truncated = bool(told.get("truncated", False))
@@ -110,9 +112,16 @@ class OpenEnvWorld:
         self._is_playing = False
         await self._client.close()
 
+    def _see_actions(self, told: Mapping[str, Any]) -> None:
+        """Take over the names of the present state, which our own servers tell."""
+        if self._is_ours and told.get("actions"):
+            self.actions = tuple(told["actions"])
+            self._values = dict(zip(self.actions, self.actions))
+
     def _read_actions(self, schema: Mapping[str, Any]) -> str | None:
         """Read the form of an answer; returns the field that it goes into, None for a tool call."""
-        for limit, value in schema.get("limits", {}).items():  # of our own servers
+        self._is_ours = "limits" in schema
+        for limit, value in schema.get("limits", {}).items():
             setattr(self, limit, value)
         fields = {
             name: part

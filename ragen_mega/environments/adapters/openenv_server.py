@@ -39,6 +39,8 @@ class WorldObservation(Observation):
     text: str = ""
     messages: list[dict[str, str]] = []
     truncated: bool = False
+    actions: list[str] = []
+    """Their names in the present state, where answers are names."""
     info: dict[str, bool] = {}
     """The entries of `StepResult.info` that the protocol defines."""
 
@@ -65,7 +67,8 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
         seed = secrets.randbelow(2**31) if seed is None else seed
         self._state = State(episode_id=episode_id)
         self._is_over = False
-        return _observation(calls.reset(self._world, seed, outcome_seed=outcome_seed))
+        words = calls.reset(self._world, seed, outcome_seed=outcome_seed)
+        return self._with_actions(_observation(words))
 
     def step(self, action: Any, timeout_s: float | None = None) -> WorldObservation:
         """Do the action; if the environment has a parser, the steps that it finds in the text, as
@@ -87,7 +90,9 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
             if self._is_over:
                 break
         self._state.step_count += 1
-        return _step_observation(results) if results else _unread("Nothing was done.")
+        if not results:
+            return _unread("Nothing was done.")
+        return self._with_actions(_step_observation(results))
 
     @property
     def state(self) -> State:
@@ -99,6 +104,11 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
 
     def close(self) -> None:
         calls.close(self._world)
+
+    def _with_actions(self, observation: WorldObservation) -> WorldObservation:
+        if not (hasattr(self._world, "parse") or hasattr(self._world, "tools")):
+            observation.actions = list(getattr(self._world, "actions", ()))
+        return observation
 
 
 def application(name: str, options: Mapping[str, Any], max_sessions: int) -> FastAPI:
