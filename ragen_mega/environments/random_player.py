@@ -1,6 +1,7 @@
 """The answers of a random player, in every form that an environment may ask for."""
 
 import json
+import math
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -53,31 +54,46 @@ def _random_call(
 ) -> dict[str, Any]:
     tool = draw.choice(list(tools))
     function = tool.get("function", tool)  # the schema itself, or as OpenAI wraps it
+    parameters = function.get("parameters", {}) | {"type": "object"}
     return {
         "name": function["name"],
-        "arguments": _random_value(
-            function.get("parameters", {}) | {"type": "object"}, words, draw
-        ),
+        "arguments": _random_value(parameters, parameters.get("$defs", {}), words, draw),
     }
 
 
-def _random_value(schema: Mapping[str, Any], words: Sequence[str], draw: random.Random) -> Any:
-    """A value that fits a JSON schema; where the schema leaves it open, a word."""
-    low, high = (schema.get(key, end) for key, end in zip(("minimum", "maximum"), _RANGE))
+def _random_value(
+    schema: Mapping[str, Any], parts: Mapping[str, Any], words: Sequence[str], draw: random.Random
+) -> Any:
+    """A value that fits a JSON schema, which may refer to `parts` by name; where the schema leaves
+    it open, a word.
+    """
+    if "$ref" in schema:
+        schema = parts[schema["$ref"].rpartition("/")[2]]
+    for choice in ("anyOf", "oneOf"):
+        if choice in schema:
+            return _random_value(draw.choice(schema[choice]), parts, words, draw)
     kind = schema.get("type")
+    if isinstance(kind, list):
+        kind = draw.choice(kind)
+    if "const" in schema:
+        return schema["const"]
     if "enum" in schema:
         return draw.choice(schema["enum"])
+    if kind == "null":
+        return None
     if kind == "boolean":
         return draw.random() < 0.5
-    if kind == "integer":
-        return draw.randint(low, max(low, high))
-    if kind == "number":
-        return draw.uniform(low, max(low, high))
+    if kind in ("integer", "number"):
+        low = schema.get("minimum", min(_RANGE[0], schema.get("maximum", _RANGE[0])))
+        high = schema.get("maximum", max(_RANGE[1], low))
+        if kind == "number":
+            return draw.uniform(low, high)
+        return draw.randint(math.ceil(low), math.floor(high))
     if kind == "array":
-        return [_random_value(schema.get("items", {}), words, draw)]
+        return [_random_value(schema.get("items", {}), parts, words, draw)]
     if kind == "object":
         return {
-            name: _random_value(part, words, draw)
+            name: _random_value(part, parts, words, draw)
             for name, part in schema.get("properties", {}).items()
         }
     return draw.choice(list(words))

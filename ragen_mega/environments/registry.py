@@ -6,11 +6,13 @@ entry point group `ragen_mega.environments`.
 """
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ragen_mega.data.registry import Registry
+from ragen_mega.environments.actions import ACTION_SEPARATOR
 from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import Environment
 
@@ -132,14 +134,18 @@ def _check_members(name: str, environment: Any) -> None:
         if not hasattr(environment, member):
             continue
         values = getattr(environment, member)
-        if (
-            isinstance(values, (str, dict))
-            or not values
-            or not all(isinstance(value, kind) and value for value in values)
+        is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
+        if not (
+            is_sequence and values and all(isinstance(value, kind) and value for value in values)
         ):
             raise ValueError(
                 f"{member} of environment {name} must be a sequence of {rule}, not {values!r:.60}"
             )
+    if parted := [name for name in getattr(environment, "actions", ()) if ACTION_SEPARATOR in name]:
+        raise ValueError(
+            f"action {parted[0]!r} of environment {name} holds {ACTION_SEPARATOR}, which stands"
+            " between the actions of an answer; rename it"
+        )
     for tool in getattr(environment, "tools", ()):
         function = tool.get("function", tool)
         if not (isinstance(function, dict) and function.get("name")):

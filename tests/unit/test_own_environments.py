@@ -163,6 +163,14 @@ class Binary(Bare):
         return b"Say 3."
 
 
+class Unordered(Bare):
+    actions = {"yes", "no"}
+
+
+class Parted(Bare):
+    actions = ("left||right", "up")
+
+
 class Unlicensed(Bare):
     def __init__(self):
         raise RuntimeError("no licence")
@@ -177,6 +185,8 @@ class Unlicensed(Bare):
             "Mute",
             "actions of environment .*Mute must be a sequence of names; leave them out",
         ),
+        ("Unordered", "actions of environment .*Unordered must be a sequence of names"),
+        ("Parted", "action 'left..right' of environment .*Parted holds .., which stands between"),
         ("Unlicensed", "Unlicensed cannot be built: RuntimeError: no licence"),
         ("Binary", "the observation of reset must be text .str. or messages .* not b'Say 3.'"),
         ("Bare:0", "distinct names with positive shares"),

@@ -306,6 +306,34 @@ def test_random_answers_are_read_as_what_they_were_drawn_from() -> None:
     assert not is_drawn(Episode(Echo(), EpisodeConfig()))
 
 
+def test_random_calls_fit_every_form_of_schema() -> None:
+    """As pydantic writes those of enumerations, options and unions."""
+    parameters = {
+        "properties": {
+            "mode": {"const": "fast"},
+            "side": {"$ref": "#/$defs/Side"},
+            "depth": {"anyOf": [{"type": "integer", "maximum": -3}, {"type": "null"}]},
+            "kind": {"type": ["boolean", "null"]},
+            "many": {"type": "integer", "minimum": 20},
+        },
+        "$defs": {"Side": {"enum": ["left", "right"]}},
+    }
+
+    class Schematic(Echo):
+        tools = ({"name": "act", "parameters": parameters},)
+
+    episode = Episode(Schematic(), EpisodeConfig())
+    episode.start(0)
+    generator, seen = np.random.default_rng(0), {name: set() for name in parameters["properties"]}
+    for _ in range(100):
+        (call,) = random_steps(episode, generator, count=1)
+        for name, value in call["arguments"].items():
+            seen[name].add(value)
+    assert seen["mode"] == {"fast"} and seen["side"] == {"left", "right"}
+    assert seen["kind"] == {True, False, None} and seen["many"] == {20}
+    assert None in seen["depth"] and max(seen["depth"] - {None}) == -3
+
+
 def test_the_random_level_of_text_environments() -> None:
     register("json", Json)
     register("echo", Echo)
