@@ -14,6 +14,13 @@ import sys
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# What draws examples passes on a busy machine too.
+settings.register_profile(
+    "patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 IS_FAKE = "fake_cuda_device" in sys.modules
 """Whether the CUDA devices are those of tests/fake_cuda."""

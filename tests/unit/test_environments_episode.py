@@ -139,7 +139,7 @@ RESPONSES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     responses=st.lists(RESPONSES, min_size=6, max_size=6),
     max_turns=st.integers(1, 5),

@@ -85,7 +85,7 @@ def small() -> list[TrajectoryGroup]:
     return [TrajectoryGroup(7, [trajectory])]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(groups=rollouts())
 def test_groups_come_back_to_the_bit(
     groups: list[TrajectoryGroup], tmp_path_factory: pytest.TempPathFactory
