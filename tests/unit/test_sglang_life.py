@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,14 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ragen_mega.data import distributed
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import supervisor
-from ragen_mega.engines.sglang.engine import SGLangEngine
+from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
 from ragen_mega.models.server_cut import cut_stream
-from ragen_mega.rollout.engine import EngineError, EngineShard, WeightsLost
+from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, WeightsLost
+from tests.support.forked_ranks import on_ranks
 
 CONFIG = Qwen2Config(
     vocab_size=64,
@@ -45,6 +48,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{{}}")
         path = self.path.partition("?")[0]
+        if os.path.exists("slow"):
+            time.sleep(0.3)
         with open("requests.jsonl", "a") as log:
             log.write(json.dumps([path, body.get("tags")]) + "\\n")
         answer = {{"success": True, "message": ""}}
@@ -239,6 +244,67 @@ def test_what_a_lost_server_costs(
             assert generate(engine).tokens == [5]
         assert engine.counts.restarts == 1 and engine.counts.reissued == 2
         assert engine.weight_version == 1
+
+
+@pytest.mark.forks
+def test_a_shared_server_has_memory_only_when_all_its_ranks_have_made_room(tmp_path: Path) -> None:
+    """It takes memory on the devices of the others too: each has freed its own by then, and takes
+    it back only when the server sleeps.
+    """
+    program = tmp_path / "python"
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o700)
+    options = dict(max_context=16, max_running_requests=2, kv_cache_tokens=64)
+    settings = ServerSettings(program, tmp_path / "server", tensor_parallel_size=2, **options)
+
+    def rank() -> None:
+        distributed.start()
+        group, index = distributed.consecutive_group(2), distributed.rank()
+        engine: SGLangEngine | SGLangFollower = (
+            SGLangFollower(CONFIG, EngineShard(1, 2), torch.float32, group=group)
+            if index
+            else SGLangEngine(CONFIG, settings, group=group)
+        )
+
+        def note(what: str) -> None:
+            if index:  # where time is lost, and what it then does to its memory
+                time.sleep(0.3 * (what == "free"))
+                with (settings.directory / "requests.jsonl").open("a") as log:
+                    log.write(json.dumps([what, None]) + "\n")
+
+        def load(*, again: bool = False) -> None:
+            weights = Qwen2ForCausalLM(CONFIG).state_dict()
+            shards = cut_stream(weights.items(), CONFIG, *engine.shard)
+            engine.load_weights(shards, again=again)
+            note("free")
+            engine.start()
+
+        with engine.awake():  # it starts
+            load()
+        distributed.barrier()
+        if not index:
+            asked(engine)
+            (settings.directory / "slow").touch()
+        distributed.barrier()
+        for error in (None, Interrupted):
+            note("free")
+            with contextlib.suppress(Interrupted), engine.awake():
+                load()
+                engine.pause()
+                note("take")
+                load(again=True)
+                if error:
+                    raise error
+            note("take")
+            distributed.barrier()
+        if not index:
+            made_room, taken = [("free", None)], [("take", None)]
+            turn = SEND[:1] + made_room + START + FREE + taken
+            told = [row for row in asked(engine) if row not in SEND[1:]]
+            assert told == 2 * (made_room + WAKE + turn + WAKE + turn)
+            engine.shutdown()
+
+    on_ranks(rank, 2)
 
 
 def test_a_server_that_is_lost_between_the_statements(

@@ -9,7 +9,7 @@ or hangs is replaced and its open requests are sent again.
 import enum
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 import torch
@@ -21,11 +21,18 @@ from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang.http_json import ConnectionLost
 from ragen_mega.engines.sglang.requests import Requests, read_completion, request_body
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
-from ragen_mega.engines.sglang.weights import BUCKET_BYTES, TRANSFERS, Message, send
+from ragen_mega.engines.sglang.weights import (
+    BUCKET_BYTES,
+    TRANSFERS,
+    Message,
+    WeightTransfer,
+    send,
+)
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
     EngineShard,
+    Interrupted,
     RolloutEngine,
     WeightsLost,
 )
@@ -92,13 +99,14 @@ class SGLangEngine(RolloutEngine):
             raise RuntimeError(
                 "the engine is awake already; leave the first `with engine.awake()` before the next"
             )
-        self._wake()
-        self._stage = _Stage.AWAKE
-        try:
-            yield
-        finally:
-            self._stage = _Stage.ASLEEP
-            self._sleep()
+        with _among(self._transfer):
+            self._wake()
+            self._stage = _Stage.AWAKE
+            try:
+                yield
+            finally:
+                self._stage = _Stage.ASLEEP
+                self._sleep()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Send a full set of weights to the server, in buckets of bounded size, and check by
@@ -136,6 +144,7 @@ class SGLangEngine(RolloutEngine):
         again.
         """
         self._require(_Stage.LOADED)
+        self._transfer.meet()
         try:
             self._resume("kv_cache", "cuda_graph")
         except ConnectionLost as error:
@@ -147,6 +156,7 @@ class SGLangEngine(RolloutEngine):
         self._require(_Stage.AWAKE)
         self._stage = _Stage.AWAKE
         self._sleep()
+        self._transfer.meet()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -296,7 +306,7 @@ class SGLangEngine(RolloutEngine):
 
 class SGLangFollower(RolloutEngine):
     """Accompanies the `SGLangEngine` of the first rank of `group`, which starts and stops the
-    server and frees the memory of all shards.
+    server and takes and frees the memory of all shards: the others meet it before and after.
     """
 
     num_slots = 0
@@ -319,8 +329,10 @@ class SGLangFollower(RolloutEngine):
         )
 
     def awake(self) -> AbstractContextManager[None]:
-        """Nothing to do: the first rank wakes the server."""
-        return nullcontext()
+        """The first rank wakes the server, once this one has made room, and puts it to sleep before
+        this one goes on.
+        """
+        return _among(self._transfer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Hand this rank's shards over. Raises ValueError unless exactly the expected names and
@@ -330,6 +342,14 @@ class SGLangFollower(RolloutEngine):
             continue
         self.weight_version += not again
 
+    def start(self) -> None:
+        """Let the first rank take memory on this rank's device."""
+        self._transfer.meet()
+
+    def pause(self) -> None:
+        """Wait until the first rank has given it back."""
+        self._transfer.meet()
+
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
     ) -> Completion:
@@ -337,6 +357,22 @@ class SGLangFollower(RolloutEngine):
         raise RuntimeError(
             f"rank {self.shard.rank} of an engine samples nothing; give its tasks to the first rank"
         )
+
+
+@contextmanager
+def _among(transfer: WeightTransfer) -> Iterator[None]:
+    """A time in which a server holds memory on the devices of all its ranks: it begins once all are
+    there and has ended when they go on.
+
+    A rank that fails leaves alone; an interruption reaches all of them.
+    """
+    transfer.meet()
+    try:
+        yield
+    except Interrupted:
+        transfer.meet()
+        raise
+    transfer.meet()
 
 
 def check_cache(tokens: int, settings: ServerSettings) -> None:

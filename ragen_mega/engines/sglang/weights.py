@@ -136,9 +136,9 @@ class WeightTransfer(ABC):
         for messages in self._describe(weights):
             sent.append(messages)
             yield messages
-            self._meet()
+            self.meet()
         yield []
-        self._meet()
+        self.meet()
         self._sent = sent
 
     def again(self) -> list[list[Message]] | None:
@@ -146,6 +146,11 @@ class WeightTransfer(ABC):
         is not kept.
         """
         return self._sent
+
+    def meet(self) -> None:
+        """Wait for all ranks of the server."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
 
     def close(self) -> None:
         """Give the memory of all ranks back, for good. Safe to call again."""
@@ -187,11 +192,6 @@ class WeightTransfer(ABC):
                 start = bucket.add(name, flat, start, expected)
         check_names(self._expected.keys() - missing.keys(), self._expected)
         yield bucket, True
-
-    def _meet(self) -> None:
-        """Wait for all ranks of the server."""
-        if self._group is not None:
-            dist.barrier(group=self._group)
 
     @abstractmethod
     def _open(self, file: Path) -> Bucket:
