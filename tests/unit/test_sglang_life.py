@@ -55,6 +55,8 @@ class Handler(BaseHTTPRequestHandler):
         answer = {{"success": True, "message": ""}}
         if path == "/openapi.json":
             answer = {{"paths": {{}}}}
+        if path == "/server_info":
+            answer = {{"enable_memory_saver": "--enable-memory-saver" in sys.argv}}
         if path == "/update_weights_from_tensor":
             for message in body["serialized_named_tensors"]:
                 file = re.search(rb"/[ -~]*[.]json", base64.b64decode(message))[0].decode()
@@ -193,6 +195,22 @@ def test_a_server_that_keeps_its_memory_asleep_is_an_error(
             stack.enter_context(
                 pytest.raises(EngineError, match="must give its memory back, .* and 0 more are")
             )
+        with engine.awake():
+            engine.load_weights(shards())
+
+
+def test_a_server_that_was_started_without_its_memory_saver_may_keep_its_memory(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As tools/gpu_check.sh starts it where the memory saver cannot be preloaded."""
+    engine = build("cuda")
+    program, server = tmp_path / "python", tmp_path / "program"
+    program.rename(server)
+    drop = 'for flag; do shift; [ "$flag" = --enable-memory-saver ] || set -- "$@" "$flag"; done'
+    program.write_text(f'#!/bin/sh\n{drop}\nexec {server} "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 2 * 10**9))
+    for _ in range(2):
         with engine.awake():
             engine.load_weights(shards())
 

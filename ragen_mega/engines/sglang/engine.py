@@ -86,6 +86,7 @@ class SGLangEngine(RolloutEngine):
         self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
+        self._gives_back = settings.has_memory_saver
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
         self._requests = Requests(self.server.is_healthy, hang_timeout=settings.hang_timeout)
@@ -275,7 +276,7 @@ class SGLangEngine(RolloutEngine):
         """Raises EngineError unless the device has more free memory afterwards, by at least half of
         the weights that the server held: others may take some meanwhile.
         """
-        if not (with_weights and self._settings.has_memory_saver):
+        if not (with_weights and self._gives_back):
             yield
             return
         before, least = torch.cuda.mem_get_info()[0], self._transfer.num_bytes // 2
@@ -290,6 +291,9 @@ class SGLangEngine(RolloutEngine):
     def _start(self) -> None:
         self._released = set()
         about = self.server.start().call("GET", "/server_info")
+        # what starts the server may leave it out, as tools/gpu_check.sh does in the last resort
+        has_saver = about.get("enable_memory_saver", True)
+        self._gives_back = has_saver and self._settings.has_memory_saver
         check_cache(
             about.get("max_total_num_tokens", self._settings.kv_cache_tokens), self._settings
         )

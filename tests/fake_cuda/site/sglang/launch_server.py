@@ -199,7 +199,10 @@ class Server:
         self.generate([1], {"max_new_tokens": 1, "temperature": 0.0})
 
     def server_info(self) -> dict[str, Any]:
-        return {"max_total_num_tokens": self.arguments.max_total_tokens}
+        return {
+            "max_total_num_tokens": self.arguments.max_total_tokens,
+            "enable_memory_saver": self.arguments.enable_memory_saver,
+        }
 
     def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], return_logprob: bool = True
