@@ -14,7 +14,7 @@ the LM head (a fused kernel or megatron-core's own linear layer) and the critic'
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,7 +80,9 @@ class Machine:
             capability=torch.cuda.get_device_capability() if has_cuda else None,
             cuda=cuda,
             transformer_engine=str(get_te_version()) if HAVE_TE else None,
-            flash_attention=importlib.util.find_spec("flash_attn") is not None,
+            # not by the module: flash-attn-4, which SGLang needs, is in a folder of that name, and
+            # Transformer Engine does not use it
+            flash_attention=any(importlib.metadata.distributions(name="flash-attn")),
         )
 
 

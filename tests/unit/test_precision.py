@@ -4,6 +4,8 @@ them changes nothing.
 Machines are passed as values, so that every row of the table is checked without the machine.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import Qwen2Config
@@ -165,6 +167,26 @@ def test_fp8_without_a_gpu_fails_before_anything_is_built() -> None:
     with pytest.raises(ValueError, match="--fp8 hybrid needs a CUDA device"):
         initialize(FP8)
     shutdown()
+
+
+@pytest.mark.parametrize(
+    ("distribution", "counts"), [("flash_attn_4-4.0.0b19", False), ("flash_attn-2.8.3", True)]
+)
+def test_flash_attention_is_known_by_its_distribution(
+    distribution: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The h100 extra installs flash-attn-4, as flash_attn/cute, which Transformer Engine does not
+    use.
+    """
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    name, _, version = distribution.partition("-")
+    about = tmp_path / f"{distribution}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Machine.here().flash_attention is counts
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
