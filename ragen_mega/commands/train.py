@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 from ragen_mega.commands.command_line import PROGRAM, ranks_command
 from ragen_mega.config.cli import DEFAULT_RECIPE
@@ -48,11 +49,19 @@ def run_rank(argv: Sequence[str]) -> None:
 
 
 def default_ranks() -> int:
-    """Ranks for this machine: one for each GPU; without a GPU two, data-parallel, where there are
-    two cores.
+    """Ranks for this machine: one for each GPU that CUDA_VISIBLE_DEVICES leaves; without a GPU two,
+    data-parallel, where there are two cores.
     """
     gpus = 0
-    if program := shutil.which("nvidia-smi"):
+    if program := shutil.which("nvidia-smi"):  # which lists all of them
         listed = subprocess.run([program, "--list-gpus"], capture_output=True, text=True)
         gpus = sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus and visible is not None:
+
+        def is_one(name: str) -> bool:
+            return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < gpus)
+
+        # CUDA ignores everything behind the first that is none
+        gpus = sum(1 for _ in takewhile(is_one, map(str.strip, visible.split(","))))
     return gpus or min(2, len(os.sched_getaffinity(0)))

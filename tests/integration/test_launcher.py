@@ -19,6 +19,7 @@ import torch
 import torch.distributed.run
 
 from ragen_mega.commands import launch
+from ragen_mega.commands.train import default_ranks
 from ragen_mega.config import StarPOConfig, parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags, sizes_without_effect
 
@@ -503,6 +504,35 @@ def test_a_fresh_copy_installs_itself(tmp_path):
         assert process.stderr.count("setup: installing") == expected, (
             f"command {attempt + 1}: {process.stderr}"
         )
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, 8),
+        ("0,1", 2),
+        ("5", 1),
+        ("GPU-8932f937, GPU-2b1f4a", 2),
+        ("1,-1,2", 1),
+        ("1,8,2", 1),
+        ("", None),
+        ("-1", None),
+    ],
+)
+def test_a_rank_for_each_gpu_that_is_visible(
+    visible: str | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvidia-smi lists all GPUs of the machine, CUDA_VISIBLE_DEVICES says which ranks can use."""
+    program = tmp_path / "nvidia-smi"
+    lines = "".join(f"echo 'GPU {i}: NVIDIA H100 (UUID: GPU-{i})'\n" for i in range(8))
+    program.write_text(f"#!/bin/sh\n{lines}")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    on_cpu = min(2, len(os.sched_getaffinity(0)))
+    assert default_ranks() == (on_cpu if expected is None else expected)
 
 
 @pytest.mark.parametrize(
