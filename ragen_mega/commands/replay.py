@@ -139,7 +139,6 @@ def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
     settings["parallel"] |= {name: value for name, value in named.items() if value is not None}
     if settings["parallel"]["tensor_model_parallel_size"] == 1:
         settings["parallel"]["sequence_parallel"] = False
-    settings["parallel"]["offload"] = "none"  # affects memory, not the numbers
     config, directory = StarPOConfig.from_dict(settings), arguments.run.resolve()
     logging = replace(
         config.logging, output=str(directory.parent), name=directory.name, overwrite=False
@@ -192,7 +191,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
         )
     if config.model.critic_load:
         start = start._replace(critic=local_directory(config.model.critic_load))
-    placement = Colocated()
+    placement = Colocated(config.parallel.offload)
     policy, critic = build_models(config, hf, groups, start, placement)
     unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
     run = Replay(

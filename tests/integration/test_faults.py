@@ -181,6 +181,24 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
         replay.replay(replay_arguments(tmp_path, 0))
 
 
+def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
+    output: Path, tmp_path: Path
+) -> None:
+    moved = shutil.copytree(output / "straight", tmp_path / "turns")
+    config = json.loads((moved / "config.json").read_text())
+    for settings in (config, *config["provenance"]):
+        settings["parallel"]["offload"] = "turns"
+    (moved / "config.json").write_text(json.dumps(config))
+    arguments = replay_arguments(moved, 3)
+    run, _ = replay.open_replay(replay.read_config(arguments)[0], 3)
+    for work in (lambda: None, lambda: starpo(run)):
+        work()
+        models = (model.trainer.memory.on_device() for model in (run.policy, run.critic))
+        assert 0 in [sum(held.values()) for held in models]
+    logged = replay.read_row(moved / "metrics.jsonl", 3)
+    assert not any(row["difference"] for row in replay.compare(logged, run.replayed).values())
+
+
 @pytest.mark.forks
 def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
