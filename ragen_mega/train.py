@@ -12,7 +12,7 @@ from typing import Any
 
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data.distributed import device, is_main, on_main
+from ragen_mega.data.distributed import device, is_main, on_each, on_main
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.report.step_metrics import (
@@ -87,13 +87,10 @@ def starpo(run: Run) -> None:
                 batch = batch.with_fields(values=critic.values(batch))
             if config.needs_reference:
                 batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
-            batch = estimate_advantages(
-                batch,
-                trajectories,
-                config.advantage,
-                group_weights=group_weights(kept, config.filter),
-                device=device(),
-            )
+            weights = group_weights(kept, config.filter)
+            # One rank alone may fail, e.g. for want of memory; all have to leave.
+            estimate = partial(estimate_advantages, group_weights=weights, device=device())
+            batch = on_each(partial(estimate, batch, trajectories, config.advantage))
 
         # Update: first the critic, then the actor, which do not depend on each other. Clipped
         # surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times.

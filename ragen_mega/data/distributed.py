@@ -145,6 +145,20 @@ def on_main(function: Callable[[], T]) -> T:
     return result
 
 
+def on_each(function: Callable[[], T]) -> T:
+    """Call `function` on every rank and return its result there; if it raises ValueError on any,
+    all ranks raise that of the first of them. Collective.
+    """
+    result = failure = None
+    try:
+        result = function()
+    except ValueError as error:
+        failure = error
+    for error in filter(None, gather_objects(failure)):
+        raise error
+    return result
+
+
 def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
     """Send `parts[r]` to rank r; returns what every rank has sent to this one. Collective."""
     if world_size() == 1:

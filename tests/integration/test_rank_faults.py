@@ -17,7 +17,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch import Tensor
 
+from ragen_mega.algorithm.credit import CreditInputs
+from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.run.stop import RANK_LOST
 from ragen_mega.storage.rollouts import RolloutStore
@@ -109,6 +112,30 @@ def test_weights_that_diverge_stop_all_ranks(output: Path, capfd: pytest.Capture
             2,
             2,
         ] and "Traceback" not in said, said
+
+
+def test_an_estimator_that_fails_on_one_rank_ends_all_with_one_line(
+    output: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """As for want of memory there; after a checkpoint, for which ranks wait before they say so."""
+
+    def failing(inputs: CreditInputs) -> tuple[Tensor, None]:
+        if os.environ["RANK"] == "1" and saved.exists():
+            raise RuntimeError("out of memory")
+        return inputs.per_token(inputs.scores), None
+
+    saved = output / "one_fails" / "checkpoints"
+    estimator = ("--advantage-estimator", "failing", "--save-interval", "1")
+    ESTIMATORS.register("failing", Estimator(failing))
+    load = ("--load", str(start_of(output)))
+    processes = start_ranks(output, "one_fails", 2, *FLAGS, *load, *estimator)
+    for process in processes:
+        process.join(120)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [2, 2]
+    assert "estimator failing failed: RuntimeError: out of memory" in capfd.readouterr().err
 
 
 def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:
