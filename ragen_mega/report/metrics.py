@@ -247,6 +247,15 @@ class RunLogger:
             with (self.directory / EVENTS_FILE).open("a") as file:
                 file.write(json.dumps({"step": step, "text": text}) + "\n")
 
+    def drop_from(self, step: int) -> None:
+        """Delete what an earlier process told of this step and of later ones."""
+        if not self._is_writer:
+            return
+        for path in (self.directory / METRICS_FILE, self.directory / EVENTS_FILE):
+            if path.exists():
+                kept = [record for record in read_metrics(path) if record["step"] < step]
+                write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the final results; the presence of the file marks the run as finished."""
         if self._is_writer:
@@ -265,10 +274,7 @@ class RunLogger:
         if self._is_open:
             return
         self._is_open = True
-        for path in (self.directory / METRICS_FILE, self.directory / EVENTS_FILE):
-            if path.exists():
-                kept = [record for record in read_metrics(path) if record["step"] < first_step]
-                write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        self.drop_from(first_step)
         if self._uses_tensorboard:
             # Slow to import, and only one rank needs it.
             from torch.utils.tensorboard import SummaryWriter

@@ -252,10 +252,11 @@ class Run:
 
     def repeat_from(self, step: int) -> None:
         """Delete what an earlier process kept for readers of this step and later ones, which come
-        again. Raises OSError on all ranks.
+        again, or never: a run may end there. Raises OSError on all ranks.
         """
 
         def drop() -> None:
+            self.logger.drop_from(step)
             self.traces.drop_from(step)
             drop_spans(self.logger.directory / TIMELINE, step)
 

@@ -178,6 +178,19 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
 
 
+def test_a_run_that_ends_at_its_checkpoint_forgets_the_steps_after_it(
+    start: Path, straight: Path, tmp_path: Path
+) -> None:
+    """It was killed later; --num-steps then says that there is nothing left to train."""
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()  # it had not finished
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    ends = ("--resume", "--num-steps", "3")
+    run = finish(open_run(tmp_path, "run", "--load", str(start), *ends))
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+    assert metrics(run) == metrics(straight)[:3]
+
+
 def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path: Path) -> None:
     output = straight.parent
     with pytest.raises(ValueError, match="already holds a finished run; add --overwrite"):
