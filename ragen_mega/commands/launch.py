@@ -63,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
     logging.disable(logging.ERROR)  # of this process; the ranks log for themselves
     args.signals_to_handle = "SIGQUIT"  # its answer to the others is SIGKILL after 30 seconds
     for number in _FORWARDED:
-        signal.signal(number, _stop)
+        # Who starts a program by nohup wants it to outlive the terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
     try:
         if args.nnodes not in ("1", "1:1") and args.rdzv_backend == "static":
             _check_meeting(args)

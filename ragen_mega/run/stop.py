@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -35,8 +36,7 @@ class StopSignal:
         """From now on the first of SIGNALS is remembered, and a second one ends the process without
         a checkpoint, unless it is SIGUSR1: schedulers may send that to launcher and ranks alike.
         """
-        for number in SIGNALS:
-            signal.signal(number, self._receive)
+        _handle(self._receive)
 
     def agreed(self) -> bool:
         """Whether any rank has received one of them. Collective."""
@@ -61,8 +61,14 @@ class StopSignal:
 
 def leave_when_told() -> None:
     """Until a run listens, any of SIGNALS ends this process: there is nothing to keep yet."""
+    _handle(_leave)
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in SIGNALS:
-        signal.signal(number, _leave)
+        # Who starts a program by nohup wants it to outlive the terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

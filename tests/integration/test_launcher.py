@@ -380,6 +380,35 @@ class TestLaunch:
             assert [process.stdout.readline() for _ in range(2)] == ["2\n"] * 2
         assert process.communicate() == ("", "") and process.returncode == 128 + signal.SIGINT
 
+    def test_a_job_that_nohup_started_outlives_its_terminal(self, tmp_path):
+        script = program(
+            tmp_path,
+            """
+            import os, signal, sys, time
+            from ragen_mega.run.stop import StopSignal, leave_when_told
+            leave_when_told()
+            stop = StopSignal()
+            stop.listen()
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.write(1, b"up\\n")
+            while not stop.received:
+                time.sleep(0.1)
+            sys.exit(stop.exit_code)
+            """,
+        )
+        process = subprocess.Popen(
+            ["nohup", *LAUNCH, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"),
+        )
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate()
+        assert process.returncode == 128 + signal.SIGTERM and "SIGHUP" not in stderr, stderr
+
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
     def test_signals_stop_every_rank(self, tmp_path, number):
         script = program(
@@ -397,6 +426,8 @@ class TestLaunch:
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
+            # The tests may themselves have been started by nohup.
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         )
         ranks = [int(process.stdout.readline()) for _ in range(2)]
         process.send_signal(number)
