@@ -493,7 +493,8 @@ class Run:
         if why is None:
             return
         self.console.say(f"step {self.step - 1}: trained on nothing: {why}")
-        if self.empty_steps == self.config.train.max_empty_steps:
+        # A resumed run may have more of them behind it than its bound allows.
+        if 0 < self.config.train.max_empty_steps <= self.empty_steps:
             self.empty_steps = 0  # a resumed run may try as often
             self.save()
             raise ValueError(

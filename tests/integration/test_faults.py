@@ -369,6 +369,17 @@ def test_steps_that_train_nothing_say_why_and_end_the_run(
     assert (output / name / "checkpoints" / "step_00000002").exists()
 
 
+def test_a_resumed_run_heeds_a_bound_that_it_has_passed(output: Path) -> None:
+    common = "--max-turns 1 --filter-strategy top_fraction --max-response-length 2".split()
+    finish(open_run(output, "bound", *common, "--num-steps", "3", "--max-empty-steps", "0"))
+    run = open_run(
+        output, "bound", *common, "--num-steps", "6", "--max-empty-steps", "2", "--resume"
+    )
+    with pytest.raises(ValueError, match="the bound of --max-empty-steps"):
+        finish(run)
+    assert [row["step"] for row in metrics(output / "bound")] == [0, 1, 2, 3]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", ".model.safetensors.tmp"])
 def test_an_export_without_room_loses_nothing_else(output: Path, file: str) -> None:
