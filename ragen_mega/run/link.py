@@ -108,11 +108,13 @@ class Link:
 
 
 def listen(store: dist.Store, host: str) -> Link:
-    """The connection that `connect` makes in the other part, through an address of this machine.
-    Raises OSError.
+    """The connection that `connect` makes in the other part, through an address of this machine
+    ("": any). Raises OSError.
     """
-    token = secrets.token_hex(16)
-    with socket.create_server((host, 0)) as server:
+    token, options = secrets.token_hex(16), {}
+    if not host and socket.has_dualstack_ipv6():  # nodes may have addresses of either kind
+        options = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    with socket.create_server((host, 0), **options) as server:
         server.settimeout(_SECONDS_TO_MEET)
         store.set(_KEY, f"{server.getsockname()[1]} {token}")
         while True:

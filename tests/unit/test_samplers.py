@@ -8,6 +8,7 @@ import hashlib
 import pickle
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from ragen_mega.rollout.engine import (
     RolloutEngine,
 )
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import SAMPLERS, TRAINERS, Link, LinkLost
+from ragen_mega.run.link import SAMPLERS, TRAINERS, Link, LinkLost, meet_part
 from ragen_mega.run.separate import Begin, Delivery, End, Order, Sampler, Samplers, packed
 
 NUM_STEPS = 6
@@ -289,6 +290,21 @@ def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Pat
     mine = torch.cat([q[8:], k[4:], v[4:]])  # heads of four rows, two of them and one pair
     assert torch.equal(engine.weights["model.layers.0.self_attn.qkv_proj.weight"], mine)
     assert torch.equal(engine.weights["model.norm.weight"], whole["model.norm.weight"])
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the system has no IPv6")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_parts_of_several_nodes_meet_by_either_protocol(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(1) as thread:
+        meeting = thread.submit(meet_part, store, listens=True, is_one_machine=False)
+        theirs = meet_part(store, listens=False, is_one_machine=False)
+        theirs.send("there")
+        assert pickle.loads(meeting.result().receive(60.0)) == "there"
+    theirs.close()
 
 
 def test_messages_keep_their_order_whatever_their_size() -> None:
