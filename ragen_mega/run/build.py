@@ -69,9 +69,9 @@ def build(config: StarPOConfig) -> Run | Sampler:
     meet(config)
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
-    link, only_samples = divide(config)
-    if only_samples:
-        return Sampler(config, link, partial(build_sampling, config))
+    part = divide(config)
+    if part.samples:
+        return Sampler(config, part, partial(build_sampling, config))
     groups = initialize(config.parallel, config.train.seed)
     names, trained = config.environment.evaluated, config.environment.shares
     prompts = {
@@ -125,7 +125,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
         console=console,
         placement=placement,
         timers=timers,
-        link=link,
+        part=part,
         lock=lock,
     )
     if run.samplers:

@@ -22,13 +22,30 @@ import torch.distributed as dist
 
 TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
-_KEY = "link"
+_KEY, _ALARM = "link", "alarm"
 _SECONDS_TO_MEET = 300.0
 _SECONDS_TO_FLUSH = 30.0
 
 
 class LinkLost(ConnectionError):
     """The other part of the job has ended or does not answer."""
+
+
+class Alarm:
+    """Where any rank leaves what ended it, for the first rank of the other part: it may have failed
+    alone, while those of its part wait for it.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def give(self, error: Exception) -> None:
+        """Leave an error that can be pickled."""
+        self._store.set(_ALARM, pickle.dumps(error))
+
+    def given(self) -> Exception | None:
+        """The error that a rank has left."""
+        return pickle.loads(self._store.get(_ALARM)) if self._store.check([_ALARM]) else None
 
 
 class Link:

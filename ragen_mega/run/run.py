@@ -54,10 +54,10 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.run.guards import FAULTS, CollapseGuard, UpdateGuard
-from ragen_mega.run.link import Link, LinkLost
+from ragen_mega.run.link import LinkLost
 from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.sampling import Origin, Sampling, Tasks, origin_of
-from ragen_mega.run.separate import Samplers
+from ragen_mega.run.separate import Part, Samplers
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
@@ -90,7 +90,7 @@ class Run:
     console: Console
     placement: Placement
     timers: Timers
-    link: Link | None = None  # to the ranks that only sample, if there are any; rank 0
+    part: Part = Part(samples=False)
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
     screen: ExitStack = field(default_factory=ExitStack)  # the console's, while training
     step: int = 0
@@ -137,7 +137,7 @@ class Run:
         if config.parallel.placement == "separate":
             self.samplers = Samplers(
                 config,
-                self.link,
+                self.part,
                 self.tasks,
                 recall=self._recall,
                 keep=self._keep,

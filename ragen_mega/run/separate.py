@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from safetensors.torch import load, save
 from torch import Tensor
@@ -36,7 +36,7 @@ from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
 from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import SAMPLERS, Link, LinkLost, meet_part
+from ragen_mega.run.link import SAMPLERS, Alarm, Link, LinkLost, meet_part
 from ragen_mega.run.nodes import num_nodes
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
 from ragen_mega.run.stop import StopSignal
@@ -88,18 +88,28 @@ class End:
     exit_code: int
 
 
-def divide(config: StarPOConfig) -> tuple[Link | None, bool]:
-    """Divide the job as the placement says; returns the connection of the two parts, on the first
-    rank of each, and whether this rank samples only. Collective over the whole job.
-    """
+class Part(NamedTuple):
+    """What a rank knows of its part of the job, and has to do with the other."""
+
+    samples: bool
+    """Whether it only samples."""
+    link: Link | None = None
+    """On the first rank of each part."""
+    alarm: Alarm | None = None
+    """On every rank, if there are two parts."""
+
+
+def divide(config: StarPOConfig) -> Part:
+    """Divide the job as the placement says. Collective over the whole job."""
     num_samplers = config.parallel.rollout_ranks
     if not num_samplers:
-        return None, False
+        return Part(samples=False)
     samples = distributed.rank() >= distributed.world_size() - num_samplers
     store, is_one_machine = distributed.divide(num_samplers), num_nodes() == 1
-    if not is_main():
-        return None, samples
-    return meet_part(store, listens=not samples, is_one_machine=is_one_machine), samples
+    link = None
+    if is_main():
+        link = meet_part(store, listens=not samples, is_one_machine=is_one_machine)
+    return Part(samples, link, Alarm(store))
 
 
 class Samplers:
@@ -110,7 +120,7 @@ class Samplers:
     def __init__(
         self,
         config: StarPOConfig,
-        link: Link | None,
+        part: Part,
         tasks: TaskSampler,
         *,
         recall: Callable[[int, Origin], list[TrajectoryGroup] | None],
@@ -118,10 +128,11 @@ class Samplers:
         stop_if_asked: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        """`recall` and `keep` read and write rollouts on the disk, on the first rank, which alone
-        has the `link`; `keep` in a thread of its own.
+        """`recall` and `keep` read and write rollouts on the disk, on the first rank; `keep` in a
+        thread of its own.
         """
-        self._config, self._link, self._tasks = config, link, tasks
+        self._config, self._tasks = config, tasks
+        self._link, self._alarm = part.link, part.alarm
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
         self._ordered: dict[int, tuple[int, Origin]] = {}  # not taken yet: version, what it is from
@@ -269,6 +280,7 @@ class Samplers:
         if rollout in self._arrived:
             return self._arrived.pop(rollout)
         if self._failure is None and not self._accept(_POLL_SECONDS):
+            self._failure = self._alarm.given()
             silent = time.monotonic() - max(start, self._link.last_heard)
             if silent > self._config.parallel.sampler_timeout:
                 raise LinkLost(
@@ -317,7 +329,7 @@ class Sampler:
     def __init__(
         self,
         config: StarPOConfig,
-        link: Link | None,
+        part: Part,
         prepare: Callable[[Path, str | None], tuple[RolloutEngine, ChatRenderer, PretrainedConfig]],
     ) -> None:
         """`prepare` builds what samples, from the directory of tokenizer and configuration and the
@@ -326,7 +338,8 @@ class Sampler:
         self.stop = StopSignal()
         self.summary: dict[str, Any] = {}
         """Of the run; only trainers have one."""
-        self._config, self._link, self._prepare = config, link, prepare
+        self._config, self._prepare = config, prepare
+        self._link, self._alarm = part.link, part.alarm
         self._notes: list[str] = []
         self._weights: dict[str, Tensor] = {}
         self._has_begun = self._has_told = False
@@ -431,7 +444,9 @@ class Sampler:
             raise SystemExit(2) from error  # the trainers have said why
         if isinstance(error, _FAILURES) and not isinstance(error, LinkLost):
             if self._link:
-                self._link.send(_portable(error))
+                self._link.send(_portable(error))  # behind what was delivered
+            else:  # the others may know nothing of it
+                self._alarm.give(_portable(error))
             self._wait_for_end()  # they say it
         if isinstance(error, Interrupted):  # they have hung up, or will
             self._wait_for_end()

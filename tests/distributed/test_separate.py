@@ -13,6 +13,7 @@ import torch
 
 from ragen_mega.commands.replay import replay
 from ragen_mega.config import parse
+from ragen_mega.data import distributed
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
@@ -112,7 +113,7 @@ def test_samplers_do_not_wait_until_a_step_is_evaluated(output: Path) -> None:
 
             def evaluate_late(step: int, *rest: object) -> object:
                 deadline = time.monotonic() + 100.0
-                while step == 1 and not run.link.num_waiting:
+                while step == 1 and not run.part.link.num_waiting:
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
                 return evaluate(step, *rest)
@@ -224,6 +225,28 @@ def test_what_ends_a_sampler_is_what_the_run_says(
     said = capfd.readouterr().err
     assert said.startswith("error: the judge http://127.0.0.1:9/judge gave no verdict on 8")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_what_ends_one_sampler_alone_is_what_the_run_says(
+    output: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """While the other one waits for it."""
+
+    def fail(*about: object) -> None:
+        if os.environ["RANK"] == str(rank):
+            raise ValueError("no engine here")
+        distributed.barrier()
+
+    monkeypatch.setattr("ragen_mega.run.build.build_sampling", fail)
+    layout = ("--rollout-ranks", "2")
+    processes = start_ranks(output, f"alone_{rank}", 3, *flags(output, *SEPARATE, *layout))
+    processes[0].join()
+    for process in processes[1:]:  # as the launcher does
+        process.kill()
+        process.join()
+    assert processes[0].exitcode == 2
+    assert capfd.readouterr().err == "error: no engine here\n"
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ from ragen_mega.rollout.engine import (
     RolloutEngine,
 )
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import SAMPLERS, TRAINERS, Link, LinkLost, meet_part
-from ragen_mega.run.separate import Begin, Delivery, End, Order, Sampler, Samplers, packed
+from ragen_mega.run.link import SAMPLERS, TRAINERS, Alarm, Link, LinkLost, meet_part
+from ragen_mega.run.separate import Begin, Delivery, End, Order, Part, Sampler, Samplers, packed
 
 NUM_STEPS = 6
 SEPARATE = "--environments bandit --placement separate --rollout-ranks 1"
@@ -66,10 +66,11 @@ class Job:
         distributed.start()
         self.config, self.disk, self.said = config, {}, []
         self.link, self.theirs = links()
+        self.alarm = Alarm(torch.distributed.HashStore())
         self.is_stopped = self.is_full = False
         self.samplers = Samplers(
             config,
-            self.link,
+            Part(False, self.link, self.alarm),
             TaskSampler(config),
             recall=self.recall,
             keep=self.keep,
@@ -207,6 +208,17 @@ def test_what_ends_their_work_is_raised_once_it_is_needed(failure: Exception) ->
         job.take(1)
 
 
+def test_what_ends_a_rank_without_a_connection_is_raised_too() -> None:
+    """Behind what was delivered."""
+    job = Job(config(1))
+    job.order(0)
+    job.deliver(0)
+    job.alarm.give(ValueError("mine alone"))
+    assert job.take(0)
+    with pytest.raises(ValueError, match="mine alone"):
+        job.take(1)
+
+
 def test_samplers_that_end_or_fall_silent_end_the_run_with_one_line() -> None:
     job = Job(config(1, "--sampler-timeout", "0.5"))
     job.order(0)
@@ -280,7 +292,7 @@ def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Pat
     theirs.send(Order(12, 7, packed(whole.items())))
     theirs.send(Order(13, 7, None))
     theirs.send(End(0))
-    sampler = Sampler(config(0, "--rollout-engine", "sglang"), link, prepare)
+    sampler = Sampler(config(0, "--rollout-engine", "sglang"), Part(True, link), prepare)
     with sampler, sampler.awake():
         for order in sampler.orders():
             sampler.load_weights(order)
