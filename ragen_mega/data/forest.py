@@ -106,9 +106,11 @@ class PrefixOrder:
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     """Length of the longest common prefix."""
     shortest = min(len(first), len(second))
+    if shortest == 0:
+        return 0
     differs = first[:shortest] != second[:shortest]
-    place = int(differs.argmax()) if shortest else 0
-    return place if shortest and differs[place] else shortest
+    place = int(differs.argmax())
+    return place if differs[place] else shortest
 
 
 class Chain(NamedTuple):

@@ -282,7 +282,7 @@ class Samplers:
         if self._failure is None and not self._accept(_POLL_SECONDS):
             self._failure = self._alarm.given()
             silent = time.monotonic() - max(start, self._link.last_heard)
-            if silent > self._config.parallel.sampler_timeout:
+            if self._failure is None and silent > self._config.parallel.sampler_timeout:
                 raise LinkLost(
                     f"{SAMPLERS} have finished no turn for {silent:.0f} s; mend what they wait for"
                     " or raise --sampler-timeout; --resume goes on from the last checkpoint"
