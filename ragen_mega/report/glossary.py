@@ -17,6 +17,9 @@ GLOSSARY = {
     " are in another prompt's too. A template drives it to 1.",
     "rollout/response_length": "Sampled tokens a turn.",
     "rollout/thought_length": "Words of the thought a turn; 0 for a turn without one.",
+    "rollout/true_claims": "Share of the claims in thoughts that are true of the state, where the"
+    " environment can check them. Falling while success rises: the policy has learned to say what"
+    " pays, not what is.",
     "rollout/valid_format_rate": "Share of turns that could be parsed.",
     "rollout/valid_action_rate": "Share of turns whose actions were all legal.",
     "rollout/num_turns": "Turns a trajectory.",

@@ -22,10 +22,12 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     success, truncated_rate: share of trajectories. reward: mean total reward. in_group_std: mean
     over groups of the unbiased standard deviation of total rewards (StarPO Eq. 7), 0 for a group of
     one. num_turns: mean per trajectory. response_length: sampled tokens per turn. thought_length:
-    words of the thought per turn, 0 for a turn without one. valid_format_rate, valid_action_rate:
-    share of turns. num_trajectories, sampled_tokens: counts. environment_errors: trajectories that
-    were ended by an error or the time limit of their environment. entropy, entropy_variance,
-    distinct_openings, ngram_overlap: see `algorithm.diagnostics`. Without groups, no metrics.
+    words of the thought per turn, 0 for a turn without one. true_claims: share of the claims in
+    thoughts that are true of the state, only where some can be checked. valid_format_rate,
+    valid_action_rate: share of turns. num_trajectories, sampled_tokens: counts.
+    environment_errors: trajectories that were ended by an error or the time limit of their
+    environment. entropy, entropy_variance, distinct_openings, ngram_overlap: see
+    `algorithm.diagnostics`. Without groups, no metrics.
     """
     if not groups:
         return {}
@@ -42,6 +44,8 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    checked = [turn.info["claims"] for turn in turns if "claims" in turn.info]
+    num_true, num_claims = (sum(counts[i] for counts in checked) for i in (0, 1))
     return {
         "success": fmean(trajectory.success for trajectory in trajectories),
         "reward": fmean(trajectory.total_reward for trajectory in trajectories),
@@ -51,6 +55,7 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         ),
         "response_length": fmean(turn.end - turn.start for turn in turns),
         "thought_length": fmean(len(turn.info.get("thought", "").split()) for turn in turns),
+        **({"true_claims": num_true / num_claims} if num_claims else {}),
         "valid_format_rate": fmean(bool(turn.info.get("is_format_valid", False)) for turn in turns),
         "valid_action_rate": fmean(bool(turn.info.get("is_action_valid", False)) for turn in turns),
         "num_turns": fmean(len(trajectory.turns) for trajectory in trajectories),

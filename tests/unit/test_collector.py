@@ -358,7 +358,7 @@ def trajectory_of(
             "is_format_valid": index == 0,
             "is_action_valid": False,
             "thought": "two words" if index == 0 else "",
-        }
+        } | ({"claims": (index, 2)} if environment == "frozen_lake" and index else {})
         trajectory.turns.append(Turn(10 * index, 10 * index + 3 + index, reward, info))
     trajectory.turns[-1].info["success"] = success
     return trajectory
@@ -381,6 +381,7 @@ def test_summary_by_hand() -> None:
         "in_group_std": 1.4 / 2**0.5,  # of 1 and -0.4, unbiased
         "response_length": (3 + 4 + 3 + 4 + 5) / 5,
         "thought_length": 2 * 2 / 5,
+        "true_claims": (1 + 1 + 2) / 6,
         "valid_format_rate": 2 / 5,
         "valid_action_rate": 0.0,
         "num_turns": 2.5,
@@ -395,6 +396,7 @@ def test_summary_by_hand() -> None:
     both = summarize([lake, bandit])
     assert {key: both[f"{key}/frozen_lake"] for key in expected} == pytest.approx(expected)
     assert both["success"] == 0.25 and both["in_group_std"] == pytest.approx(0.7 / 2**0.5)
+    assert both["true_claims"] == pytest.approx(4 / 6) and "true_claims/bandit" not in both
     assert both["reward/bandit"] == pytest.approx(0.1) and both["num_trajectories"] == 4.0
     alone = TrajectoryGroup(2, [trajectory_of("bandit", [0.3], success=True, truncated=False)])
     assert summarize([alone])["in_group_std"] == 0.0
