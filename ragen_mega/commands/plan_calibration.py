@@ -328,18 +328,19 @@ def played(rows: Sequence[Mapping[str, float]], config: StarPOConfig) -> Play:
 
     turns = max(1, round(median(lambda row: row["rollout/num_turns"])))
     sampled = median(lambda row: row["rollout/sampled_tokens"] / row["rollout/num_trajectories"])
-    told = max(1.0, median(length) - sampled) / turns
-    # the engine is asked for the whole trajectory so far at every turn
-    asked = turns * told + (turns - 1) / 2 * (turns * told + sampled)
-    computed = asked * (1 - median(lambda row: row.get("engine/cached_share", 0.0)))
-    return Play(
+    play = Play(
         turns,
-        told,
+        0.0,
         sampled / turns,
         environment_seconds=0.0,
         sharing=1 / median(lambda row: row.get("actor/computed_share", 1.0)),
-        prefilled=min(1.0, computed / (turns * told)),
+        window=config.rollout.context_window,
     )
+    told = max(1.0, median(length) - play.length) / (play.texts * play.seen)
+    play = replace(play, prompt_tokens=told)
+    # the engine is asked for all that the policy sees at every turn
+    computed = play.asked * (1 - median(lambda row: row.get("engine/cached_share", 0.0)))
+    return replace(play, prefilled=min(1.0, computed / play.read))
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def cost(
     sampled = config.rollout.num_groups * config.rollout.group_size
     kept = config.filter.num_kept(config.rollout.num_groups) or config.rollout.num_groups
     trained = kept * config.rollout.group_size * config.train.updates_per_rollout
-    flops = Sizes.of(shape).flops(play.length, play.sampled / play.length)
+    flops = Sizes.of(shape).flops(play.text_length, play.sampled / play.length)
     flops *= trained * play.length
     updating = sum(sum(phases[phase].values()) for phase in phases if phase == "update actor")
     trainers = config.parallel.num_trainers(num_gpus)

@@ -96,7 +96,7 @@ class Speed:
     @property
     def token_flops(self) -> float:
         """FLOPs of a token, forward and backward, in one model."""
-        return Sizes.of(self.shape).flops(self.play.length)
+        return Sizes.of(self.shape).flops(self.play.text_length)
 
     @property
     def update_flops(self) -> float:

@@ -378,7 +378,11 @@ class Play:
     sharing: float = 1.0
     """Tokens of the trajectories of a pass per token that it computes."""
     prefilled: float = 1.0
-    """Share of the environment's tokens that an engine computes; trajectories share the others."""
+    """Share of the tokens that an engine reads that it computes; trajectories share the others."""
+    window: int = 0
+    """Turns that the policy sees at a time (0: all). When one leaves the window, the turns that are
+    left are a new prompt and a text of their own; each holds the task as the first one does.
+    """
 
     def lengths(self, count: int) -> list[float]:
         """Tokens of `count` turns with the given mean: even quantiles of a log-normal distribution
@@ -407,9 +411,39 @@ class Play:
         return self.turns * min(self.response_tokens, self.max_response)
 
     @property
+    def seen(self) -> int:
+        """Turns of a text: of the whole trajectory, or of a window."""
+        return min(self.turns, self.window or self.turns)
+
+    @property
+    def texts(self) -> int:
+        """Texts of a trajectory, each of which is trained on by itself."""
+        return self.turns - self.seen + 1
+
+    @property
+    def text_length(self) -> float:
+        """Tokens of a text, on average: what the last of them attends to."""
+        return self.seen * (self.prompt_tokens + self.sampled / self.turns)
+
+    @property
     def length(self) -> float:
-        """Tokens of a whole trajectory, on average."""
-        return self.turns * self.prompt_tokens + self.sampled
+        """Tokens of all texts of a trajectory, on average."""
+        return self.texts * self.text_length
+
+    @property
+    def read(self) -> float:
+        """Tokens of a trajectory that an engine reads: what is new, and every new window whole but
+        for its last answer.
+        """
+        answer = self.sampled / self.turns
+        return self.seen * self.prompt_tokens + (self.texts - 1) * (self.text_length - answer)
+
+    @property
+    def asked(self) -> float:
+        """Tokens of the prompts of a trajectory, each as the policy sees it."""
+        answer = self.sampled / self.turns
+        first = (self.seen + 1) / 2 * self.text_length - self.seen * answer
+        return first + (self.texts - 1) * (self.text_length - answer)
 
 
 @lru_cache(maxsize=4096)
@@ -426,8 +460,9 @@ def rollout(
 ) -> tuple[tuple[str, float], ...]:
     """Seconds in which one engine plays `sessions` trajectories at their own pace, from event to
     event: a turn ends, an environment has answered. The terms are those of `decode_step`, the time
-    of prompts (the whole trajectory again each turn unless the radix cache is `cached`), and the
-    time in which every trajectory waits for its environment.
+    of prompts (all that the policy sees again each turn unless the radix cache is `cached`, which
+    does not help once a window slides), and the time in which every trajectory waits for its
+    environment.
     """
     reached = machine.constants
     peak = machine.hardware.peak(itemsize, fp8=fp8)
@@ -450,8 +485,12 @@ def rollout(
             now += alone
         while waiting and waiting[0][0] <= now:
             _, session, turn = heapq.heappop(waiting)
-            read = play.prompt_tokens + (0.0 if cached else contexts[session])
-            contexts[session] += play.prompt_tokens
+            if play.window and turn >= play.window:  # a turn has left it
+                answers = turns[session][turn + 1 - play.window : turn]
+                read = contexts[session] = play.window * play.prompt_tokens + sum(answers)
+            else:
+                read = play.prompt_tokens + (0.0 if cached else contexts[session])
+                contexts[session] += play.prompt_tokens
             terms["prompts"] += play.prefilled * read * per_token
             terms["turns"] += reached.turn
             now += play.prefilled * read * per_token + reached.turn
@@ -578,12 +617,13 @@ def step_seconds(
     def micros(trajectories: float) -> dict[str, float]:
         of_rank = max(1.0, trajectories / cut.dp)
         computed = of_rank * play.length / (play.sharing if config.shares_prefixes else 1.0)
-        count = max(computed / setting.max_tokens, min(4 * cut.pp, of_rank) * (cut.pp > 1))
+        texts = of_rank * play.texts
+        count = max(computed / setting.max_tokens, min(4 * cut.pp, texts) * (cut.pp > 1))
         count = math.ceil(max(1.0, count))
         labels = of_rank * play.sampled / computed
         return {
             "tokens": computed / count,
-            "length": play.length,
+            "length": play.text_length,
             "micros": count,
             "labels": labels,
         }
@@ -624,14 +664,16 @@ def step_seconds(
 
 def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:
     """The trajectories that are assumed: `response` tokens per turn, or half of its limit;
-    observations fill the longest trajectory.
+    observations fill the longest trajectory, or the longest window of it.
     """
     turns, limit = config.environment.expected_turns, config.rollout.expected_response_length
-    room = config.rollout.max_context_length / turns - limit
+    window = config.rollout.context_window
+    room = config.rollout.max_context_length / min(turns, window or turns) - limit
     return Play(
         turns=turns,
         prompt_tokens=max(32.0, room),
         response_tokens=response or limit / 2,
         max_response=limit,
+        window=window,
         **changes,
     )

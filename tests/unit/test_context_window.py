@@ -19,6 +19,7 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.models.time_plan import Play
 from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.storage.rollouts import RolloutStore
@@ -120,6 +121,38 @@ def test_a_prompt_is_the_task_and_the_turns_of_the_window(renderer: ChatRenderer
             turns.append(list(again.respond(renderer.decode_action(sampled)).messages))
         assert len(trajectory.turns) == TURNS
         assert len(trajectory.breaks) == TURNS - WINDOW, "earlier turns go on from one another"
+
+
+def test_the_predictor_counts_the_tokens_of_real_episodes(played) -> None:
+    """What the engine was asked for and had to read, and what is trained on, counted token by token
+    and as the predictor has it for turns of this length.
+    """
+    groups, asked = played
+    trajectories = [one for group in groups for one in group.trajectories]
+    first, grown, read, sampled = 0, 0, 0, 0
+    for session, trajectory in enumerate(trajectories):
+        prompts = [tokens for owner, tokens in asked if owner == session]
+        held: list[int] = []  # what the engine has computed of this trajectory
+        for number, (turn, prompt) in enumerate(zip(trajectory.turns, prompts, strict=True)):
+            goes_on = prompt[: len(held)] == held
+            assert goes_on == (number < WINDOW)
+            read += len(prompt) - len(held) * goes_on
+            first += len(prompt) * (number == 0)
+            grown += (len(prompt) - len(held)) * (0 < number < WINDOW)
+            held = prompt + trajectory.tokens[turn.start : turn.end]
+            sampled += turn.end - turn.start
+    count = len(trajectories)
+    task_and_turns = (first + grown) / count  # of the environment, in the first window
+    play = Play(TURNS, task_and_turns / WINDOW, sampled / count / TURNS, window=WINDOW)
+    trained = sum(len(one) for one in trajectories) / count
+    texts = sum(len(one.segments) for one in trajectories) / count
+    longest = max(end - start for one in trajectories for start, end in one.segments)
+    assert play.texts == texts and play.sampled == pytest.approx(sampled / count)
+    assert play.length == pytest.approx(trained, rel=0.01)
+    assert play.read == pytest.approx(read / count, rel=0.01)
+    assert play.text_length == pytest.approx(longest, rel=0.05)
+    whole = replace(play, window=0)
+    assert play.read > 1.5 * whole.read and play.length > 1.5 * whole.length
 
 
 def test_every_logprob_is_that_of_the_token_under_what_the_policy_saw(

@@ -209,6 +209,7 @@ def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int) -> f
     per_token = 2 * sizes.active / peak
     lengths = iter(play.lengths(sessions * play.turns))
     left = [[math.ceil(next(lengths)) for _ in range(play.turns)] for _ in range(sessions)]
+    whole = [[*turns] for turns in left]
     ready, context, busy, now = [0.0] * sessions, [0.0] * sessions, [False] * sessions, 0.0
     on_processor = machine.hardware.cores > 0
     while any(left):
@@ -217,7 +218,11 @@ def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int) -> f
             now += decode_step(machine, sizes, tp=1, batch=1, context=0)[0]
         for i in range(sessions):
             if left[i] and not busy[i] and ready[i] <= now:
-                busy[i] = True
+                busy[i], turn, seen = True, play.turns - len(left[i]), play.window or play.turns
+                if turn >= seen:  # a window of turns anew
+                    context[i] = sum(whole[i][turn - seen + 1 : turn])
+                    now += (context[i] + (seen - 1) * play.prompt_tokens) * per_token
+                    context[i] += (seen - 1) * play.prompt_tokens
                 now += play.prompt_tokens * per_token
                 context[i] += play.prompt_tokens
         batch = [i for i in range(sessions) if busy[i]]
@@ -237,14 +242,45 @@ def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int) -> f
 
 
 @pytest.mark.parametrize("cores", [0, 2])
-@pytest.mark.parametrize("latency", [0.0, 0.5, 20.0])
-def test_a_rollout_is_what_playing_token_by_token_takes(latency: float, cores: int) -> None:
+@pytest.mark.parametrize(("latency", "window"), [(0.0, 0), (0.5, 0), (20.0, 0), (0.0, 2), (0.5, 1)])
+def test_a_rollout_is_what_playing_token_by_token_takes(
+    latency: float, window: int, cores: int
+) -> None:
     machine = replace(H100, hardware=replace(H100.hardware, cores=cores))
     sizes = Sizes.of(shape_of("Qwen2.5-0.5B"))
-    play = Play(3, 150, 60, 120, environment_seconds=latency)
+    turns = 3 + 5 * bool(window)
+    play = Play(turns, 150, 60, 120, environment_seconds=latency, window=window)
     events = sum(seconds for _, seconds in rollout(machine, sizes, play, sessions=12))
     # the events hold the context still between them and round no tokens
     assert events == pytest.approx(slow_rollout(machine, sizes, play, 12), rel=0.03)
+
+
+def test_a_window_that_slides_is_read_and_trained_on_as_so_many_short_trajectories() -> None:
+    """Seven turns of which two are seen are six texts of two turns."""
+    shape = shape_of("Qwen2.5-0.5B")
+    base = ["--bf16", "--filter-strategy", "none", "--max-context-length", "1000"]
+    base += ["--max-response-length", "100", "--minibatch-size", "16"]
+    slides = parse([*base, "--num-groups", "4", "--max-turns", "7", "--context-window", "2"])
+    texts = ["--num-groups", "24", "--max-turns", "2"]
+    short = parse([*base, *texts, "--minibatch-size", "96"])
+    assert default_play(slides).text_length == default_play(short).length == 900
+    assert default_play(replace(slides, rollout=replace(slides.rollout, context_window=7))) == (
+        replace(default_play(parse([*base, "--max-turns", "7"])), window=7)
+    )
+    found, wanted = (
+        step_seconds(H100, shape, one, 1, default_play(one)) for one in (slides, short)
+    )
+    for phase in ("values", "update actor", "update critic"):
+        for term in ("matrix products", "attention", "element-wise"):
+            assert found[phase][term] == pytest.approx(wanted[phase][term])
+    # of the twelve answers in these texts seven were sampled there, and those are labels
+    play = default_play(slides)
+    assert play.sampled / default_play(short).sampled == pytest.approx(7 / 2)
+    assert found["update actor"]["LM head"] < 0.7 * wanted["update actor"]["LM head"]
+    # the engine reads two turns, and five times two turns and the answer between them
+    per_token = 2 * Sizes.of(shape).active / (H100.constants.product * H100.hardware.bf16)
+    read = (2 * 400 + 5 * (2 * 400 + 50)) * 64 * per_token
+    assert found["rollout"]["prompts"] == pytest.approx(read, rel=0.01)
 
 
 def test_a_tail_and_a_cold_cache_cost_time() -> None:
@@ -391,6 +427,27 @@ def test_a_calibration_finds_the_machine_that_made_its_readings() -> None:
         assert getattr(found.constants, name) == pytest.approx(getattr(constants, name), rel=0.05)
     for _, flags in calibration.CONFIGURATIONS.values():
         parse([*calibration.BASE, *flags.split()])
+
+
+@pytest.mark.parametrize("window", [0, 3, 9])
+def test_what_a_run_played_is_found_in_its_metrics(window: int) -> None:
+    """Eight turns of 30 told and 20 sampled tokens, whose engine computed half of what it read."""
+    config = parse([*calibration.BASE, "--context-window", f"{window}", "--max-turns", "8"])
+    seen = min(8, window or 8)
+    spans = [50 * number for number in range(1, seen + 1)] + [50 * seen] * (8 - seen)
+    prompts, texts = [one - 20 for one in spans], [50 * seen] * (9 - seen)
+    read = 30 * seen + sum(prompts[seen:])
+    row = {
+        "rollout/num_turns": 8.0, "rollout/sampled_tokens": 64 * 160.0,
+        "rollout/num_trajectories": 64.0, "filter/kept_groups": 8.0, "time/advantages": 0.5,
+        "time/update": 1.5, "update/tokens_per_second": 64 * sum(texts) / 2.0,
+        "engine/cached_share": 1 - read / 2 / sum(prompts), "actor/computed_share": 0.25,
+    }  # fmt: skip
+    play = calibration.played([row], config)
+    assert (play.turns, play.response_tokens, play.sharing) == (8, 20, 4)
+    assert play.prompt_tokens == pytest.approx(30) and play.length == pytest.approx(sum(texts))
+    assert play.asked == pytest.approx(sum(prompts)) and play.read == pytest.approx(read)
+    assert play.prefilled == pytest.approx(0.5)
 
 
 def steps_like(words: str, ranks: int, play: Play, true: Machine) -> calibration.Steps:
