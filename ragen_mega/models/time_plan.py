@@ -611,8 +611,9 @@ def step_seconds(
         )
     )  # fmt: skip
     trained = (config.filter.num_kept(rolled.num_groups) or rolled.num_groups) * rolled.group_size
-    minibatch = min(config.train.minibatch_size, trained)
-    updates = max(1, round(trained / minibatch)) * config.train.updates_per_rollout
+    count = max(1, round(trained / config.train.minibatch_size))
+    minibatch = trained / count  # as `data.packing.minibatch_ids` divides them
+    updates = count * config.train.updates_per_rollout
 
     def micros(trajectories: float) -> dict[str, float]:
         of_rank = max(1.0, trajectories / cut.dp)

@@ -8,11 +8,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ragen_mega.commands import plan_calibration as calibration
 from ragen_mega.commands import plan_cost
 from ragen_mega.commands import plan_validation as validation
 from ragen_mega.config import parse
+from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.models.hardware import HARDWARE, Constants, Machine, find_hardware
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
@@ -320,6 +322,24 @@ def test_a_step_has_the_passes_of_its_algorithm() -> None:
     assert wide < plain["rollout"]["weights"]
     spent = sum(sum(terms.values()) for name, terms in plain.items() if name != "other")
     assert plain["other"]["overhead"] == pytest.approx(H100.constants.overhead * spent)
+
+
+@pytest.mark.parametrize("minibatch", [48, 80, 100, 500])
+def test_updates_go_once_over_what_is_trained_whatever_a_minibatch_holds(minibatch: int) -> None:
+    """The trainer's own division of 128 trajectories, none of which counts twice."""
+    flags = "--bf16 --filter-strategy top_p_softmax --filter-value 0.9".split()
+    flags += ["--advantage-estimator", "grpo"]
+
+    def update(size: int) -> dict[str, float]:
+        config = parse([*flags, "--minibatch-size", f"{size}"])
+        return step_seconds(H100, shape_of("Qwen2.5-7B"), config, 1, default_play(config))[
+            "update actor"
+        ]
+
+    found, whole = update(minibatch), update(128)
+    assert found["attention"] == pytest.approx(whole["attention"])
+    sizes = [len(ids) for ids in minibatch_ids(128, minibatch, 1, torch.Generator())]
+    assert found["optimizer"] == pytest.approx(len(sizes) * whole["optimizer"])
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2.0, 20.0])
