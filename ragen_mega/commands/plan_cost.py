@@ -89,7 +89,7 @@ def advice(
         size = other.rollout.rollout_tensor_parallel_size
         if num_gpus % size or trainers % size or shape.num_heads % size:
             continue
-        if fits(shape, other, trainers, capacity * GIB):
+        if fits(shape, other, trainers, capacity * GIB, play.sharing):
             seconds = total(step_seconds(machine, shape, other, num_gpus, play))
             saved.append((name, now - seconds))
     saved.sort(key=lambda item: -item[1])

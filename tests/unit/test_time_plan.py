@@ -16,6 +16,7 @@ from ragen_mega.commands import plan_validation as validation
 from ragen_mega.config import parse
 from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.models.hardware import HARDWARE, Constants, Machine, find_hardware
+from ragen_mega.models.memory_plan import GIB, Setting, plan
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
@@ -571,6 +572,26 @@ def test_bad_input(
 ) -> None:
     code, said = run_plan(capsys, "--model", "Qwen2.5-72B", *flags)
     assert code == 2 and message in said and said.count("\n") == 1
+
+
+def test_advice_fits_with_what_is_shared() -> None:
+    """Transformer Engine gets every trajectory's keys and values, which take memory of their own:
+    a GPU with room for the advice without them alone.
+    """
+    shape = shape_of("Qwen2.5-1.5B")
+    config = parse(["--bf16", "--rollout-engine", "sglang", "--recompute", "full"])
+    better = replace(config, parallel=replace(config.parallel, recompute="none"))
+
+    def peak(sharing: float) -> float:
+        phases = plan(shape, Setting.from_config(better, 1, sharing=sharing))
+        return max(sum(terms.values()) for terms in phases.values()) / GIB
+
+    def advised(capacity: float) -> list[str]:
+        play = default_play(config, sharing=4.0)
+        return [name for name, _ in plan_cost.advice(H100, shape, config, 1, capacity, play)]
+
+    assert "--recompute none" in advised(peak(4.0))
+    assert peak(1.0) < peak(4.0) and "--recompute none" not in advised(peak(1.0))
 
 
 def test_rows_of_others_judge_and_bad_ones_are_refused(
