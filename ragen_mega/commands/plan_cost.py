@@ -11,7 +11,7 @@ from ragen_mega.models.hardware import Machine
 from ragen_mega.models.layout_search import fits
 from ragen_mega.models.memory_plan import GIB
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Play, Sizes, Terms, step_seconds
+from ragen_mega.models.time_plan import Play, Sizes, Terms, computed_length, step_seconds
 
 STEPS = 100
 """Steps whose price is given."""
@@ -106,7 +106,7 @@ def cost(
     factor: float,
 ) -> dict[str, Any]:
     """Seconds by phase and term, rates, GPU-hours and money of STEPS steps, with the interval from
-    1 / `factor` to `factor` of them.
+    1 / `factor` to `factor` of them. `update_mfu` counts the tokens that updates compute.
     """
     phases = step_seconds(machine, shape, config, num_gpus, play)
     seconds = total(phases)
@@ -114,8 +114,9 @@ def cost(
     sampled = config.rollout.num_groups * config.rollout.group_size
     kept = config.filter.num_kept(config.rollout.num_groups) or config.rollout.num_groups
     trained = kept * config.rollout.group_size * config.train.updates_per_rollout
-    flops = Sizes.of(shape).flops(play.text_length, play.sampled / play.length)
-    flops *= trained * play.length
+    computed = computed_length(config, play)
+    flops = Sizes.of(shape).flops(play.text_length, play.sampled / computed)
+    flops *= trained * computed
     updating = sum(sum(phases[phase].values()) for phase in phases if phase == "update actor")
     trainers = config.parallel.num_trainers(num_gpus)
     phase, term = bound(phases)

@@ -579,6 +579,11 @@ def offloaded(shape: ModelShape, setting: Setting) -> int:
     return moved + (layout.offload == "turns") * (states[0].parameters + states[0].optimizer)
 
 
+def computed_length(config: StarPOConfig, play: Play) -> float:
+    """Tokens of a trajectory that a pass of the trainer computes, on average."""
+    return play.length / (play.sharing if config.shares_prefixes else 1.0)
+
+
 def step_seconds(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> dict[str, Terms]:
@@ -617,7 +622,7 @@ def step_seconds(
 
     def micros(trajectories: float) -> dict[str, float]:
         of_rank = max(1.0, trajectories / cut.dp)
-        computed = of_rank * play.length / (play.sharing if config.shares_prefixes else 1.0)
+        computed = of_rank * computed_length(config, play)
         texts = of_rank * play.texts
         count = max(computed / setting.max_tokens, min(4 * cut.pp, texts) * (cut.pp > 1))
         count = math.ceil(max(1.0, count))

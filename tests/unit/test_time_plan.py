@@ -594,6 +594,24 @@ def test_advice_fits_with_what_is_shared() -> None:
     assert peak(1.0) < peak(4.0) and "--recompute none" not in advised(peak(1.0))
 
 
+def test_utilisation_counts_what_is_computed() -> None:
+    """Tokens that are shared need no operations, and no GPU exceeds what
+    its products reach.
+    """
+    shape, sizes = shape_of("Qwen2.5-14B"), Sizes.of(shape_of("Qwen2.5-14B"))
+    flags = "--bf16 --filter-strategy none --num-groups 64 --minibatch-size 1024".split()
+    config = parse(flags)
+    for sharing in (1.0, 8.0):
+        play = default_play(config, sharing=sharing)
+        told = plan_cost.cost(H100, shape, config, 8, play, 1.0, 1.0)
+        layers = 6 * sizes.active + 6 * sizes.num_layers * sizes.num_heads * 128 * play.length
+        head = 6 * sizes.head * play.sampled
+        flops = 1024 * (layers * play.length / sharing + head)
+        seconds = sum(told["phases_seconds"]["update actor"].values())
+        assert told["update_mfu"] == pytest.approx(flops / seconds / 8 / 989.4e12)
+        assert told["update_mfu"] < H100.constants.product
+
+
 def test_rows_of_others_judge_and_bad_ones_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
