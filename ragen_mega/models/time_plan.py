@@ -670,15 +670,23 @@ def step_seconds(
 
 def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:
     """The trajectories that are assumed: `response` tokens per turn, or half of its limit;
-    observations fill the longest trajectory, or the longest window of it.
+    observations fill the longest trajectory, or the longest window of it. A trajectory ends when
+    its context is full. Raises ValueError for a response above the limit.
     """
     turns, limit = config.environment.expected_turns, config.rollout.expected_response_length
-    window = config.rollout.context_window
-    room = config.rollout.max_context_length / min(turns, window or turns) - limit
+    window, room = config.rollout.context_window, config.rollout.max_context_length
+    if response and response > limit:
+        raise ValueError(
+            f"--response-tokens ({response:g}) must not be above --max-response-length ({limit}),"
+            " which a turn cannot exceed; lower it or raise --max-response-length"
+        )
+    seen, response = min(turns, window or turns), response or limit / 2
+    prompt = max(32.0, room / seen - limit)
+    held = max(1, math.floor(room / (prompt + response) + 1e-9))  # turns
     return Play(
-        turns=turns,
-        prompt_tokens=max(32.0, room),
-        response_tokens=response or limit / 2,
+        turns=turns if held >= seen else held,
+        prompt_tokens=prompt,
+        response_tokens=response,
         max_response=limit,
         window=window,
         **changes,

@@ -560,6 +560,10 @@ def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFi
         (("--dollars-per-gpu-hour", "-1"), "must be positive and finite, not -1"),
         (("--response-tokens", "nan"), "must be positive and finite, not nan"),
         (("--environment-seconds", "-1"), "must be at least 0 and finite, not -1"),
+        (
+            ("--num-gpus", "32", "--response-tokens", "5000"),
+            "--response-tokens (5000) must not be above --max-response-length (400), which",
+        ),
         (("--num-gpus", "1"), "no layout of Qwen2.5-72B on 1 GPUs fits into 80 GiB each; give"),
         (
             ("--hardware", "A100", "--bf16", "--fp8", "hybrid", "--rollout-engine", "sglang"),
@@ -610,6 +614,27 @@ def test_utilisation_counts_what_is_computed() -> None:
         seconds = sum(told["phases_seconds"]["update actor"].values())
         assert told["update_mfu"] == pytest.approx(flops / seconds / 8 / 989.4e12)
         assert told["update_mfu"] < H100.constants.product
+
+
+@pytest.mark.parametrize(
+    ("flags", "turns", "length"),
+    [
+        ("--max-context-length 3600", 5, 5 * (320 + 200)),
+        ("--max-turns 20 --max-context-length 3600", 15, 15 * (32 + 200)),
+        ("--max-context-length 1000", 4, 4 * (32 + 200)),
+        ("--max-context-length 401", 1, 32 + 200),
+        # a window that never fills does not slide, one that does has no end
+        ("--max-turns 20 --max-context-length 1000 --context-window 5", 4, 4 * (32 + 200)),
+        ("--max-turns 20 --max-context-length 1000 --context-window 4", 20, 17 * 4 * (32 + 200)),
+    ],
+)
+def test_what_is_played_fits_the_context(flags: str, turns: int, length: float) -> None:
+    config = parse(["--max-response-length", "400", *flags.split()])
+    play = default_play(config)
+    assert play.text_length <= config.rollout.max_context_length
+    assert (play.turns, play.length) == (turns, length)
+    whole = default_play(parse(["--max-turns", "7", "--max-context-length", "3601"]), 400)
+    assert whole.turns == 7, "answers at the limit fill the context to the last turn"
 
 
 def test_rows_of_others_judge_and_bad_ones_are_refused(
