@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ USUAL = Constants(
 """Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
 """Kind -> the median absolute error that we want on the judged half; of decode on dense models."""
+RATES = {"training": ("tokens_per_second", "tflops"), "decode": ("tokens_per_second",)}
+"""Kind -> what may be measured in it; of reinforcement learning the phases, and mfu."""
 WEIGHT = 0.2
 """Weight of the regularisation: a constant a whole range away weighs as 5 points would."""
 
@@ -74,12 +77,14 @@ def read_points(path: Path) -> list[Point]:
     """The rows of a file, in its order; every other number of a kind judges. Rows that cannot be
     predicted are left out. Raises ValueError for a file of another form.
     """
-    content = json.loads(path.read_text())
     points = []
     try:
+        content = json.loads(path.read_text())
         models = {name: Sizes(**sizes) for name, sizes in content["models"].items()}
         models |= {name: Sizes.of(ModelShape.from_config(shape)) for name, shape in SHAPES.items()}
         for kind in FITTED:
+            for row in content.get(kind, ()):
+                itemgetter("id", "model")(row)  # every report names them
             numbers = (
                 (row, quantity, value)
                 for row in content.get(kind, ())
@@ -89,7 +94,7 @@ def read_points(path: Path) -> list[Point]:
             for position, (row, quantity, value) in enumerate(numbers):
                 is_fitted, sizes = position % 2 == 0, models[row["model"]]
                 points.append(Point(kind, row, quantity, value, is_fitted, sizes))
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} must have the form of {ROWS.name}, and {error} does not fit it; write rows as"
             " there"
@@ -100,6 +105,10 @@ def read_points(path: Path) -> list[Point]:
 def predicted(point: Point, constants: Constants) -> float:
     """The prediction of a number, in its unit."""
     row = point.row
+    if point.quantity not in RATES.get(point.kind, (point.quantity,)):
+        raise ValueError(f"{point.quantity} must be one of {', '.join(RATES[point.kind])}")
+    if not 0 < point.measured < math.inf:
+        raise ValueError(f"{point.quantity} must be positive and finite, not {point.measured}")
     machine = Machine(find_hardware(row.get("hardware", "H100")), constants)
     if point.kind == "decode":
         context = row["prompt_tokens"] + row["output_tokens"] / 2

@@ -653,6 +653,20 @@ def test_rows_of_others_judge_and_bad_ones_are_refused(
         path.write_text(json.dumps(content | {"training": [row | change], "rl": []}))
         code, said = run_plan(capsys, "--validate", str(path))
         assert code == 2 and "row 1 cannot be predicted" in said and said.count("\n") == 1
+    for measured in ({"tflops": math.nan}, {"tflops": -3}, {"tflop": 3}, {"tflops": "fast"}):
+        path.write_text(json.dumps(content | {"training": [row | {"measured": measured}]}))
+        code, said = run_plan(capsys, "--validate", str(path))
+        assert code == 2 and "row 1 cannot be predicted" in said and said.count("\n") == 1
+    nameless = {name: value for name, value in row.items() if name != "id"}
+    for wrong in (
+        json.dumps(content | {"training": [nameless]}),
+        json.dumps(content | {"decode": [nameless | {"unpredicted": "why"}]}),
+        json.dumps(content | {"training": [row | {"measured": [1]}]}),
+        '{"models": ',
+    ):
+        path.write_text(wrong)
+        code, said = run_plan(capsys, "--validate", str(path))
+        assert code == 2 and f"{path} must have the form of" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
