@@ -33,14 +33,14 @@ def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
     return name, {"help": about} | options
 
 
-def _target(text: str) -> Path:
+def target(text: str) -> Path:
     """A file that can be there; what takes minutes must not end with none."""
     if (path := Path(text)).is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} must be a file in an existing folder")
     return path
 
 
-JSON = flag("--json", "write the result here", type=_target, metavar="OUT")
+JSON = flag("--json", "write the result here", type=target, metavar="OUT")
 
 
 class _Parser(argparse.ArgumentParser):

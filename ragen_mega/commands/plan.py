@@ -26,7 +26,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ragen_mega.commands import plan_calibration, plan_cost, plan_validation
-from ragen_mega.commands.command_line import JSON, command, flag
+from ragen_mega.commands.command_line import JSON, command, flag, target
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine, find_hardware
@@ -60,7 +60,7 @@ FLAGS = (
         "list the layouts of these GPUs that fit, the fastest by prediction first",
         False,
     ),
-    flag("--plot", "draw the step as a timeline (svg, png or pdf)", type=Path, metavar="OUT"),
+    flag("--plot", "draw the step as a timeline (svg, png or pdf)", type=target, metavar="OUT"),
     flag(
         "--validate",
         "print predicted beside published of our rows, or of a file of that form, and stop",
@@ -71,8 +71,8 @@ FLAGS = (
     ),
     flag(
         "--calibrate",
-        "measure what this machine reaches, write it here for --hardware, and stop",
-        type=Path,
+        "measure what this machine reaches, write it here (.json) for --hardware, and stop",
+        type=target,
         metavar="OUT",
     ),
     flag(
@@ -260,8 +260,13 @@ def priced(
     return result | {"helps": helps}, plan_cost.described(result, helps, factor)
 
 
-def check_numbers(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an impossible number."""
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for an impossible number, or a file that --hardware would not read."""
+    if arguments.calibrate and arguments.calibrate.suffix != ".json":
+        raise ValueError(
+            f"--calibrate {arguments.calibrate} must end in .json, by which --hardware tells a file"
+            " from a name; rename it"
+        )
     for name in ("num_gpus", "gpu_memory_gb", "dollars_per_gpu_hour", "response_tokens"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
@@ -282,7 +287,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
 
 @command(__doc__, *FLAGS, takes_others=True)
 def main(arguments: argparse.Namespace) -> int:
-    check_numbers(arguments)
+    check_flags(arguments)
     if arguments.validate or arguments.calibrate:
         if arguments.validate:
             result = plan_validation.report(arguments.validate)

@@ -637,6 +637,27 @@ def test_what_is_played_fits_the_context(flags: str, turns: int, length: float) 
     assert whole.turns == 7, "answers at the limit fill the context to the last turn"
 
 
+@pytest.mark.parametrize(
+    ("flag", "file", "said"),
+    [
+        ("--calibrate", "nowhere/machine.json", "must be a file in an existing folder"),
+        ("--calibrate", "machine", "must end in .json, by which --hardware tells a file"),
+        ("--plot", "nowhere/step.svg", "must be a file in an existing folder"),
+    ],
+)
+def test_nothing_is_measured_for_a_file_that_cannot_be_used(
+    flag: str,
+    file: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "measured_machine", lambda: pytest.fail("minutes are lost"))
+    code, text = run_plan(capsys, "--model", "Qwen2.5-0.5B", flag, str(tmp_path / file))
+    assert code == 2 and said in text and text.count("\n") == 1
+
+
 def test_rows_of_others_judge_and_bad_ones_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
