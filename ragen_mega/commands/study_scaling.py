@@ -128,10 +128,19 @@ def predicted(machine: Machine, like: Speed) -> Speed:
 
 
 def measured(run: Mapping[str, Any], num_steps: int) -> Speed:
-    """The median of a run's steps from WARMUP to `num_steps`."""
+    """The median of a run's steps from WARMUP to `num_steps`. Raises ValueError if none of them
+    trained.
+    """
     settings, start = read_settings(run["directory"])
     config = StarPOConfig.from_dict(settings)
     rows = run["records"][WARMUP:num_steps]
+    trained = [row for row in rows if "update/tokens_per_second" in row]
+    if not trained:
+        raise ValueError(
+            f"{run['directory']} must have a step that trained among its steps {WARMUP} to"
+            f" {num_steps - 1}, which are compared with those of the same model; train longer"
+            " (--num-steps of every layout)"
+        )
     hf = AutoConfig.from_pretrained(run["directory"] / FINAL_EXPORT)
     seconds = {
         phase: statistics.median([row.get(f"time/{phase}", 0.0) for row in rows])

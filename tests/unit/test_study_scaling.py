@@ -171,6 +171,10 @@ def test_nothing_is_fitted_to_too_little(
     code, text = run_study(capsys, path, "--report", *folders)
     assert code == 0 and "No sigmoid for small: a sigmoid needs at least 6 points" in text
     assert "No power law over sizes: a power law over sizes needs at least 3" in text
+    metrics.write_text("\n".join(metrics.read_text().splitlines()[:2]) + "\n")
+    code, text = run_study(capsys, path, "--report", *folders)
+    assert code == 2 and "large-alone-seed0 must have a step that trained" in text
+    assert text.count("\n") == 1
     for argv, said in (
         ((path, "--models", "tiny"), "--models names tiny; study known has small, middle, large"),
         ((path, "--layouts", "alone,tp"), "--layouts names tp; study known has alone, strong"),
