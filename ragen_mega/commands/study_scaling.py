@@ -60,6 +60,8 @@ class Speed:
     seconds: Mapping[str, float]
     """Phase (a key of PHASES, or other) -> seconds."""
     peak_gib: float
+    kept: float
+    """Trajectories that a step trains on: those that the filter keeps."""
 
     @property
     def trajectories(self) -> int:
@@ -81,12 +83,6 @@ class Speed:
         """Sampled tokens a second of rollout and rank."""
         sampled = self.trajectories * self.play.turns * self.play.response_tokens
         return sampled / self.seconds["rollout"] / self.ranks
-
-    @property
-    def kept(self) -> int:
-        """Trajectories that the filter keeps."""
-        groups = self.config.rollout.num_groups
-        return (self.config.filter.num_kept(groups) or groups) * self.config.rollout.group_size
 
     @property
     def num_models(self) -> int:
@@ -156,6 +152,8 @@ def measured(run: Mapping[str, Any], num_steps: int) -> Speed:
     return Speed(
         ModelShape.of(hf), config, start["world_size"], played(rows, config),
         seconds | {"other": max(0.0, step - sum(seconds.values()))}, peak,
+        statistics.median([row["filter/kept_groups"] for row in trained])
+        * config.rollout.group_size,
     )  # fmt: skip
 
 
@@ -513,7 +511,9 @@ def write_predicted(
     for arm in arms:
         config = parse(arm.flags)
         shape = ModelShape.of(model_config(config.model.load or ""))
-        planned = Speed(shape, config, arm.ranks, default_play(config), {}, 0.0)
+        groups = config.rollout.num_groups
+        kept = (config.filter.num_kept(groups) or groups) * config.rollout.group_size
+        planned = Speed(shape, config, arm.ranks, default_play(config), {}, 0.0, kept)
         speeds[arm.name] = predicted(machine, planned)
     scales = study.target is not None
     seconds = {

@@ -159,6 +159,30 @@ def test_a_page_out_of_known_runs(
     assert "| 3 | 50.0% | 100.0% | 45, 45, 45 |" in text
 
 
+def test_what_was_not_trained_on_is_no_compute(
+    known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A filter drops groups whose trajectories earned the same, and keeps fewer than it may."""
+    path, study = known
+    shape = write_run(tmp_path / "runs", study, "large-alone", 0)
+    metrics = tmp_path / "runs" / "large-alone-seed0" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in rows:
+        row["filter/kept_groups"] /= 4
+        row["update/tokens_per_second"] /= 4
+    metrics.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    folders = ("--output", tmp_path / "runs", "--reports", tmp_path / "out")
+    code, text = run_study(capsys, path, "--report", *folders)
+    matrices = shape.num_layers * (3 * 128**2 + 3 * 128 * 256) + 512 * 128
+    flops = 6 * (matrices + shape.num_layers * 50 * 128)
+    rate = 2 * 16 * 50 * 0.5 * flops / 1.4  # 16 of 64 trajectories, in policy and critic
+    assert code == 0 and f"| {rate / 1e9:.3g}G |" in text
+    found = json.loads((tmp_path / "out" / "known.json").read_text())
+    compute = found["curves"]["large"][0]["compute"]
+    tokens = 64 * 50 / 3 + 16 * 50 * 2 * (1 + 1 / 3)
+    assert compute[0] == pytest.approx(EVERY * tokens * flops)
+
+
 def test_nothing_is_fitted_to_too_little(
     known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
