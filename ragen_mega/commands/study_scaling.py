@@ -56,12 +56,18 @@ class Speed:
     shape: ModelShape
     config: StarPOConfig
     ranks: int
+    """Of the job; with placement separate some of them only sample."""
     play: Play
     seconds: Mapping[str, float]
     """Phase (a key of PHASES, or other) -> seconds."""
     peak_gib: float
     kept: float
     """Trajectories that a step trains on: those that the filter keeps."""
+
+    @property
+    def trainers(self) -> int:
+        """Ranks that train."""
+        return self.config.parallel.num_trainers(self.ranks)
 
     @property
     def trajectories(self) -> int:
@@ -80,7 +86,11 @@ class Speed:
 
     @property
     def decode_rate(self) -> float:
-        """Sampled tokens a second of rollout and rank."""
+        """Sampled tokens a second of rollout and rank; NaN where others sample and the rollout's
+        seconds are those that trainers wait.
+        """
+        if self.config.parallel.placement == "separate":
+            return math.nan
         sampled = self.trajectories * self.play.turns * self.play.response_tokens
         return sampled / self.seconds["rollout"] / self.ranks
 
@@ -96,10 +106,12 @@ class Speed:
 
     @property
     def update_flops(self) -> float:
-        """Operations a second and rank of the updates, of the tokens that they compute."""
+        """Operations a second of the updates and rank that trains, of the tokens that they
+        compute.
+        """
         tokens = self.kept * self.config.train.updates_per_rollout * self.play.length
         flops = self.num_models * tokens / self.play.sharing * self.token_flops
-        return flops / self.seconds["update"] / self.ranks
+        return flops / self.seconds["update"] / self.trainers
 
     @property
     def step_flops(self) -> float:
@@ -118,7 +130,7 @@ def predicted(machine: Machine, like: Speed) -> Speed:
     seconds = {
         phase: sum(totals.pop(part, 0.0) for part in parts) for phase, parts in PHASES.items()
     }
-    setting = Setting.from_config(config, ranks, sharing=like.play.sharing)
+    setting = Setting.from_config(config, like.trainers, sharing=like.play.sharing)
     peak = max(sum(terms.values()) for terms in plan(like.shape, setting).values()) / GIB
     return replace(like, seconds=seconds | {"other": sum(totals.values())}, peak_gib=peak)
 
@@ -150,7 +162,9 @@ def measured(run: Mapping[str, Any], num_steps: int) -> Speed:
         if key.startswith("memory/") and key.endswith("resident_gib")
     )
     return Speed(
-        ModelShape.of(hf), config, start["world_size"], played(rows, config),
+        ModelShape.of(hf), config,
+        start["world_size"] + config.parallel.rollout_ranks,  # those that train record it
+        played(rows, config),
         seconds | {"other": max(0.0, step - sum(seconds.values()))}, peak,
         statistics.median([row["filter/kept_groups"] for row in trained])
         * config.rollout.group_size,
@@ -234,7 +248,9 @@ def attempt(work: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def number(value: float) -> str:
-    """Three digits, with a prefix of the SI."""
+    """Three digits, with a prefix of the SI; a dash for NaN."""
+    if math.isnan(value):
+        return "-"
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g}{unit}"
@@ -260,7 +276,7 @@ def speed_table(
                 name,
                 number(one.shape.num_parameters),
                 one.ranks,
-                f"{tp} x {pp} x {one.ranks // tp // pp}, {rollout.rollout_tensor_parallel_size}",
+                f"{tp} x {pp} x {one.trainers // tp // pp}, {rollout.rollout_tensor_parallel_size}",
                 f"{rollout.num_groups} x {rollout.group_size}",
                 f"{one.play.length:.0f} ({one.play.turns * one.play.response_tokens:.0f})",
                 *(f"{one.seconds[phase]:.3g}" for phase in (*PHASES, "other")),

@@ -159,6 +159,46 @@ def test_a_page_out_of_known_runs(
     assert "| 3 | 50.0% | 100.0% | 45, 45, 45 |" in text
 
 
+def test_ranks_that_only_sample_train_nothing(
+    known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four of five ranks sample so fast that the one that trains never waits; and its layout of
+    two by tensors need not divide the five.
+    """
+    apart = "--placement separate --max-staleness 3 --importance-cap 2 --updates-per-rollout 16"
+    path = tmp_path / "apart.toml"
+    path.write_text(
+        'title = "t"\nsource = "s"\ntarget = 0.5\n[paper]\nrecipe = "qwen2.5_0.5b"\n'
+        f'flags = "--filter-value 1 {apart}"\n[[models]]\nname = "a"\nflags = ""\nranks = 5\n'
+        '[[layouts]]\nname = "one"\nflags = "--rollout-ranks 4"\n[[layouts]]\nname = "two"\n'
+        'flags = "--rollout-ranks 3 --tensor-model-parallel-size 2"\n'
+    )
+    flags = ("--hardware", "H100", "--predict", "--reports", tmp_path)
+    code, text = run_study(capsys, path, *flags)
+    assert code == 0
+    rows = [re.search(rf"^\| a-{name} \|.*$", text, re.M)[0] for name in ("one", "two")]
+    one, two = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)
+    assert one[2:4] == ["5", "1 x 1 x 1, 1"] and two[2:4] == ["5", "2 x 1 x 1, 1"]
+    assert float(one[6]) == 0 and one[13] == "-"
+    config = parse(["--recipe", "qwen2.5_0.5b"])
+    shape = ModelShape.of(model_config(config.model.load))
+    peak = max(
+        sum(terms.values()) for terms in plan(shape, Setting.from_config(config, 1)).values()
+    )
+    assert float(one[16]) == pytest.approx(peak / GIB, rel=0.01), "of a rank that trains alone"
+
+    study = Study.read(known[0], "small")
+    write_run(tmp_path / "runs", study, "large-alone", 0)
+    settings = tmp_path / "runs" / "large-alone-seed0" / "config.json"
+    saved = json.loads(settings.read_text())
+    saved["parallel"] |= {"placement": "separate", "rollout_ranks": 2}
+    settings.write_text(json.dumps(saved))  # one rank trains, and says so of its group
+    folders = ("--output", tmp_path / "runs", "--reports", tmp_path / "out")
+    code, text = run_study(capsys, known[0], "--report", *folders)
+    row = re.search(r"^\| large-alone \|.*$", text, re.M)[0]
+    assert code == 0 and [cell.strip() for cell in row.split("|")][3:5] == ["3", "1 x 1 x 1, 1"]
+
+
 def test_what_was_not_trained_on_is_no_compute(
     known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
