@@ -30,7 +30,7 @@ from ragen_mega.commands.command_line import JSON, command, flag, target
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine, find_hardware
-from ragen_mega.models.layout_search import best, ranked
+from ragen_mega.models.layout_search import FILL, best, ranked
 from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan, remedies
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape, cut_error
@@ -326,7 +326,7 @@ def main(arguments: argparse.Namespace) -> int:
             lines.append(f"best with room to spare: {layout_flags(chosen)}")
         elif not arguments.search:
             raise ValueError(
-                f"no layout of {arguments.model} on {num_gpus} GPUs fits into"
+                f"no layout of {arguments.model} on {num_gpus} GPUs fits into {FILL:.0%} of"
                 f" {capacity:g} GiB each; give more GPUs or larger ones, or --search to see more"
             )
     if not arguments.search:

@@ -564,7 +564,7 @@ def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFi
             ("--num-gpus", "32", "--response-tokens", "5000"),
             "--response-tokens (5000) must not be above --max-response-length (400), which",
         ),
-        (("--num-gpus", "1"), "no layout of Qwen2.5-72B on 1 GPUs fits into 80 GiB each; give"),
+        (("--num-gpus", "1"), "no layout of Qwen2.5-72B on 1 GPUs fits into 90% of 80 GiB each;"),
         (
             ("--hardware", "A100", "--bf16", "--fp8", "hybrid", "--rollout-engine", "sglang"),
             "need a GPU that computes in FP8, and --hardware A100 does not; drop them",
