@@ -623,15 +623,13 @@ def step_seconds(
     def micros(trajectories: float) -> dict[str, float]:
         of_rank = max(1.0, trajectories / cut.dp)
         computed = of_rank * computed_length(config, play)
-        texts = of_rank * play.texts
-        count = max(computed / setting.max_tokens, min(4 * cut.pp, texts) * (cut.pp > 1))
-        count = math.ceil(max(1.0, count))
-        labels = of_rank * play.sampled / computed
+        least = min(4 * cut.pp, of_rank * play.texts) * (cut.pp > 1)
+        count = math.ceil(max(1.0, computed / setting.max_tokens, least))
         return {
             "tokens": computed / count,
             "length": play.text_length,
             "micros": count,
-            "labels": labels,
+            "labels": of_rank * play.sampled / computed,
         }
 
     def scored(**changes: float) -> Terms:
