@@ -8,7 +8,8 @@ and stability signals.
 Writes <output>/<title>.md, <title>.json and <title>.svg. With --return-of the report is of mean
 returns as well, beside those of the players that it names. The 95% interval of a run allows for
 samples of one prompt being alike; mean and standard deviation are over runs whose model and
-settings differ by their seed only, each set of prompts by itself.
+settings differ by their seed only, each set of prompts by itself. A run that is named twice counts
+once.
 """
 
 import argparse
@@ -226,7 +227,8 @@ def _player(text: str) -> tuple[str, float]:
     ),
 )
 def main(arguments: argparse.Namespace) -> None:
-    runs = [read_run(directory) for directory in arguments.runs]
+    directories = {path.resolve(): path for path in arguments.runs}  # patterns may overlap
+    runs = [read_run(directory) for directory in directories.values()]
     rows = [row for run in runs for row in rows_of(run)]
     players = dict(map(_player, arguments.return_of))
     for row in rows:

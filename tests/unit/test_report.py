@@ -101,6 +101,20 @@ def test_a_run_older_than_a_flag_has_its_default(tmp_path: Path) -> None:
     assert mean["runs"] == ["old", "same"] and mean["mean"] == 0.75
 
 
+def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    """As overlapping patterns of a shell do; its mean and deviation are those of two runs."""
+    first = finished(tmp_path / "first", {"bandit": 0.5})
+    second = finished(tmp_path / "second", {"bandit": 0.75}, "--seed", "1")
+    named = (first, second, tmp_path / "second" / ".." / "first")
+    flags = ("--output", str(tmp_path / "out"), "--title", "mine")
+    report.main([*map(str, named), *flags])
+    found = json.loads((tmp_path / "out" / "mine.json").read_text())
+    assert len(found["runs"]) == 2
+    (mean,) = found["means"]
+    assert mean["mean"] == 0.625
+    assert mean["standard_deviation"] == pytest.approx(statistics.stdev((0.5, 0.75)))
+
+
 def test_hardware_is_that_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [finished(tmp_path / "new", {"bandit": 0.5}, hardware="another machine")]
     flags = ("--output", str(tmp_path / "out"), "--title", "mine")
