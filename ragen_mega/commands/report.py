@@ -13,6 +13,7 @@ once.
 """
 
 import argparse
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,8 @@ SIGNALS = {
     "actor/grad_norm": "gradient norm before clipping",
 }
 """Stability signals that are plotted, with their labels."""
+STYLES = (":", "--", "-.")
+"""Of the players' lines."""
 
 
 def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -176,9 +179,11 @@ def plot(
         for key, panel in panels.items():
             panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
-    for (key, value), style in zip(lines.items(), (":", "--", "-.")):
+    for (key, value), style in zip(lines.items(), itertools.cycle(STYLES)):
         axes.axhline(value, color="black", linestyle=style, linewidth=1, label=key)
-    axes.set(ylabel="mean return" if players else "success", ylim=(None if players else 0, 1.02))
+    axes.set(ylabel="mean return" if players else "success")
+    if not players:  # returns have no bounds
+        axes.set(ylim=(0, 1.02))
     axes.legend(fontsize="small")
     for panel in grid[1]:
         panel.set_xlabel("step")

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 from markdown_it import MarkdownIt
+from matplotlib.axes import Axes
 
 from ragen_mega.commands import report
 from ragen_mega.config import parse
@@ -173,6 +174,25 @@ def test_players_are_drawn_where_all_runs_have_the_same(tmp_path: Path) -> None:
     rows = read(*runs)
     assert report.shared_players(rows) == {}
     report.plot([report.read_run(run) for run in runs], rows, tmp_path / "a.svg")
+
+
+def test_every_player_and_return_is_on_the_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the fourth player, and returns above 1 or below 0."""
+    runs = [report.read_run(finished(tmp_path / "run", {"bandit": 0.5}))]
+    drawn: list[Axes] = []
+    monkeypatch.setattr(report.plt, "close", lambda figure: drawn.append(figure.axes[0]))
+    players = {"random": -2.0, "rule": 3.0, "person": 7.0, "oracle": 9.0}
+    rows = [row for run in runs for row in report.rows_of(run)]
+    report.plot(runs, rows, tmp_path / "returns.svg", players)
+    report.plot(runs, rows, tmp_path / "success.svg")
+    returns, success = drawn
+    names = returns.get_legend_handles_labels()[1]
+    assert names == ["run", *players]
+    low, high = returns.get_ylim()
+    assert low < -2.0 and high > 9.0
+    assert success.get_ylim() == (0, 1.02)
 
 
 def test_a_set_that_a_resume_added_has_no_warm_start(tmp_path: Path) -> None:
