@@ -16,6 +16,7 @@ from typing import Any
 
 from ragen_mega.commands.command_line import PROGRAM, ranks_command
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data.packing import count_minibatches
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
 from ragen_mega.report.study import Arm, Study
@@ -50,16 +51,19 @@ def trajectories(config: StarPOConfig) -> float:
 
 
 def optimizer_steps(config: StarPOConfig) -> float:
-    """Optimizer steps in a step of StarPO. Raises ValueError if the filter's share is not fixed."""
-    name, share = config.filter.filter_strategy, 1.0
-    if name != "none":
-        if name != "top_fraction":
-            raise ValueError(
-                f"--match steps needs to know how much the filter keeps, and {name} decides by"
-                " what is played; use --match tokens or none"
-            )
-        share = config.filter.value
-    minibatches = max(1, round(share * trajectories(config) / config.train.minibatch_size))
+    """Optimizer steps in a step of StarPO, if no group is constant. Raises ValueError if the filter
+    keeps no fixed number of groups.
+    """
+    kept = config.filter.num_kept(config.rollout.num_groups)
+    if kept is None:
+        raise ValueError(
+            "--match steps needs to know how much the filter keeps, and"
+            f" {config.filter.filter_strategy} decides by what is played; use --match tokens or"
+            " none"
+        )
+    minibatches = count_minibatches(
+        int(kept) * config.rollout.group_size, config.train.minibatch_size
+    )
     return minibatches * config.train.updates_per_rollout
 
 

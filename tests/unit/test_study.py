@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ragen_mega.commands import study as tool
 from ragen_mega.commands import study_runs
 from ragen_mega.commands.study_runs import flags_of
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.environments.registry import make
 from ragen_mega.report.metrics import write_json
@@ -255,6 +257,27 @@ def test_matched_arms_do_as_much(tmp_path: Path) -> None:
     assert [steps(arm, "none") for arm in range(3)] == [40, 40, 40]
     assert [steps(arm, "steps") for arm in range(3)] == [40, 80, 20]
     assert [steps(arm, "tokens") for arm in range(3)] == [40, 40, 20]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("--filter-strategy none", 6),
+        ("--filter-strategy top_fraction --filter-value 0.25", 1),  # whole groups: one and a half
+        ("--filter-strategy top_k --filter-value 3", 3),
+        ("--filter-strategy percentile_range --filter-start 0.5 --filter-value 1", 3),
+        ("--filter-strategy top_p_softmax --filter-value 0.5", None),
+    ],
+)
+def test_optimizer_steps_are_those_that_training_takes(flags: str, kept: int | None) -> None:
+    words = "--recipe none --num-groups 6 --group-size 8 --minibatch-size 4 --updates-per-rollout 2"
+    config = parse([*words.split(), *flags.split()])
+    if kept is None:
+        with pytest.raises(ValueError, match="top_p_softmax decides by what is played"):
+            study_runs.optimizer_steps(config)
+    else:
+        drawn = minibatch_ids(kept * 8, 4, 2, torch.Generator())
+        assert study_runs.optimizer_steps(config) == len([*drawn])
 
 
 def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
