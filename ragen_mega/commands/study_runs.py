@@ -261,22 +261,33 @@ class Runner:
             with self._lock:
                 if self._is_stopped:
                     return
-                with job.log.open("a") as file:
-                    output = {"stdout": file, "stderr": subprocess.STDOUT}
-                    alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
-                    process = subprocess.Popen(job.words(), env=environment, **output, **alone)
+                try:
+                    with job.log.open("a") as file:
+                        output = {"stdout": file, "stderr": subprocess.STDOUT}
+                        alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
+                        process = subprocess.Popen(job.words(), env=environment, **output, **alone)
+                except OSError as error:  # e.g. a full disk; the other runs may still be possible
+                    self._close(job.name, f"failed: it could not be started ({error})")
+                    continue
                 self._running[job.name] = process
-            self._close(job.name, process.wait(), job.log)
+            status = process.wait()
+            with self._lock:
+                del self._running[job.name]
+                if self._is_stopped:
+                    return
+                self._close(job.name, f"failed ({status}): {_told(job.log)}" if status else None)
 
-    def _close(self, name: str, status: int, log: Path) -> None:
-        with self._lock:
-            del self._running[name]
-            if self._is_stopped:
-                return
-            self.done += 1
-            if status:
-                self.failed.append(name)
-                last = (log.read_text().strip().splitlines() or ["no output"])[-1]
-                print(f"{name} failed ({status}): {last}; all of it in {log}", flush=True)
-            left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
-            print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")
+    def _close(self, name: str, failure: str | None) -> None:
+        """A run is over; `failure` says what went wrong, if anything. The lock is held."""
+        self.done += 1
+        if failure:
+            self.failed.append(name)
+            print(f"{name} {failure}", flush=True)
+        left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
+        print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")
+
+
+def _told(log: Path) -> str:
+    """The last line of a log, whatever bytes a run or a library has written to it."""
+    last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+    return f"{last}; all of it in {log}"

@@ -463,6 +463,31 @@ def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "study.py"), str(tiny), *map(str, where)]
 
 
+@pytest.mark.parametrize("failure", ["bytes", "program", "log"])
+def test_a_run_that_fails_in_any_way_leaves_the_others(
+    failure: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its output is no text, its program is not there, or its log cannot be written."""
+    said = r"import sys; sys.stdout.buffer.write(b'\xff\xfe'); sys.exit(3)"
+    command = ["/no/such/program"] if failure == "program" else [sys.executable, "-c", said]
+    log = tmp_path / ("none/bad.log" if failure == "log" else "bad.log")
+    after = [sys.executable, "-c", f"open({str(tmp_path / 'done')!r}, 'w')"]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers of this process stay
+    runner = study_runs.Runner(
+        [
+            study_runs.Job("bad", command, log, None),
+            study_runs.Job("good", after, tmp_path / "good.log", None),
+        ]
+    )
+    runner.run(1)
+    assert (runner.failed, runner.done) == (["bad"], 2)
+    assert (tmp_path / "done").exists()
+    assert "bad failed" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_stopped_study_goes_on(tiny: Path, tmp_path: Path) -> None:
     """Stopped while its first run trains: the run ends with a checkpoint, and the same command
