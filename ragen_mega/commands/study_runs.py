@@ -107,6 +107,9 @@ def claim_folder(
                 f"{folder} holds results of another {' and '.join(differing)}; delete it or take"
                 " another --output for new ones, or add --mixed to go on with both"
             )
+        arms = now["study"]["arms"]  # one that is gone for now has left its runs here
+        names = {arm["name"] for arm in arms}
+        arms += [arm for arm in before["study"]["arms"] if arm["name"] not in names]
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, now)
     return now["is_mixed"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,19 @@ def test_matched_arms_do_as_much(tmp_path: Path) -> None:
     assert [steps(arm, "none") for arm in range(3)] == [40, 40, 40]
     assert [steps(arm, "steps") for arm in range(3)] == [40, 80, 20]
     assert [steps(arm, "tokens") for arm in range(3)] == [40, 40, 20]
+
+
+def test_an_arm_that_was_gone_comes_back_with_its_own_flags(tiny: Path, tmp_path: Path) -> None:
+    """Its runs are still there, and are no results of other flags."""
+    study, folder = Study.read(tiny, "small"), tmp_path / "runs"
+    low, high = study.arms
+    assert high.name == "high"
+    without = replace(study, arms=(low,), claims=())
+    other = replace(study, arms=(low, replace(high, flags=("--lr", "0.5"))))
+    for told in (study, without, without, study, without):
+        assert study_runs.claim_folder(folder, told, "none", mixed=False) is False
+    with pytest.raises(ValueError, match="another study"):
+        study_runs.claim_folder(folder, other, "none", mixed=False)
 
 
 @pytest.mark.parametrize(
