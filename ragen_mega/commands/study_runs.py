@@ -189,11 +189,14 @@ def find_jobs(
 
 
 def warm_starts_beside(folder: Path) -> dict[str, Path]:
-    """Key -> a run that has made this warm start, of studies of the same code in the same place."""
+    """Key -> a run that has made this warm start, of studies of the same code in the same place;
+    which runs of a mixed one are of that code is not known.
+    """
     found: dict[str, Path] = {}
     code = code_digest()
     for path in sorted(folder.parent.glob(f"*/{IDENTITY}")):
-        if path.parent == folder or json.loads(path.read_text())["code"] != code:
+        told = json.loads(path.read_text())
+        if path.parent == folder or told["code"] != code or told["is_mixed"]:
             continue
         for run in filter(has_warm_start, sorted(path.parent.iterdir())):
             config = StarPOConfig.from_dict(json.loads((run / CONFIG_FILE).read_text()))

@@ -335,7 +335,7 @@ def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_pat
 
 
 def test_a_warm_start_is_taken_from_a_study_beside(tiny: Path, tmp_path: Path) -> None:
-    """From one of the same code, whatever it evaluates; not from older code."""
+    """From one of the same code, whatever it evaluates; not from older code, or a mixed study."""
     study, runs = Study.read(tiny, "small"), tmp_path / "runs"
     study_runs.claim_folder(runs / "other", study, "none", mixed=False)
     made = runs / "other" / "some-seed0"
@@ -352,8 +352,9 @@ def test_a_warm_start_is_taken_from_a_study_beside(tiny: Path, tmp_path: Path) -
     second = runs / "mine" / "low-seed1"
     assert sources() == [made, second, made, None]
     state = json.loads((runs / "other" / study_runs.IDENTITY).read_text())
-    write_json(runs / "other" / study_runs.IDENTITY, state | {"code": "older"})
-    assert sources() == [runs / "mine" / "low-seed0", second, None, None]
+    for change in ({"code": "older"}, {"is_mixed": True}):
+        write_json(runs / "other" / study_runs.IDENTITY, state | change)
+        assert sources() == [runs / "mine" / "low-seed0", second, None, None], change
 
 
 def finish(run: Path, random: float = 0.25, optimum: float | None = 1.0) -> None:
