@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,11 @@ def optimizer_steps(config: StarPOConfig) -> float:
     return minibatches * config.train.updates_per_rollout
 
 
+@cache
 def code_digest() -> str:
-    """Digest of all code and data that a run depends on, committed or not."""
+    """Digest of all code and data that a run depends on, committed or not, as this process found
+    them: what it claims a folder with and what it compares with others is one digest.
+    """
     digest = hashlib.sha256()
     for package in ("ragen_mega", "ragen_kernels"):
         root = Path(find_spec(package).origin).parent

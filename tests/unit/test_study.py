@@ -260,6 +260,15 @@ def test_matched_arms_do_as_much(tmp_path: Path) -> None:
     assert [steps(arm, "tokens") for arm in range(3)] == [40, 40, 20]
 
 
+def test_all_code_is_read_once(tiny: Path, tmp_path: Path) -> None:
+    """To claim the folder and to find warm starts of the same code beside it."""
+    study = Study.read(tiny, "small")
+    study_runs.code_digest.cache_clear()
+    study_runs.claim_folder(tmp_path / "runs", study, "none", mixed=False)
+    study_runs.find_jobs(study, study.arms, range(1), tmp_path / "runs", "none", 1)
+    assert study_runs.code_digest.cache_info().misses == 1
+
+
 def test_an_arm_that_was_gone_comes_back_with_its_own_flags(tiny: Path, tmp_path: Path) -> None:
     """Its runs are still there, and are no results of other flags."""
     study, folder = Study.read(tiny, "small"), tmp_path / "runs"
