@@ -2,6 +2,8 @@
 original by hand, the user's files, and the players.
 """
 
+import copy
+import itertools
 import json
 import random
 import subprocess
@@ -395,6 +397,41 @@ def test_a_longer_episode_needs_one_flag() -> None:
 def test_the_oracle_searches_a_title_with_brackets(shopper: WebShop) -> None:
     shopper.enter(replace(shopper.goal, title="Blue [Stone] Mug"))
     assert play(shopper, lambda one: optimal_actions(one, 0)[0], 5) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "best"),
+    [
+        # Where two options share a value, a click chooses it for the later one.
+        ({"color": ("red", "blue"), "trim": ("red", "green")}, {"color": "red", "trim": "red"}, 1),
+        ({"color": ("red", "blue"), "trim": ("red", "green")}, {"color": "red", "trim": "green"},
+         3 / 4),
+        # `click[red [matte]]` chooses nothing.
+        ({"color": ("red [matte]", "blue"), "size": ("xl",)}, {"color": "red [matte]",
+         "size": "xl"}, 3 / 4),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["synthetic", "human"])
+def test_the_oracle_buys_where_not_all_options_can_be_chosen(
+    shopper: WebShop, options: dict, asked: dict, best: float, kind: str
+) -> None:
+    """The best score is that of the best of all purchases of this product, tried one by one."""
+    wanted = tuple(asked.items()) if kind == "synthetic" else tuple(asked.values())
+    mug = replace(MUG, options=options)
+    shopper.shop.products[mug.asin] = mug
+    shopper.shop.engine = SearchEngine(list(shopper.shop.products.values()))
+    shopper.enter(replace(shopper.goal, options=wanted))
+    assert play(shopper, lambda one: optimal_actions(one, 0)[0], 5) == pytest.approx(best)
+    shopper.step("search[blue stone mug]")
+    shopper.step(f"click[{mug.asin}]")
+    values = [value for of in options.values() for value in of]
+    scores = []
+    for clicks in itertools.product(values, repeat=2):
+        other = copy.copy(shopper)
+        for value in clicks:
+            other.step(f"click[{value}]")
+        scores.append(other.score)
+    assert max(scores) == pytest.approx(best)
 
 
 def test_the_oracle_finds_its_way_from_anywhere(generated: WebShop) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ragen_mega.environments.protocol import Budget, References, Solver
-from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
+from ragen_mega.environments.worlds.webshop.catalogue import Goal
 from ragen_mega.environments.worlds.webshop.pages import BACK, BUY, NEXT, PREVIOUS
 
 _NO_KEYWORDS = frozenset(
@@ -66,9 +66,11 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
         return [f"click[{NEXT if ahead else BACK}]"]
     if product.asin != goal.asin or page.kind == "sub":
         return [f"click[{PREVIOUS}]"]
-    for option in goal.options:
-        name, value = option if isinstance(option, tuple) else _name_of(product, option)
-        if value in page.option_names and chosen.get(name) != value:
+    values = [option if isinstance(option, str) else option[1] for option in goal.options]
+    # By the name that a click chooses: options may share a value, and one of them is left as it is.
+    wanted = {page.option_names[one]: one for one in values if one in page.option_names}
+    for name, value in wanted.items():
+        if chosen.get(name) != value and "[" not in value:  # a bracket would end the action
             return [f"click[{value}]"]
     return [f"click[{BUY}]"]
 
@@ -82,12 +84,6 @@ def rule_actions(shopper: Any, actions_left: int) -> list[str]:
         first = page.products[0].asin if page.products else BACK
         return [f"click[{first}]"]
     return [] if page.kind == "done" else [f"click[{BUY}]"]
-
-
-def _name_of(product: Product, value: str) -> tuple[str, str]:
-    """The (name, value) option of the product with the value that a human request names."""
-    names = [name for name, values in product.options.items() if value in values]
-    return (names or [""])[-1], value
 
 
 def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
