@@ -578,6 +578,14 @@ def test_what_people_asked_for(tmp_path: Path) -> None:
         ([ITEM | {"customization_options": [1]}], {}, "customization_options must be an object"),
         ([ITEM], {"B07XYZ1234": {"instruction": "it"}}, "B07XYZ1234: instruction_attributes must"),
         (["mug"], {}, "product 0: asin must be a text"),
+        ([ITEM | {"full_description": ["a mug"]}], {}, "0: full_description must be a text"),
+        ([ITEM | {"customization_options": {"Color": 3}}], {}, "options of Color must be a list"),
+        ([ITEM], {"B07XYZ1234": None}, "_v2_1000.json, B07XYZ1234: the entry must be an object"),
+        ([ITEM], {"B07XYZ1234": {"attributes": None}}, "B07XYZ1234: attributes must be a list"),
+        ([ITEM], {"B07XYZ1234": ABOUT | {"instruction_attributes": "stone"}},
+         "instruction_attributes must be a list of texts, not 'stone'"),
+        ({"B07XYZ1234": ITEM}, {}, "items_shuffle_1000.json must hold a list"),
+        ([ITEM], [ABOUT], "items_ins_v2_1000.json must hold an object"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_file_is_named(
@@ -588,6 +596,26 @@ def test_a_mistake_in_a_file_is_named(
         list(read_folder(tmp_path, goals="synthetic", seed=0))
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (None, "the entry must be a list, not None"),
+        (["a mug"], "a request must be an object, not 'a mug'"),
+        ([{"instruction_options": None}], "instruction_options must be a list of texts, not None"),
+        ([{"instruction_options": "red"}], "instruction_options must be a list of texts"),
+        ([{"instruction_options": [1]}], "instruction_options must be a list of texts"),
+    ],
+)
+def test_a_mistake_in_what_people_asked_for_is_named(
+    tmp_path: Path, asked: list | None, message: str
+) -> None:
+    whole = {"instruction": "a mug", "instruction_attributes": ["stone"]}
+    requests = asked and [one if isinstance(one, str) else whole | one for one in asked]
+    write(tmp_path, [ITEM], {}, {"B07XYZ1234": requests})
+    with pytest.raises(ValueError, match=f"items_human_ins.json, B07XYZ1234: {message}"):
+        list(read_folder(tmp_path, goals="human", seed=0))
+
+
 def test_a_file_that_is_not_there_or_cut_off_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="items_shuffle_1000.json.*setup.sh.*princeton-nlp"):
         WebShop(data=str(tmp_path))
@@ -596,6 +624,7 @@ def test_a_file_that_is_not_there_or_cut_off_is_named(tmp_path: Path) -> None:
         WebShop(data=str(tmp_path), goals="human")
     with pytest.raises(ValueError, match="name their folder"):
         WebShop(goals="human")
-    (tmp_path / "items_shuffle_1000.json").write_text('[{"asin": "B1"')
-    with pytest.raises(ValueError, match="items_shuffle_1000.json is not whole JSON"):
-        WebShop(data=str(tmp_path))
+    for cut in ('[{"asin": "B1"', ""):
+        (tmp_path / "items_shuffle_1000.json").write_text(cut)
+        with pytest.raises(ValueError, match="items_shuffle_1000.json is not whole JSON"):
+            WebShop(data=str(tmp_path))

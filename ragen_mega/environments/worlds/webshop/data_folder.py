@@ -19,7 +19,7 @@ GoalKind = Literal["synthetic", "human"]
 
 _LONGEST_ASIN = 10
 _DEFAULT_PRICE = 100.0
-_NO_ATTRIBUTES = ("DUMMY_ATTR",)  # as the original: fits no goal
+_NO_ATTRIBUTES = ["DUMMY_ATTR"]  # as the original: fits no goal
 _DOWNLOAD = (
     "download it as its setup.sh does (github.com/princeton-nlp/WebShop; a copy of the small set is"
     " the Hugging Face data set ZihanWang314/ragen-datasets)"
@@ -52,14 +52,14 @@ def read_folder(
         if asin == "nan" or len(asin) > _LONGEST_ASIN or asin in seen:
             continue
         seen.add(asin)
-        about = described.get(asin, {})
-        product = _product(entry, asin, about, where, generator)
+        where_about = f"{files.attributes.name}, {asin}"
+        about = _checked(described.get(asin, {}), dict, "the entry", where_about)
+        attributes = _texts(about.get("attributes", _NO_ATTRIBUTES), "attributes", where_about)
+        product = _product(entry, asin, attributes, where, generator)
         if goals == "human":
-            where = f"{files.human.name}, {asin}"
-            yield product, _human_requests(asked.get(asin, []), where)
+            yield product, _human_requests(asked.get(asin, []), f"{files.human.name}, {asin}")
         else:
-            where = f"{files.attributes.name}, {asin}"
-            yield product, _synthetic_requests(about, where)
+            yield product, _synthetic_requests(about, where_about)
 
 
 def _find(folder: Path, goals: GoalKind) -> _Files:
@@ -82,9 +82,13 @@ def _find(folder: Path, goals: GoalKind) -> _Files:
 
 def _entries(path: Path, prefix: str) -> Iterator[Any]:
     """The entries of the file, one by one: elements of a list (`item`), or (key, value)."""
-    read = ijson.items if prefix else ijson.kvitems
+    read, kind = (ijson.items, "array") if prefix else (ijson.kvitems, "map")
     try:
         with path.open("rb") as file:
+            if next(ijson.basic_parse(file))[0] != f"start_{kind}":
+                what = "a list of products" if prefix else "an object with products' identifiers"
+                raise ValueError(f"{path} must hold {what}; {_DOWNLOAD}")
+            file.seek(0)
             yield from read(file, prefix, use_float=True)
     except ijson.JSONError as error:
         raise ValueError(f"{path} is not whole JSON ({error}); {_DOWNLOAD} again") from None
@@ -93,20 +97,20 @@ def _entries(path: Path, prefix: str) -> Iterator[Any]:
 def _product(
     entry: dict[str, Any],
     asin: str,
-    about: dict[str, Any],
+    attributes: tuple[str, ...],
     where: str,
     generator: random.Random,
 ) -> Product:
     price, price_text = _price(entry.get("pricing"), where, generator)
-    bullets = entry.get("small_description") or []
+    bullets, described = entry.get("small_description") or [], entry.get("full_description")
     return Product(
         asin=asin,
         title=_text(entry, "name", where),
-        description=entry.get("full_description") or "",
+        description=_text(entry, "full_description", where) if described else "",
         bullets=tuple(map(str, bullets)) if isinstance(bullets, list) else (str(bullets),),
         query=_text(entry, "query", where).lower().strip(),
         product_category=_text(entry, "product_category", where),
-        attributes=tuple(about.get("attributes", _NO_ATTRIBUTES)),
+        attributes=attributes,
         options=_options(entry.get("customization_options") or {}, where),
         price=price,
         price_text=price_text,
@@ -130,13 +134,12 @@ def _price(text: Any, where: str, generator: random.Random) -> tuple[float, str]
 
 
 def _options(named: Any, where: str) -> dict[str, tuple[str, ...]]:
-    if not isinstance(named, dict):
-        raise ValueError(f"{where}: customization_options must be an object, not {named!r:.60}")
     return {
         name.lower(): tuple(
-            _text(value, "value", where).strip().replace("/", " | ").lower() for value in values
+            _text(value, "value", where).strip().replace("/", " | ").lower()
+            for value in _checked(values, list, f"customization_options of {name}", where)
         )
-        for name, values in named.items()
+        for name, values in _checked(named, dict, "customization_options", where).items()
         if values is not None
     }
 
@@ -148,26 +151,38 @@ def _synthetic_requests(about: dict[str, Any], where: str) -> list[Request]:
     return [Request(text, _attributes(about, where), None)]
 
 
-def _human_requests(requests: list[dict[str, Any]], where: str) -> list[Request]:
+def _human_requests(requests: Any, where: str) -> list[Request]:
     """The requests that name attributes, as in the original."""
     return [
         Request(
             _text(request, "instruction", where).strip("."),
             _attributes(request, where),
-            tuple(request.get("instruction_options", ())),
+            _texts(request.get("instruction_options", []), "instruction_options", where),
         )
-        for request in requests
-        if request.get("instruction_attributes")
+        for request in _checked(requests, list, "the entry", where)
+        if _checked(request, dict, "a request", where).get("instruction_attributes")
     ]
 
 
 def _attributes(about: dict[str, Any], where: str) -> tuple[str, ...]:
-    attributes = about.get("instruction_attributes")
-    if not attributes or not all(isinstance(attribute, str) for attribute in attributes):
-        raise ValueError(
-            f"{where}: instruction_attributes must be a list of texts, not {attributes!r:.60}"
-        )
-    return tuple(attributes)
+    attributes = _texts(about.get("instruction_attributes"), "instruction_attributes", where)
+    if not attributes:
+        raise ValueError(f"{where}: instruction_attributes must name at least one")
+    return attributes
+
+
+def _texts(value: Any, key: str, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"{where}: {key} must be a list of texts, not {value!r:.60}")
+    return tuple(value)
+
+
+def _checked(value: Any, kind: type, key: str, where: str) -> Any:
+    """A value that is of this kind, list or dict."""
+    if not isinstance(value, kind):
+        what = "a list" if kind is list else "an object"
+        raise ValueError(f"{where}: {key} must be {what}, not {value!r:.60}")
+    return value
 
 
 def _text(entry: Any, key: str, where: str) -> str:
