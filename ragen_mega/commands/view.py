@@ -13,7 +13,24 @@ import contextlib
 from pathlib import Path
 
 from ragen_mega.commands.command_line import command, flag
+from ragen_mega.report.viewer.data import read_run
 from ragen_mega.report.viewer.page import MOST_MEGABYTES, make_server, write_page
+
+
+def trace_of(run: Path, step: int) -> str:
+    """The name of the trace of a step. Raises ValueError if the run kept none of it, since the page
+    would open at another one.
+    """
+    kept = {one["step"]: one["id"] for one in read_run(run)["traces"] if one["kind"] == "step"}
+    if not kept:
+        raise ValueError(f"{run} kept no trajectories of any step; train with --trace-groups 4")
+    if step not in kept:
+        nearest = min(kept, key=lambda one: abs(one - step))
+        raise ValueError(
+            f"{run} kept no trajectories of step {step}; give --step {nearest}, the nearest of"
+            f" {len(kept)} that it kept"
+        )
+    return kept[step]
 
 
 @command(
@@ -26,8 +43,8 @@ from ragen_mega.report.viewer.page import MOST_MEGABYTES, make_server, write_pag
     flag("--port", "of --serve; 0 takes a free one", 0),
 )
 def main(arguments: argparse.Namespace) -> None:
-    step = "" if arguments.step is None else f"step_{arguments.step:08d}"
-    where = step and f"#view=trajectories&one=0,{step},0,0"
+    step = None if arguments.step is None else trace_of(arguments.runs[0], arguments.step)
+    where = f"#view=trajectories&one=0,{step},0,0" if step else ""
     if arguments.serve:
         with make_server(arguments.runs, arguments.port) as server:
             print(f"http://127.0.0.1:{server.server_port}/{where}  (Ctrl-C ends it)", flush=True)
@@ -35,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
                 server.serve_forever()
         return
     target = arguments.output or arguments.runs[0] / "view.html"
-    left_out = write_page(arguments.runs, target, most_megabytes=arguments.max_megabytes)
+    left_out = write_page(arguments.runs, target, most_megabytes=arguments.max_megabytes, keep=step)
     if left_out:
         print(
             f"{left_out} steps of trajectories are left out to stay below"

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ragen_mega import parse, train
+from ragen_mega.commands import view
 from ragen_mega.environments.registry import make
 from ragen_mega.report.glossary import explain
 from ragen_mega.report.metrics import CONFIG_FILE, METRICS_FILE, RunLogger, read_metrics
@@ -184,6 +185,25 @@ def test_a_page_has_its_limit(run: Path, tmp_path: Path) -> None:
     assert 0 < left_out < len(list((run / "traces").iterdir()))
     assert target.stat().st_size <= whole - 3000
     assert 'id="trace-0-step_00000002"' in target.read_text()  # the last step stays
+
+
+def test_a_step_that_is_named_is_on_the_page(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However small the page has to be; a step that was not kept is refused, as the page would open
+    at another.
+    """
+    target = tmp_path / "page.html"
+    flags = (str(run), "--output", str(target))
+    view.main([*flags, "--max-megabytes", "0.1", "--step", "1"])
+    on_page = re.findall(r'id="trace-0-(step_\d+|eval_\w+)"', target.read_text())
+    assert "step_00000001" in on_page and len(on_page) == 2  # and the last one
+    assert capsys.readouterr().out.strip().endswith("one=0,step_00000001,0,0")
+    with pytest.raises(SystemExit) as left:
+        view.main([*flags, "--step", "7"])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.count("\n") == 1
+    assert "no trajectories of step 7; give --step 2, the nearest of 3" in error
 
 
 def test_no_run_is_one_clear_line(tmp_path: Path) -> None:

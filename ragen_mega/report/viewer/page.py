@@ -21,10 +21,15 @@ _HERE = files(__package__)
 
 
 def write_page(
-    runs: Sequence[Path], target: Path, *, most_megabytes: float = MOST_MEGABYTES
+    runs: Sequence[Path],
+    target: Path,
+    *,
+    most_megabytes: float = MOST_MEGABYTES,
+    keep: str | None = None,
 ) -> int:
     """Write the page of finished or unfinished runs to `target`. Returns how many traces had to be
-    left out, evenly over the steps, to keep it below `most_megabytes`.
+    left out, evenly over the steps, to keep it below `most_megabytes`; never `keep`, a trace of the
+    first run.
 
     Raises ValueError for a directory that holds no run, OSError if the file cannot be written.
     """
@@ -41,9 +46,10 @@ def write_page(
         for trace in data[index]["traces"]
     ]
     stride = 1
-    while sum(size for _, _, size in _thinned(sizes, stride)) > max(room, 0) and stride < 2**20:
+    thinned = partial(_thinned, sizes, keep)
+    while sum(size for _, _, size in thinned(stride)) > max(room, 0) and stride < 2**20:
         stride *= 2
-    chosen = {(index, trace) for index, trace, _ in _thinned(sizes, stride)}
+    chosen = {(index, trace) for index, trace, _ in thinned(stride)}
     for index, run in enumerate(data):
         run["traces"] = [trace for trace in run["traces"] if (index, trace["id"]) in chosen]
     bodies = [(index, trace, trace_bytes(runs[index], trace)) for index, trace in sorted(chosen)]
@@ -52,9 +58,14 @@ def write_page(
     return len(sizes) - len(chosen)
 
 
-def _thinned(sizes: Sequence[tuple[int, str, float]], stride: int) -> list[tuple[int, str, float]]:
-    """Every `stride`-th, the last one always."""
-    return list(sizes[::-1][::stride])[::-1]
+def _thinned(
+    sizes: Sequence[tuple[int, str, float]], keep: str | None, stride: int
+) -> list[tuple[int, str, float]]:
+    """Every `stride`-th, the last one and `keep` of the first run always."""
+    last = len(sizes) - 1
+    return [
+        one for at, one in enumerate(sizes) if (last - at) % stride == 0 or one[:2] == (0, keep)
+    ]
 
 
 def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str, bytes]]) -> str:
