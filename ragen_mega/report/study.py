@@ -223,7 +223,7 @@ def _is_plain(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95% interval; the interval is infinite where there is only one seed."""
+    """A mean with its 95% interval, which is infinite where there is only one seed or prompt."""
 
     mean: float
     low: float
@@ -279,9 +279,9 @@ def _half_width(means: NDArray[np.float64]) -> float:
 
 
 def percent(of: Estimate, *, signed: bool = False) -> str:
-    """`61.2% (58.0% - 64.4%)`."""
+    """`61.2% (58.0% to 64.4%)`."""
     form = "{:+.1%}" if signed else "{:.1%}"
     mean = form.format(of.mean)
     if math.isinf(of.low):
-        return f"{mean} (one seed: no interval)"
+        return f"{mean} (one {'seed' if of.num_seeds < 2 else 'prompt'}: no interval)"
     return f"{mean} ({form.format(of.low)} to {form.format(of.high)})"

@@ -238,7 +238,8 @@ def test_no_interval_has_width_zero(seeds: int) -> None:
 def test_one_seed_has_no_interval() -> None:
     one = estimate(np.ones((1, 8)))
     assert one.mean == 1.0 and one.verdict == "not told apart"
-    assert "no interval" in percent(one)
+    assert percent(one) == "100.0% (one seed: no interval)"
+    assert percent(estimate(np.ones((3, 1)))) == "100.0% (one prompt: no interval)"
 
 
 def test_matched_arms_do_as_much(tmp_path: Path) -> None:
