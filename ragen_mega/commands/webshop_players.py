@@ -56,6 +56,8 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--num-goals must be 1 to {shopper.num_tasks}, the goals of the split, not {num_goals}"
         )
+    if num_turns < 1:
+        raise ValueError(f"--max-turns must be at least 1, not {num_turns}")
     draw = random.Random(_SEED)
     players: dict[str, Callable[[WebShop], str]] = {
         "oracle": lambda one: optimal_actions(one, num_turns)[0],

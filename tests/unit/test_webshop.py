@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragen_mega.commands import webshop_players
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.worlds.webshop.catalogue import (
@@ -378,6 +379,19 @@ def test_players(tmp_path: Path) -> None:
     }  # fmt: skip
     assert players["random"]["score"] < 0.2 < players["rule"]["score"] < 0.8
     assert players["rule"]["success"] == 0.0  # it chooses no options
+
+
+def test_players_without_a_turn_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """They would all have scored 0."""
+    with pytest.raises(SystemExit) as left:
+        webshop_players.main(["--option", "num_products=400", "--max-turns", "0"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "error: --max-turns must be at least 1, not 0\n"
+
+
+def test_the_random_player_searches_for_a_request_without_keywords(shopper: WebShop) -> None:
+    shopper.enter(replace(shopper.goal, instruction="i need it"))
+    assert shopper.random_answer(random.Random(0)) == "search[i need it]"
 
 
 def test_the_oracle_needs_five_turns(generated: WebShop) -> None:

@@ -38,7 +38,7 @@ def random_action(shopper: Any, generator: random.Random) -> str:
     page = shopper.page
     if page.kind != "start":
         return f"click[{generator.choice(page.clickable)}]"
-    words = keywords(shopper.goal)
+    words = keywords(shopper.goal) or [shopper.goal.instruction]
     if generator.random() < 0.5:
         places = sorted(generator.sample(range(len(words)), generator.randint(1, len(words))))
         words = [words[place] for place in places]
