@@ -93,10 +93,10 @@ def write_report(
     found = study_table.collect(study, folder, seeds)
     if not any(found.values()):
         raise ValueError(f"no run of {folder} has finished; there is nothing to report")
-    place = json.loads((folder / IDENTITY).read_text())["place"]
+    of = json.loads((folder / IDENTITY).read_text())
     if study.target is not None:
-        return study_scaling.write(study, found, output, place, mixed, machine)
-    study_table.write(study, found, output, place, mixed)
+        return study_scaling.write(study, found, output, of["place"], mixed, machine)
+    study_table.write(study, found, output, of["place"], of["match"], mixed)
 
 
 def predict(

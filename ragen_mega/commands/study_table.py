@@ -18,6 +18,8 @@ from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, 
 from ragen_mega.report.study import Estimate, Study, estimate, percent
 
 PLAYERS = ("random", "optimum")
+MATCHED = {"steps": "optimizer steps", "tokens": "sampled trajectories"}
+"""What --match gives all arms the same of."""
 
 
 def collect(study: Study, folder: Path, seeds: Sequence[int]) -> dict[str, dict[int, dict]]:
@@ -92,7 +94,9 @@ def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> 
     return estimate(rates(found[a], name, shared) - rates(found[b], name, shared), least=-1.0)
 
 
-def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mixed: bool) -> str:
+def markdown(
+    study: Study, result: dict[str, Any], found: dict, place: dict, match: str, mixed: bool
+) -> str:
     """The report as text."""
     parts = [
         f"# {study.title}",
@@ -100,6 +104,11 @@ def markdown(study: Study, result: dict[str, Any], found: dict, place: dict, mix
         f" {shlex.join(study.flags)}.",
         f"{place['hardware']}; commit {place['commit']}; {place['date'][:10]}.",
     ]
+    if match != "none":
+        parts.append(
+            f"Every arm has as many {MATCHED[match]} as the first one (`--match {match}`), so its"
+            " number of steps is its own."
+        )
     if mixed:
         parts.append("**Runs of different code or of another version of this study are mixed.**")
     if study.confounds:
@@ -190,16 +199,21 @@ def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
 
 
 def write(
-    study: Study, found: dict[str, dict[int, dict]], output: Path, place: dict, mixed: bool
+    study: Study,
+    found: dict[str, dict[int, dict]],
+    output: Path,
+    place: dict,
+    match: str,
+    mixed: bool,
 ) -> None:
     """NAME.md, NAME.json and NAME.svg of the runs that `collect` found. In the JSON every arm has
     its players; those of a set are null where arms differ.
     """
     result = compare(study, found)
     output.mkdir(parents=True, exist_ok=True)
-    text = markdown(study, result, found, place, mixed)
+    text = markdown(study, result, found, place, match, mixed)
     (output / f"{study.page}.md").write_text(text)
-    report = {"study": asdict(study), "place": place, "is_mixed": mixed}
+    report = {"study": asdict(study), "place": place, "match": match, "is_mixed": mixed}
     report["sets"] = {
         name: {
             **(shared_players(of) or dict.fromkeys(PLAYERS)),

@@ -404,6 +404,15 @@ def test_a_report_has_all_seeds_that_there_are(two_presets: Path, tmp_path: Path
     assert [*found["runs"]] == ["low-seed101"]
 
 
+def test_a_report_says_what_arms_have_the_same_of(tiny: Path, tmp_path: Path) -> None:
+    """The flags on the page have the number of steps that the first arm alone takes."""
+    study_runs.claim_folder(tmp_path / "runs", Study.read(tiny), "tokens", mixed=False)
+    finish(tmp_path / "runs" / "low-seed0")
+    assert report_on(tiny, tmp_path, "--match", "tokens")["match"] == "tokens"
+    text = (tmp_path / "reports" / "tiny.md").read_text()
+    assert "as many sampled trajectories as the first one (`--match tokens`)" in text
+
+
 def test_presets_have_pages_of_their_own(two_presets: Path, tmp_path: Path) -> None:
     finish(tmp_path / "runs" / "low-seed0")
     report_on(two_presets, tmp_path)
