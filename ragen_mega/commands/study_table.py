@@ -45,11 +45,27 @@ def rates(runs: dict[int, dict], name: str, seeds: Sequence[int]) -> np.ndarray:
 
 
 def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
-    """For every evaluated set: each arm, its paired difference to the first arm, and the claims."""
+    """For every evaluated set: each arm, its paired difference to the first arm, and the claims.
+
+    Raises ValueError if runs were evaluated on different numbers of a set's prompts, which cannot
+    be paired.
+    """
     some = [summary for runs in found.values() for summary in runs.values()]
     names = list(dict.fromkeys(name for summary in some for name in summary["sets"]))
     sets = {}
     for name in names:
+        sizes = {
+            f"{arm}-seed{seed}": len(run["sets"][name]["prompt_success"])
+            for arm, runs in found.items()
+            for seed, run in runs.items()
+            if name in run["sets"]
+        }
+        if len(set(sizes.values())) > 1:
+            (one, few), *_, (other, many) = sorted(sizes.items(), key=lambda size: size[1])
+            raise ValueError(
+                f"runs of a study are compared prompt by prompt, and of {name} {one} has {few} and"
+                f" {other} {many}; give all arms and runs the same --eval-prompts"
+            )
         arms = {
             arm: estimate(rates(runs, name, list(runs)))
             for arm, runs in found.items()

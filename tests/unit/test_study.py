@@ -413,6 +413,21 @@ def test_a_report_says_what_arms_have_the_same_of(tiny: Path, tmp_path: Path) ->
     assert "as many sampled trajectories as the first one (`--match tokens`)" in text
 
 
+def test_other_numbers_of_prompts_are_one_line(
+    two_presets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("low-seed0", "low-seed1", "high-seed0", "high-seed1"):
+        finish(tmp_path / "runs" / name)
+    path = tmp_path / "runs" / "high-seed1" / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["sets"]["bandit"]["prompt_success"] = [1.0, 0.0]
+    write_json(path, summary)
+    with pytest.raises(SystemExit):
+        report_on(two_presets, tmp_path)
+    assert "of bandit high-seed1 has 2 and" in capsys.readouterr().err
+    assert not (tmp_path / "reports").exists()
+
+
 def test_presets_have_pages_of_their_own(two_presets: Path, tmp_path: Path) -> None:
     finish(tmp_path / "runs" / "low-seed0")
     report_on(two_presets, tmp_path)
