@@ -101,11 +101,15 @@ class Run:
 
     def collapsed(self) -> NDArray[np.bool_]:
         """[steps] whether success in training has collapsed for good by then: from that step to the
-        last its level stays FALL below the run's best. The guard has to tell without hindsight.
+        last its level stays FALL below the run's best. The guard has to tell without hindsight. A
+        step that played nothing has no part in a level.
         """
         success = self.signals[:, SIGNALS.index(SUCCESS)]
-        levels = np.convolve(success, np.full(LEVEL_STEPS, 1 / LEVEL_STEPS), "valid")
-        low = levels < levels.max() - FALL
+        window, known = np.ones(LEVEL_STEPS), ~np.isnan(success)
+        counts = np.convolve(known, window, "valid")
+        totals = np.convolve(np.where(known, success, 0.0), window, "valid")
+        levels = np.where(counts > 0, totals / np.maximum(counts, 1), np.nan)
+        low = levels < np.fmax.reduce(levels) - FALL
         for_good = np.logical_and.accumulate(low[::-1])[::-1]
         return np.append(np.zeros(LEVEL_STEPS - 1, bool), for_good)
 

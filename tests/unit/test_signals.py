@@ -150,15 +150,18 @@ def test_levels_are_those_known_at_a_step(studies: Path) -> None:
     assert np.isnan(run.early()[SIGNALS.index("rollout/entropy_variance")])
 
 
-def test_a_run_has_collapsed_where_it_stays_below_its_best() -> None:
+@pytest.mark.parametrize("unplayed", [0, 4])
+def test_a_run_has_collapsed_where_it_stays_below_its_best(unplayed: int) -> None:
+    """Also one with steps that played nothing and so have no success."""
     draw = np.random.default_rng(3)
     ends = set()
     for _ in range(40):
         values = np.full((60, len(SIGNALS)), np.nan)
         levels = np.repeat(draw.uniform(0.2, 0.8, 6), 10)
         success = np.clip(levels + draw.normal(0, 0.05, 60), 0, 1)
+        success[draw.choice(60, unplayed, replace=False)] = np.nan
         values[:, SIGNALS.index(signals.SUCCESS)] = success
-        means = {step: success[step - 9 : step + 1].mean() for step in range(9, 60)}
+        means = {step: np.nanmean(success[step - 9 : step + 1]) for step in range(9, 60)}
         best = max(means.values())
         expected = [
             step >= 9 and all(means[later] < best - 0.1 for later in range(step, 60))
