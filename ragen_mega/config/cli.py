@@ -42,7 +42,7 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
             f"--recipe must name one of {', '.join(known)}, not {name!r}"
             f"{did_you_mean(name, known)}; files are in {directory}"
         )
-    flags = read_flags(directory / f"{name}.flags")
+    flags = _of_estimator(read_flags(directory / f"{name}.flags"), rest)
     return [*(flags if played is None else _of_played(flags, played)), *rest]
 
 
@@ -74,6 +74,18 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
             steps = json.loads(value)
             kept[index] = json.dumps({step: keep(options) for step, options in steps.items()})
     return kept
+
+
+def _of_estimator(flags: list[str], others: Sequence[str]) -> list[str]:
+    """The flags of a recipe, less what says how its estimator works where `others` name another."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--advantage-estimator", nargs="?")
+    of_recipe, chosen = (parser.parse_known_args(words)[0] for words in (flags, others))
+    if chosen.advantage_estimator in (None, of_recipe.advantage_estimator):
+        return flags
+    for option in ("--turn-gamma", "--turn-lam", "--reward-placement"):
+        parser.add_argument(option, nargs="?")
+    return parser.parse_known_args(flags)[1]
 
 
 def read_flags(path: Path) -> list[str]:

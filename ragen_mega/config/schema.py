@@ -1103,7 +1103,8 @@ class StarPOConfig(Section):
                 "max_sampling_rounds needs a filter that keeps a known number of groups, none of"
                 f" them constant, and filter_strategy is {self.filter.filter_strategy}"
                 f"{' with filter_keep_zero' if self.filter.filter_keep_zero else ''}; set"
-                " --filter-strategy top_fraction, with --filter-value 1 for all of them",
+                " --filter-strategy top_fraction and --no-filter-keep-zero, --filter-value 1 for"
+                " all of them",
             ),
             (
                 rollout.max_sampling_rounds > 1 and self.filter.filter_start > 0,

@@ -190,6 +190,20 @@ def test_help_has_every_flag_with_its_default_and_that_of_the_recipe(capsys) -> 
                 assert other == words[1:] * (words[0] != words[1])
 
 
+def test_another_estimator_takes_the_recipes_one_away_with_its_options() -> None:
+    own = parse([], recipe="frozen_lake").advantage
+    assert own.advantage_estimator == "bilevel_gae" and own.turn_lam < 1
+    for flag in (["--advantage-estimator", "grpo"], ["--advantage-estimator=gae"]):
+        other = parse(flag, recipe="frozen_lake").advantage
+        assert other.advantage_estimator in flag[-1]
+        assert other.turn_lam is other.turn_gamma is None
+        assert other.reward_placement == "trajectory"
+    same = parse(["--advantage-estimator", "bilevel_gae"], recipe="frozen_lake").advantage
+    assert same == own
+    with pytest.raises(ValueError, match="turn_lam does nothing with advantage_estimator gae"):
+        parse(["--advantage-estimator", "gae", "--turn-lam", "0.5"], recipe="frozen_lake")
+
+
 def test_a_value_may_begin_with_a_dash() -> None:
     config = parse(["--format-penalty", "-1e-2", "--reward", "-0.5*format + environment"])
     assert config.environment.format_penalty == -0.01

@@ -157,7 +157,7 @@ def _human_requests(requests: Any, where: str) -> list[Request]:
         Request(
             _text(request, "instruction", where).strip("."),
             _attributes(request, where),
-            _texts(request.get("instruction_options", []), "instruction_options", where),
+            _texts(request.get("instruction_options") or [], "instruction_options", where),
         )
         for request in _checked(requests, list, "the entry", where)
         if _checked(request, dict, "a request", where).get("instruction_attributes")
