@@ -70,7 +70,7 @@ def test_sets_that_are_only_evaluated_are_planned() -> None:
     assert three.planned_evaluations(1) == tripled
 
     def evaluations(config: StarPOConfig) -> float:
-        speed = Speed(None, config, 1, None, {"rollout": 1.0}, 0.0)
+        speed = Speed(None, config, 1, None, {"rollout": 1.0}, 0.0, 1.0)
         return whole_run(speed) - config.train.num_steps * speed.step
 
     assert evaluations(three) == pytest.approx(3 * evaluations(one))
