@@ -291,8 +291,8 @@ def compare(
     baseline: Mapping[Key, Tensor],
     unfused: Mapping[Key, Tensor],
 ) -> dict[str, float | str]:
-    """Largest differences of a layout from the single process and from `unfused`. Raises ValueError
-    if it computed other tensors.
+    """Largest differences of a layout from the single process and from `unfused`, NaN where one of
+    them computed that. Raises ValueError if it computed other tensors.
     """
     has_gradients = not layout.parallel.use_distributed_optimizer
     expected = {key for key in baseline if has_gradients or key.kind != "gradient"}
@@ -310,8 +310,13 @@ def compare(
     ]
     for column, ours, theirs in pairs:
         scale = max(float(theirs.abs().max()), 1e-6) if "_rel_" in column else 1.0
-        row[column] = max(row[column], float((ours - theirs).abs().max()) / scale)
+        row[column] = largest(row[column], float((ours - theirs).abs().max()) / scale)
     return row
+
+
+def largest(*differences: float) -> float:
+    """The largest difference, NaN if any is: Python's own `max` would leave that out."""
+    return float(torch.tensor(differences, dtype=torch.float64).max())
 
 
 def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
@@ -353,9 +358,11 @@ def measure(names: list[str]) -> dict:
             rows.append(compare(LAYOUTS[name], launch(LAYOUTS[name], directory), baseline, unfused))
             numbers = (f"{key} {rows[-1][key]:.1e}" for key in TOLERANCES)
             print(f"{name:34s}", *numbers, sep="  ", flush=True)
-    difference = max(
-        float((baseline[Key("logprobs", name)] - logprobs).abs().max())
-        for name, logprobs in expected.items()
+    difference = largest(
+        *(
+            float((baseline[Key("logprobs", name)] - logprobs).abs().max())
+            for name, logprobs in expected.items()
+        )
     )
     print(f"{'transformers':34s}  max_diff_logprobs {difference:.1e}")
     return {"layouts": rows, "transformers": {"max_diff_logprobs": difference}}

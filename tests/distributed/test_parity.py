@@ -3,6 +3,7 @@
 """
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,19 @@ def test_differences_are_the_largest_of_their_kind(kind: str) -> None:
     for column in parity.TOLERANCES:
         expected = 0.125 if "_rel_" in column else 0.5
         assert row[column] == (expected if column in changed else 0.0)
+
+
+@pytest.mark.parametrize("kind", list(parity.COLUMNS))
+@pytest.mark.parametrize("broken", ["layout", "baseline", "both"])
+def test_nan_is_no_agreement(kind: str, broken: str) -> None:
+    whole, part = computed(), computed(**{kind: math.nan})
+    result, baseline = (
+        part if broken in (name, "both") else whole for name in ("layout", "baseline")
+    )
+    row = parity.compare(parity.LAYOUTS["pp2"], result, baseline, {})
+    assert math.isnan(row[parity.COLUMNS[kind]])
+    report = {"layouts": [row], "transformers": {"max_diff_logprobs": 0.0}}
+    assert not parity.is_within_tolerance(report)
 
 
 def test_a_missing_tensor_is_no_agreement() -> None:
