@@ -35,8 +35,11 @@ def interleave(
     jobs: Mapping[str, Callable[[], T]], repetitions: int, *, warmups: int = 0
 ) -> dict[str, list[T]]:
     """What every job returned in each repetition. They take turns, so that other load on
-    the machine affects all alike; the first `warmups` turns do not count.
+    the machine affects all alike; the first `warmups` turns do not count. Raises ValueError, before
+    any turn, for no repetition.
     """
+    if repetitions < 1:
+        raise ValueError(f"a benchmark needs at least 1 repetition that counts, not {repetitions}")
     readings: dict[str, list[T]] = {name: [] for name in jobs}
     for repetition in range(warmups + repetitions):
         for name, job in jobs.items():
@@ -59,8 +62,8 @@ def _larger_than_caches() -> torch.Tensor:
 
 
 def milliseconds_of(work: Callable[[], object], device: str) -> float:
-    """Seconds of work on the device. On a GPU between two events, after a write that flushes its
-    caches and lets the host run ahead by about 1 ms, so that launches do not count.
+    """Milliseconds of work on the device. On a GPU between two events, after a write that flushes
+    its caches and lets the host run ahead by about 1 ms, so that launches do not count.
     """
     if device == "cpu":
         return 1e3 * seconds_of(work)

@@ -133,6 +133,13 @@ def test_jobs_take_turns() -> None:
     assert order == ["a", "b"] * 3 and readings == {"a": [3, 5], "b": [4, 6]}
 
 
+@pytest.mark.parametrize("repetitions", [0, -1])
+def test_no_repetition_is_no_benchmark(repetitions: int) -> None:
+    """It would be published as a result without readings."""
+    with pytest.raises(ValueError, match=f"at least 1 repetition that counts, not {repetitions}"):
+        benchmark.interleave({"a": lambda: pytest.fail("it was run")}, repetitions, warmups=1)
+
+
 def test_a_report_is_printed_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
