@@ -161,22 +161,36 @@ def run_case(
         }
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time every case on the device; a line about each as soon as it is done."""
-    device, repetitions = arguments.device, arguments.repetitions
-    copy_rate = copy_bandwidth(device, repetitions)
+def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
+    """Those that --cases names, by default all. Raises ValueError for a word that names none."""
+    device = arguments.device
     compiled = None if arguments.no_compile else torch.compile
     sizes = "cpu" if arguments.small else device
+    cases = [
+        *logits_cases(device, sizes, compiled),
+        *hidden_cases(device, sizes, compiled),
+        *returns_cases(device, sizes),
+    ]
+    names = dict.fromkeys(case.name for case in cases)
+    if idle := [word for word in arguments.cases if not any(word in name for name in names)]:
+        raise ValueError(
+            f"--cases takes parts of the names {', '.join(names)}, not {', '.join(idle)}"
+        )
+    words = arguments.cases or [""]
+    return [case for case in cases if any(word in case.name for word in words)]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time every case on the device; a line about each as soon as it is done. Raises ValueError,
+    before any, for a word that is in no case's name.
+    """
+    device, repetitions = arguments.device, arguments.repetitions
+    cases = chosen_cases(arguments)
+    copy_rate = copy_bandwidth(device, repetitions)
     gemms_ms: dict[str, float] = {}
     results: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
-    for case in itertools.chain(
-        logits_cases(device, sizes, compiled),
-        hidden_cases(device, sizes, compiled),
-        returns_cases(device, sizes),
-    ):
-        if arguments.cases and not any(word in case.name for word in arguments.cases):
-            continue
+    for case in cases:
         gemm_ms = None
         if case.gemms:
             gemm_ms = gemm_milliseconds(device, case.gemms, repetitions)

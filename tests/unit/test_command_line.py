@@ -20,7 +20,7 @@ from ragen_mega.commands.command_line import (
     run_ranks,
 )
 from ragen_mega.report import hardware
-from tools import benchmark
+from tools import bench_kernels, benchmark
 
 FLAGS = (
     flag("--count", "a number", 3),
@@ -138,6 +138,18 @@ def test_no_repetition_is_no_benchmark(repetitions: int) -> None:
     """It would be published as a result without readings."""
     with pytest.raises(ValueError, match=f"at least 1 repetition that counts, not {repetitions}"):
         benchmark.interleave({"a": lambda: pytest.fail("it was run")}, repetitions, warmups=1)
+
+
+def test_cases_of_kernels_are_chosen_by_words_that_are_in_their_names() -> None:
+    """A word in none would replace an earlier measurement by a report without results."""
+
+    def chosen(*words: str) -> set[str]:
+        given = argparse.Namespace(device="cpu", small=True, no_compile=True, cases=[*words])
+        return {case.name for case in bench_kernels.chosen_cases(given)}
+
+    assert chosen("bi-level", "linear") == {"bi-level gae", "linear policy loss"} < chosen()
+    with pytest.raises(ValueError, match="of the names logprob.*, bi-level gae, .*, not linaer"):
+        chosen("gae", "linaer")
 
 
 def test_a_report_is_printed_and_written(
