@@ -585,7 +585,9 @@ class FilterConfig(Section):
         if self.filter_strategy == "percentile_range":
             first, last = (math.floor(share * num_groups + 1e-9) for share in self.value)
             return last - first
-        return {"top_k": self.value, "none": num_groups}.get(self.filter_strategy)
+        if self.filter_strategy == "top_k":
+            return int(self.value)
+        return num_groups if self.filter_strategy == "none" else None
 
     @property
     def value(self) -> float | tuple[float, float | None] | None:

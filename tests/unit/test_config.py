@@ -225,3 +225,20 @@ def test_engines_have_their_ranks_on_one_node() -> None:
             ValueError, match=r"rollout_tensor_parallel_size \(4\) must divide the ranks of a node"
         ):
             rollout.num_engines(world_size, ranks_per_node)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("top_k --filter-value 3", 3),
+        ("top_fraction --filter-value 0.3", 2),
+        ("percentile_range --filter-start 0.25 --filter-value 0.75", 4),
+        ("none", 8),
+        ("top_p_linear --filter-value 0.9", None),
+    ],
+)
+def test_groups_that_a_filter_keeps_are_a_whole_number(flags: str, expected: int | None) -> None:
+    """They count groups: lists are cut at them, and messages name them."""
+    words = f"--num-groups 8 --minibatch-size 16 --filter-strategy {flags}"
+    kept = parse(words.split()).filter.num_kept(8)
+    assert kept == expected and type(kept) is type(expected)
