@@ -280,6 +280,15 @@ def wait_for(run: Victim, launcher: subprocess.Popen[bytes], phase: str, num_log
     return True
 
 
+def kill(process: psutil.Process) -> bool:
+    """SIGKILL; whether the process was still there, which it need not be since it was seen."""
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
 def vanish(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[str]]:
     """Wait until no process of the run is left. Returns the seconds, and a problem for those that
     had to be killed.
@@ -290,7 +299,7 @@ def vanish(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[
         time.sleep(0.05)
     seconds = time.monotonic() - start
     for process in left:
-        process.kill()
+        kill(process)
     launcher.wait()
     return seconds, [f"{len(left)} processes were left after {seconds:.0f} s"] if left else []
 
@@ -306,8 +315,7 @@ def kill_servers(run: Victim, launcher: subprocess.Popen[bytes], generator: rand
     ):
         time.sleep(generator.expovariate(1 / 0.3))
         if servers := run.servers():
-            generator.choice(servers).kill()
-            count += 1
+            count += kill(generator.choice(servers))
     return count
 
 
@@ -319,7 +327,7 @@ def kill_rank(
     generator: random.Random,
 ) -> str:
     """Kill a rank in phase `target`, `num_logged` steps into the run. Returns the phase; `end` if
-    the run ended first.
+    the rank or the run ended first.
     """
     if not wait_for(run, launcher, target, num_logged):
         return "end"
@@ -329,8 +337,7 @@ def kill_rank(
     if not ranks:
         return "end"
     hit = run.phase()
-    generator.choice(ranks).kill()
-    return hit
+    return hit if kill(generator.choice(ranks)) else "end"
 
 
 def play_round(

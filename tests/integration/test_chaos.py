@@ -2,9 +2,12 @@
 
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +15,7 @@ from safetensors.torch import save_file
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
+from tools import chaos
 from tools.chaos import (
     LAYOUTS,
     NUM_STEPS,
@@ -130,6 +134,25 @@ def test_a_checkpoint_written_anew_is_another(tmp_path: Path) -> None:
         (tmp_path / "step_00000002").rmdir()
     (tmp_path / "step_00000002").mkdir()
     assert identity(tmp_path / "step_00000002") != first
+
+
+def test_a_rank_that_ends_before_it_is_killed_has_reached_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at a run's processes and the kill a run may finish."""
+    rank = subprocess.Popen(["sleep", "60"])
+    run, seen = Victim(tmp_path, "run", LAYOUTS[0]), psutil.Process(rank.pid)
+    launcher = SimpleNamespace(pid=0, poll=lambda: None)
+
+    def phase(self: Victim) -> str:
+        assert chaos.kill(seen)
+        rank.wait()
+        return "finish"
+
+    monkeypatch.setattr(Victim, "ranks", lambda self, launcher: [seen])
+    monkeypatch.setattr(Victim, "phase", phase)
+    monkeypatch.setattr(chaos, "wait_for", lambda *_: True)
+    assert chaos.kill_rank(run, launcher, "finish", 0, random.Random(0)) == "end"
 
 
 @pytest.mark.slow
