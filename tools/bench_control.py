@@ -111,7 +111,8 @@ def measure(directory: Path) -> dict[str, tuple[float, float]]:
         dist.all_reduce(busy, op=dist.ReduceOp.MAX)
         found[name] = received / num_ranks / _REPEATS, 1e3 * float(busy) / _REPEATS
         distributed.barrier()
-    ends = found.pop("barrier")[0] / _REPEATS  # the barrier that closes a measurement
+    # Every measurement has one more barrier, which closes it; that of barriers is _REPEATS + 1.
+    ends = found.pop("barrier")[0] / (_REPEATS + 1)
     return {name: (size - ends, busy) for name, (size, busy) in found.items()}
 
 

@@ -20,7 +20,7 @@ from ragen_mega.commands.command_line import (
     run_ranks,
 )
 from ragen_mega.report import hardware
-from tools import bench_kernels, benchmark
+from tools import bench_control, bench_kernels, benchmark
 
 FLAGS = (
     flag("--count", "a number", 3),
@@ -150,6 +150,24 @@ def test_cases_of_kernels_are_chosen_by_words_that_are_in_their_names() -> None:
     assert chosen("bi-level", "linear") == {"bi-level gae", "linear policy loss"} < chosen()
     with pytest.raises(ValueError, match="of the names logprob.*, bi-level gae, .*, not linaer"):
         chosen("gae", "linaer")
+
+
+def test_control_traffic_is_that_of_the_calls_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without the barrier that closes each measurement, whose bytes are known here."""
+    carried = [0]
+
+    def carry(num_bytes: int) -> None:
+        carried[0] += num_bytes
+
+    parts = {"nothing": lambda: None, "a hundred": lambda: carry(100)}
+    monkeypatch.setattr(bench_control, "parts", lambda directory: parts)
+    monkeypatch.setattr(bench_control, "_received", lambda: carried[0])
+    monkeypatch.setattr(bench_control.distributed, "barrier", lambda: carry(30))
+    monkeypatch.setattr(bench_control.dist, "all_reduce", lambda *_, **__: None)
+    found = {name: size for name, (size, _) in bench_control.measure(tmp_path).items()}
+    assert found == {"nothing": pytest.approx(0), "a hundred": pytest.approx(100)}
 
 
 def test_a_report_is_printed_and_written(
