@@ -166,7 +166,11 @@ def enter_network() -> None:
 
 
 def growth(sizes: list[int], values: list[float]) -> float:
-    """The power of the number of other ranks by which values grow, from first to last."""
+    """The power of the number of other ranks by which values grow, from first to last; NaN where
+    one of them is not above 0.
+    """
+    if min(values[0], values[-1]) <= 0:
+        return math.nan
     return math.log(values[-1] / values[0]) / math.log((sizes[-1] - 1) / (sizes[0] - 1))
 
 
@@ -176,9 +180,12 @@ def growth(sizes: list[int], values: list[float]) -> float:
     *OUTPUTS,
 )
 def main(arguments: argparse.Namespace) -> None:
-    sizes = sorted(arguments.ranks)
+    sizes = sorted({*arguments.ranks})
     if len(sizes) < 2 or sizes[0] < 2:
-        raise ValueError(f"--ranks must be two numbers of ranks or more, each above 1, not {sizes}")
+        raise ValueError(
+            "--ranks must be two different numbers of ranks or more, each above 1, not"
+            f" {arguments.ranks}"
+        )
     enter_network()
     found = [run_ranks(size, 20_000 + size) for size in sizes]
     tables = []

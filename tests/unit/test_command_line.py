@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,15 @@ def test_control_traffic_is_that_of_the_calls_alone(
     monkeypatch.setattr(bench_control.dist, "all_reduce", lambda *_, **__: None)
     found = {name: size for name, (size, _) in bench_control.measure(tmp_path).items()}
     assert found == {"nothing": pytest.approx(0), "a hundred": pytest.approx(100)}
+
+
+def test_growth_of_control_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that sends nothing has none, and one size shows none: neither ends a measurement."""
+    assert bench_control.growth([3, 5], [10.0, 40.0]) == pytest.approx(2)
+    assert math.isnan(bench_control.growth([3, 5], [0.0, 40.0]))
+    monkeypatch.setattr(bench_control, "enter_network", lambda: pytest.fail("it was measured"))
+    with pytest.raises(SystemExit):
+        bench_control.main(["--ranks", "4", "4"])
 
 
 def test_a_report_is_printed_and_written(
