@@ -47,6 +47,7 @@ FLAGS = (
     flag("--threads", "of torch, each side", int(os.environ.get("OMP_NUM_THREADS", 1))),
 )
 WARMUPS = 1
+LOG_LINES = 15
 CLOSE = 1e-4
 """Relative difference of losses and gradient norms in float32."""
 
@@ -75,8 +76,11 @@ class Side:
         """What it says next. Raises ValueError if it ended instead."""
         if line := self._replies.readline():
             return json.loads(line)
-        end = self.log.read_text(errors="replace").splitlines()[-1:]
-        raise ValueError(f"{self._process.args[2]} ended early ({' '.join(end)}); see {self.log}")
+        said = self.log.read_text(errors="replace").splitlines()  # it goes with the scratch folder
+        print(*said[-LOG_LINES:], sep="\n", file=sys.stderr)
+        python, _, side = self._process.args[:3]
+        why = f"its last words were {said[-1]}" if said else "without a word"
+        raise ValueError(f"the side {side}, run by {python}, ended early: {why}")
 
     def step(self) -> dict[str, float]:
         """Train a step; wall-clock and CPU seconds."""

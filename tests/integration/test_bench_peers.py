@@ -8,9 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from tools import bench_peers
+
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("RAGEN_TRL_PYTHON")
 FLAGS = "--groups 2 --group-size 4 --max-tokens 6 --repeats 1 --threads 1 --turns 1 3"
+
+
+def test_a_side_that_ends_early_is_heard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its log is in a folder that ends with the benchmark, so that naming it would not help."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho the cause\necho the end\nexit 1\n")
+    python.chmod(0o755)
+    (tmp_path / "settings.json").write_text(json.dumps({"threads": 1}))
+    side = bench_peers.Side(str(python), "trl", tmp_path / "settings.json")
+    try:
+        with pytest.raises(ValueError, match=f"trl, run by {python}, .* words were the end$"):
+            side.reply()
+    finally:
+        side.close()
+    assert capsys.readouterr().err == "the cause\nthe end\n"
 
 
 @pytest.mark.slow
