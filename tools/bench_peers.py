@@ -83,9 +83,10 @@ class Side:
         raise ValueError(f"the side {side}, run by {python}, ended early: {why}")
 
     def step(self) -> dict[str, float]:
-        """Train a step; wall-clock and CPU seconds."""
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        """Train a step; wall-clock and CPU seconds. Raises ValueError if it ended instead."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and what it said tells why
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
         return self.reply()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ PYTHON = os.environ.get("RAGEN_TRL_PYTHON")
 FLAGS = "--groups 2 --group-size 4 --max-tokens 6 --repeats 1 --threads 1 --turns 1 3"
 
 
+@pytest.mark.parametrize("ask", [bench_peers.Side.reply, bench_peers.Side.step])
 def test_a_side_that_ends_early_is_heard(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ask: Callable[[bench_peers.Side], dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its log is in a folder that ends with the benchmark, so that naming it would not help."""
     python = tmp_path / "python"
@@ -24,9 +26,10 @@ def test_a_side_that_ends_early_is_heard(
     python.chmod(0o755)
     (tmp_path / "settings.json").write_text(json.dumps({"threads": 1}))
     side = bench_peers.Side(str(python), "trl", tmp_path / "settings.json")
+    side._process.wait()
     try:
         with pytest.raises(ValueError, match=f"trl, run by {python}, .* words were the end$"):
-            side.reply()
+            ask(side)
     finally:
         side.close()
     assert capsys.readouterr().err == "the cause\nthe end\n"
