@@ -14,9 +14,11 @@ once.
 
 import argparse
 import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -211,10 +213,10 @@ def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:
 def _player(text: str) -> tuple[str, float]:
     """`oracle=1` as name and number."""
     name, _, value = text.partition("=")
-    try:
-        return name, float(value)
-    except ValueError:
-        raise ValueError(f"--return-of takes PLAYER=RETURN, not {text!r}") from None
+    with suppress(ValueError):
+        if name and math.isfinite(mean := float(value)):
+            return name, mean
+    raise ValueError(f"--return-of takes PLAYER=RETURN, a name and a number, not {text!r}")
 
 
 @command(

@@ -206,13 +206,16 @@ def test_a_set_that_a_resume_added_has_no_warm_start(tmp_path: Path) -> None:
     assert "| run | sokoban | 25.0% (0.0% - 100.0%) | - | 20.0% | - |" in report.markdown("a", rows)
 
 
-def test_a_player_without_a_number_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("player", ["oracle", "oracle=", "oracle=nan", "oracle=inf", "=1"])
+def test_a_player_without_a_name_and_a_number_is_one_line(
+    player: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = finished(tmp_path / "run", {"bandit": 0.5})
+    run, output = finished(tmp_path / "run", {"bandit": 0.5}), tmp_path / "reports"
+    words = [str(run), "--title", "mine", "--output", str(output)]
     with pytest.raises(SystemExit):
-        report.main([str(run), "--title", "mine", "--return-of", "oracle"])
-    assert "PLAYER=RETURN, not 'oracle'" in capsys.readouterr().err
+        report.main([*words, "--return-of", player])
+    said = f"PLAYER=RETURN, a name and a number, not {player!r}"
+    assert said in capsys.readouterr().err and not output.exists()
 
 
 def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
