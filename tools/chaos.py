@@ -395,7 +395,9 @@ def differing_bits(run: Victim, undisturbed: Victim) -> Iterator[str]:
             yield f"step {row['step']} differs from the undisturbed run's in {', '.join(keys[:3])}"
             break
     ours, theirs = run.parameters(), undisturbed.parameters()
-    if ours.keys() != theirs.keys() or not all(
+    if not theirs:
+        yield "the undisturbed run has no last checkpoint to compare with"
+    elif ours.keys() != theirs.keys() or not all(
         torch.equal(value, theirs[key]) for key, value in ours.items()
     ):
         yield "the last checkpoint differs from the undisturbed run's"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,13 @@ def test_what_is_lost_is_seen(changes: dict, problem: str | None, tmp_path: Path
     undisturbed = finished(tmp_path, "undisturbed")
     problems = compare(finished(tmp_path, "tormented", **changes), undisturbed)
     assert (problems == []) if problem is None else (len(problems) == 1 and problem in problems[0])
+
+
+def test_no_checkpoint_is_no_agreement(tmp_path: Path) -> None:
+    runs = [finished(tmp_path, name) for name in ("tormented", "undisturbed")]
+    for run in runs:
+        shutil.rmtree(run.directory / "checkpoints")
+    assert compare(*runs) == ["the undisturbed run has no last checkpoint to compare with"]
 
 
 def sampled(
