@@ -53,9 +53,9 @@ WARMUP = 2
 """First steps, which do not count."""
 TARGETS = {0.25: (6.0, 23.5), 1.0: (15.0, 68.7)}
 """Share of the groups that is kept -> seconds per step (our target, the original's), of
-TARGET_MODEL on TARGET_TRAJECTORIES.
+TARGET_MODEL on TARGET_TRAJECTORIES of TARGET_TOKENS sampled tokens each, or more.
 """
-TARGET_MODEL, TARGET_TRAJECTORIES = "Qwen2.5-0.5B", 128
+TARGET_MODEL, TARGET_TRAJECTORIES, TARGET_TOKENS = "Qwen2.5-0.5B", 128, 338
 _POLL_SECONDS = 0.02
 _LOG_LINES = 15
 FLAGS = (
@@ -174,9 +174,13 @@ def summarize(
     }
     known = [sum(row[key] for key in names if key in row) for row in counted]
     phases["other"] = median([gap - part for gap, part in zip(gaps, known, strict=True)])
-    is_comparable = model == TARGET_MODEL and num_trajectories == TARGET_TRAJECTORIES
-    target, original = TARGETS.get(keep, (None, None)) if is_comparable else (None, None)
     sampled = median([row["rollout/sampled_tokens"] for row in counted])
+    is_comparable = (
+        model == TARGET_MODEL
+        and num_trajectories == TARGET_TRAJECTORIES
+        and sampled >= TARGET_TOKENS * num_trajectories
+    )
+    target, original = TARGETS.get(keep, (None, None)) if is_comparable else (None, None)
     return {
         "keep": keep,
         "seconds": seconds,

@@ -88,6 +88,31 @@ def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "original"),
+    [
+        ({}, 23.5),
+        ({"model": "Qwen2.5-7B"}, None),
+        ({"num_trajectories": 64}, None),
+        ({"tokens": 4 * TURNS}, None),
+        ({"keep": 0.5}, None),
+    ],
+)
+def test_the_original_is_beside_as_much_work_only(
+    changes: dict[str, object], original: float | None
+) -> None:
+    of = {"model": "Qwen2.5-0.5B", "num_trajectories": 128, "tokens": 68 * TURNS, "keep": 0.25}
+    of |= changes
+    row = {
+        "rollout/num_trajectories": of["num_trajectories"], "filter/kept_fraction": 0.25,
+        "rollout/sampled_tokens": of["tokens"] * of["num_trajectories"],
+        "rollout/tokens_per_second": 1.0, "update/tokens_per_second": 1.0, "time/update": 1.0,
+        "mismatch/logprob_max_abs_diff": 0.0,
+    }  # fmt: skip
+    run = bench_step.summarize(of["model"], of["keep"], [row] * 4, [2.0] * 3)
+    assert run["original_seconds"] == original and (run["target_seconds"] is None) == (not original)
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_random_model_never_stops(tmp_path: Path, is_tied: bool) -> None:
     """In transformers: stop tokens are impossible after any word, and the other words stay about
