@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import NormalDist
 
 from ragen_mega.config import StarPOConfig
@@ -500,12 +500,14 @@ def rollout(
         context = held / batch
         if machine.hardware.cores:  # the embedded engine attends to as many places for all
             context = max(contexts[s] + turns[s][t] - (end - steps) for end, s, t in running)
-        parts = decode_step(
-            machine, sizes, tp=tp, batch=batch, context=context, fp8=fp8, itemsize=itemsize
+        step = partial(
+            decode_step, machine, sizes, tp=tp, batch=batch, fp8=fp8, itemsize=itemsize
         )
         ahead = running[0][0] - steps
         if waiting:
-            ahead = min(ahead, max(1.0, math.ceil((waiting[0][0] - now) / sum(parts))))
+            first = sum(step(context=context))
+            ahead = min(ahead, max(1.0, math.ceil((waiting[0][0] - now) / first)))
+        parts = step(context=context + ahead / 2)  # a token longer after each step
         for name, seconds in zip(names, parts):
             terms[name] += ahead * seconds
         now += ahead * sum(parts)

@@ -254,8 +254,19 @@ def test_a_rollout_is_what_playing_token_by_token_takes(
     turns = 3 + 5 * bool(window)
     play = Play(turns, 150, 60, 120, environment_seconds=latency, window=window)
     events = sum(seconds for _, seconds in rollout(machine, sizes, play, sessions=12))
-    # the events hold the context still between them and round no tokens
+    # the events round no tokens
     assert events == pytest.approx(slow_rollout(machine, sizes, play, 12), rel=0.03)
+
+
+@pytest.mark.parametrize("cores", [0, 2])
+def test_a_context_grows_between_two_events(cores: int) -> None:
+    """Answers that all fill their limit end together, so that one event decodes them whole."""
+    constants = replace(H100.constants, decode_memory=0.02)  # keys and values are what it waits for
+    machine = Machine(replace(H100.hardware, cores=cores), constants)
+    sizes, play = Sizes.of(shape_of("Qwen2.5-0.5B")), Play(1, 20, 2000, 2000)
+    events = dict(rollout(machine, sizes, play, sessions=32))
+    assert events["key-value cache"] > 0.2 * sum(events.values())
+    assert sum(events.values()) == pytest.approx(slow_rollout(machine, sizes, play, 32), rel=0.002)
 
 
 def test_a_window_that_slides_is_read_and_trained_on_as_so_many_short_trajectories() -> None:
