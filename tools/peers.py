@@ -31,7 +31,7 @@ COMPARED_LR = 1e-9
 """So small that the compared update leaves the weights as they are."""
 
 
-REWARDS.register("tokens_modulo_7", lambda trajectory: float(sum(trajectory.tokens) % 7))
+REWARDS.register("tokens_mod_7", lambda trajectory: float(sum(trajectory.tokens) % 7))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Settings:
             f" --num-groups {self.groups} --group-size {self.group_size} --num-steps"
             f" {self.num_steps} --minibatch-size {self.groups * self.group_size}"
             " --filter-strategy none --advantage-estimator grpo --entropy-coef 0 --lr"
-            f" {COMPARED_LR} --weight-decay 0 --adam-beta2 0.999 --clip-grad 1 --reward tokens_modulo_7"
+            f" {COMPARED_LR} --weight-decay 0 --adam-beta2 0.999 --clip-grad 1 --reward tokens_mod_7"
             " --eval-prompts 2 --eval-samples 1 --eval-interval 0 --save-interval 0"
             " --diagnose-interval 0".split()
         )
@@ -181,7 +181,7 @@ def train_trl(settings: Settings, pace: Pace) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             pace.end()
 
-    def tokens_modulo_7(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def tokens_mod_7(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [sum(ids) % 7 for ids in completion_ids]
 
     def play(texts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def train_trl(settings: Settings, pace: Pace) -> None:
 
     trainer = GRPOTrainer(
         model,
-        tokens_modulo_7,
+        tokens_mod_7,
         GRPOConfig(
             f"{settings.output}/trl-{settings.turns}", use_cpu=True, bf16=False, report_to="none",
             per_device_train_batch_size=size, num_generations=settings.group_size,
