@@ -57,9 +57,9 @@ class Settings:
             f" --num-groups {self.groups} --group-size {self.group_size} --num-steps"
             f" {self.num_steps} --minibatch-size {self.groups * self.group_size}"
             " --filter-strategy none --advantage-estimator grpo --entropy-coef 0 --lr"
-            f" {COMPARED_LR} --weight-decay 0 --adam-beta2 0.999 --clip-grad 1 --reward tokens_mod_7"
-            " --eval-prompts 2 --eval-samples 1 --eval-interval 0 --save-interval 0"
-            " --diagnose-interval 0".split()
+            f" {COMPARED_LR} --weight-decay 0 --adam-beta2 0.999 --clip-grad 1"
+            " --reward tokens_mod_7 --eval-prompts 2 --eval-samples 1 --eval-interval 0"
+            " --save-interval 0 --diagnose-interval 0".split()
         )
 
 
