@@ -234,6 +234,11 @@ def _player(text: str) -> tuple[str, float]:
     ),
 )
 def main(arguments: argparse.Namespace) -> None:
+    if not arguments.title or Path(arguments.title).name != arguments.title:
+        raise ValueError(
+            f"--title names files in --output, so it cannot be {arguments.title!r}; take a name"
+            " without a slash"
+        )
     directories = {path.resolve(): path for path in arguments.runs}  # patterns may overlap
     runs = [read_run(directory) for directory in directories.values()]
     rows = [row for run in runs for row in rows_of(run)]

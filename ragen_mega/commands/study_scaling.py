@@ -251,10 +251,11 @@ def number(value: float) -> str:
     """Three digits, with a prefix of the SI; a dash for NaN."""
     if math.isnan(value):
         return "-"
+    rounded = float(f"{value:.3g}")  # before the prefix: 999,600 is 1M, not 1,000k
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
+        if rounded >= size:
+            return f"{rounded / size:.3g}{unit}"
+    return f"{rounded:.3g}"
 
 
 def within(one: Constant) -> str:

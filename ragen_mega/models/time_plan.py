@@ -500,9 +500,7 @@ def rollout(
         context = held / batch
         if machine.hardware.cores:  # the embedded engine attends to as many places for all
             context = max(contexts[s] + turns[s][t] - (end - steps) for end, s, t in running)
-        step = partial(
-            decode_step, machine, sizes, tp=tp, batch=batch, fp8=fp8, itemsize=itemsize
-        )
+        step = partial(decode_step, machine, sizes, tp=tp, batch=batch, fp8=fp8, itemsize=itemsize)
         ahead = running[0][0] - steps
         if waiting:
             first = sum(step(context=context))

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 
 from ragen_mega.commands import report
 from ragen_mega.config import parse
+from ragen_mega.report.markdown import table
 
 
 def finished(
@@ -216,6 +217,22 @@ def test_a_player_without_a_name_and_a_number_is_one_line(
         report.main([*words, "--return-of", player])
     said = f"PLAYER=RETURN, a name and a number, not {player!r}"
     assert said in capsys.readouterr().err and not output.exists()
+
+
+@pytest.mark.parametrize("title", ["a/b", "../mine", "", "."])
+def test_a_title_that_is_no_name_of_a_file_is_one_line(
+    title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, output = finished(tmp_path / "run", {"bandit": 0.5}), tmp_path / "reports" / "here"
+    with pytest.raises(SystemExit) as left:
+        report.main([str(run), "--title", title, "--output", str(output)])
+    assert left.value.code == 2 and "--title names files" in capsys.readouterr().err
+    assert not output.parent.exists()
+
+
+def test_a_bar_in_a_name_stays_in_its_cell() -> None:
+    said = table(("run", "success"), [("a|b", "1%")])
+    assert said.splitlines()[-1] == r"| a\|b | 1% |"
 
 
 def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from ragen_mega.commands import study as tool
 from ragen_mega.commands import study_runs
 from ragen_mega.commands.plan import planned_gpus
+from ragen_mega.commands.study_scaling import number
 from ragen_mega.config import parse
 from ragen_mega.config.cli import RECIPES
 from ragen_mega.models.memory_plan import GIB, Setting, plan
@@ -111,6 +112,21 @@ def known(tmp_path: Path) -> tuple[Path, Study]:
     study = Study.read(path, "small")
     study_runs.claim_folder(tmp_path / "runs", study, "none", mixed=False)
     return path, study
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (999.4, "999"),
+        (999.6, "1k"),
+        (999_600, "1M"),
+        (1234, "1.23k"),
+        (0.05, "0.05"),
+        (5e15, "5e+03T"),
+    ],
+)
+def test_numbers_have_the_prefix_of_what_they_are_rounded_to(value: float, said: str) -> None:
+    assert number(value) == said
 
 
 def test_a_page_out_of_known_runs(
