@@ -28,9 +28,9 @@ CHAT_TEMPLATE = (
 
 _MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_UNIT = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)|(?: then)? [a-z]+/[a-z]+")
+_UNIT = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)|(?: then)? [a-z-]+/[a-z]+")
 """A coordinate, with what is written directly before it, e.g. `P(1, 2)` or ` to(1, 2)`; a pair like
-` hole/closer`, with a `then` before it.
+` closer-brink/on`, with a `then` before it.
 """
 _MIN_FREQUENCY = 2
 

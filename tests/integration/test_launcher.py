@@ -95,7 +95,7 @@ MISTAKES = [
     # combinations
     ("--resume --overwrite", "drop --resume or --overwrite"),
     ("--group-size 1", "group_size is 1; raise --group-size or set --filter-strategy none"),
-    ("--minibatch-size 7", "(7) must divide the 256 trajectories & set --minibatch-size 4"),
+    ("--minibatch-size 7", "(7) must divide the 512 trajectories & set --minibatch-size 4"),
     ("--max-response-length 512", "(512) must be below max_context_length (512)"),
     ("--kl-coef 0.1", "kl_kind (none) and kl_coef (0.1) need each other; set both or none"),
     ("--hidden-size 97", "hidden_size (97) & set --hidden-size 96"),

@@ -114,16 +114,20 @@ def test_frozen_lake_moves_lead_ahead_and_never_behind(seed: int) -> None:
     if not wander(environment, seed, seed % 3):
         return
     thought = describe_frozen_lake(environment, ("Up", "Right"))
-    words = "(edge|hole|goal|closer|farther)"
+    words = "(edge|hole|goal|(?:closer|farther)(?: brink)?)"
     facts = re.match(rf"(?: (?:Left|Down|Right|Up)(?: to\(\d, \d\))? {words})" + "{4}", thought)
     neighbours = dict(re.findall(rf" (\w+)(?: to\(\d, \d\))? {words}", facts[0]))
-    moves = re.findall(rf" {words}/{words} (Left|Down|Right|Up)", thought[facts.end() :])
+    form = r" ([a-z-]+)/(hole|on|off) (Left|Down|Right|Up)"
+    moves = re.findall(form, thought[facts.end() :])
     assert [action for _, _, action in moves] == ["Left", "Down", "Right", "Up", "Up", "Right"]
     assert len(neighbours) == 4 and moves[4] == moves[3] and moves[5] == moves[2]
+    opposite = dict(zip(("Left", "Down", "Right", "Up"), ("Right", "Up", "Left", "Down")))
     for behind, ahead, action in moves:
-        assert ahead == neighbours[action]
+        assert behind == neighbours[opposite[action]].replace(" ", "-")
+        word = neighbours[action].split()[0]
+        assert ahead == {"hole": "hole", "goal": "on", "closer": "on"}.get(word, "off")
         ends = _possible_ends(environment, action)
-        assert (ahead == "edge") <= (environment.facts()["player"] in ends)
+        assert (word == "edge") <= (environment.facts()["player"] in ends)
         assert len(ends & environment.facts()["holes"]) == list(neighbours.values()).count(
             "hole"
         ) - (behind == "hole")
@@ -149,8 +153,8 @@ def test_frozen_lake_neighbours_are_what_they_are_called(seed: int) -> None:
     if not wander(environment, seed, seed % 3):
         return
     facts = environment.facts()
-    pattern = r" (?:Left|Down|Right|Up) to\((\d), (\d)\) (\w+)"
-    for row, column, word in re.findall(pattern, describe_frozen_lake(environment, ())):
+    pattern = r" (?:Left|Down|Right|Up) to\((\d), (\d)\) (\w+)( brink)?"
+    for row, column, word, brink in re.findall(pattern, describe_frozen_lake(environment, ())):
         cell = int(row), int(column)
         assert (word == "hole") == (cell in facts["holes"]) and (word == "goal") == (
             cell == facts["goal"]
@@ -158,6 +162,7 @@ def test_frozen_lake_neighbours_are_what_they_are_called(seed: int) -> None:
         if word in ("closer", "farther"):
             nearer = distance(cell, facts["goal"]) < distance(facts["player"], facts["goal"])
             assert (word == "closer") == nearer
+            assert bool(brink) == any(distance(cell, hole) == 1 for hole in facts["holes"])
 
 
 @pytest.mark.parametrize("name", ["sokoban", "frozen_lake", "bandit"])

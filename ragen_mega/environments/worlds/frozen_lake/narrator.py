@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragen_mega.environments.protocol import Narrator
-from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell
+from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell, Lake
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
@@ -19,13 +19,13 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     facts, lake = environment.facts(), environment.lake
     order, player = list(DIRECTIONS), facts["player"]
     cells = {action: lake.neighbour(player, action) for action in order}
-    kinds = {action: _lake_cell(facts, cell) for action, cell in cells.items()}
+    kinds = {action: _kind(facts, lake, cell) for action, cell in cells.items()}
     parts = [
         f" {action} {kinds[action]}" if cell == player else f" {action} to{cell} {kinds[action]}"
         for action, cell in cells.items()
     ]
     moves = {
-        action: f" {kinds[order[index - 2]]}/{kinds[action]} {action}"
+        action: f" {kinds[order[index - 2]].replace(' ', '-')}/{_AHEAD[kinds[action]]} {action}"
         for index, action in enumerate(order)
     }
     # The second of two moves has other odds than the first; its own marker lets a policy prefer
@@ -36,19 +36,29 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     return "".join([*parts, *moves.values(), *chosen])
 
 
-def _lake_cell(facts: dict[str, Any], cell: Cell) -> str:
-    """One word for a cell as seen from the player."""
+_AHEAD = {
+    "hole": "hole",
+    "goal": "on",
+    "closer": "on",
+    "closer brink": "on",
+    "edge": "off",
+    "farther": "off",
+    "farther brink": "off",
+}
+"""What is said of a cell ahead: there the odds of slipping matter less than of the cell behind."""
+
+
+def _kind(facts: dict[str, Any], lake: Lake, cell: Cell) -> str:
+    """A cell as seen from the player; `brink` is a cell beside a hole."""
     if cell == facts["player"]:
         return "edge"
     if cell in facts["holes"]:
         return "hole"
     if cell == facts["goal"]:
         return "goal"
-    return (
-        "closer"
-        if _distance(cell, facts["goal"]) < _distance(facts["player"], facts["goal"])
-        else "farther"
-    )
+    is_closer = _distance(cell, facts["goal"]) < _distance(facts["player"], facts["goal"])
+    is_brink = any(lake.neighbour(cell, action) in facts["holes"] for action in DIRECTIONS)
+    return ("closer" if is_closer else "farther") + is_brink * " brink"
 
 
 def _distance(a: Cell, b: Cell) -> int:
@@ -58,5 +68,6 @@ def _distance(a: Cell, b: Cell) -> int:
 NARRATOR = Narrator(
     describe,
     actions_per_turn=2,
-    statement=r"(?:Left|Down|Right|Up)(?: to\(\d+, \d+\))? (?:edge|hole|goal|closer|farther)\b",
+    statement=r"(?:Left|Down|Right|Up)(?: to\(\d+, \d+\))?"
+    r" (?:edge|hole|goal|(?:closer|farther)(?: brink)?)\b",
 )
