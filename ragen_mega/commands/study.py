@@ -170,7 +170,12 @@ def main(arguments: argparse.Namespace) -> int | None:
     if not arguments.report:
         check_ranks(study, arms, arguments.match, arguments.ranks)
     mixed = claim_folder(
-        folder, study, arguments.match, mixed=arguments.mixed, only_report=arguments.report
+        folder,
+        study,
+        arguments.match,
+        mixed=arguments.mixed,
+        ranks=arguments.ranks,
+        only_report=arguments.report,
     )
     first = arguments.first_seed or 0
     seeds: Sequence[int] = range(first, first + num_seeds)

@@ -84,15 +84,22 @@ def code_digest() -> str:
 
 
 def claim_folder(
-    folder: Path, study: Study, match: str, *, mixed: bool, only_report: bool = False
+    folder: Path,
+    study: Study,
+    match: str,
+    *,
+    mixed: bool,
+    ranks: int = 1,
+    only_report: bool = False,
 ) -> bool:
-    """Record in the folder the code and study of its runs; returns whether there are several. A
-    report runs nothing, so that the code may be newer than the runs, whose record stays.
+    """Record in the folder the code and study of its runs and the ranks of each; returns whether
+    there are several. A report runs nothing, so that the code may be newer than the runs, whose
+    record stays.
 
     Raises ValueError if it holds runs of others and `mixed` does not accept that, or if a report
     finds no record.
     """
-    told = {"code": code_digest(), "study": asdict(study), "match": match}
+    told = {"code": code_digest(), "study": asdict(study), "match": match, "ranks": ranks}
     now = json.loads(json.dumps(told | {"place": provenance(), "is_mixed": False}))
     path = folder / IDENTITY
     if only_report and not path.exists():
@@ -101,14 +108,14 @@ def claim_folder(
             " --output and --preset of its runs"
         )
     if path.exists():
-        before = json.loads(path.read_text())
+        before = {"ranks": ranks} | json.loads(path.read_text())  # an old record says none
         if only_report:
-            now |= {key: before[key] for key in ("code", "place")}
+            now |= {key: before[key] for key in ("code", "place", "ranks")}
         differing = [key for key in told if not _is_same(key, before[key], now[key])]
         now["is_mixed"] = before["is_mixed"] or bool(differing)
         if differing and not mixed:
             raise ValueError(
-                f"{folder} holds results of another {' and '.join(differing)}; delete it or take"
+                f"{folder} holds results of other {' and '.join(differing)}; delete it or take"
                 " another --output for new ones, or add --mixed to go on with both"
             )
         arms = now["study"]["arms"]  # one that is gone for now has left its runs here

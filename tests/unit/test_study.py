@@ -279,7 +279,7 @@ def test_an_arm_that_was_gone_comes_back_with_its_own_flags(tiny: Path, tmp_path
     other = replace(study, arms=(low, replace(high, flags=("--lr", "0.5"))))
     for told in (study, without, without, study, without):
         assert study_runs.claim_folder(folder, told, "none", mixed=False) is False
-    with pytest.raises(ValueError, match="another study"):
+    with pytest.raises(ValueError, match="other study"):
         study_runs.claim_folder(folder, other, "none", mixed=False)
 
 
@@ -311,12 +311,19 @@ def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
     assert study_runs.claim_folder(folder, study, "none", mixed=False) is False
     state = json.loads((folder / study_runs.IDENTITY).read_text())
     (folder / study_runs.IDENTITY).write_text(json.dumps(state | {"code": "older"}))
-    with pytest.raises(ValueError, match="another code"):
+    with pytest.raises(ValueError, match="other code"):
         study_runs.claim_folder(folder, study, "none", mixed=False)
     assert study_runs.claim_folder(folder, study, "none", mixed=True) is True
     assert study_runs.claim_folder(folder, study, "none", mixed=False) is True  # it stays said
-    with pytest.raises(ValueError, match="another match"):
+    with pytest.raises(ValueError, match="other match"):
         study_runs.claim_folder(folder, study, "steps", mixed=False)
+    with pytest.raises(ValueError, match="other ranks"):
+        study_runs.claim_folder(folder, study, "none", mixed=False, ranks=2)
+    assert study_runs.claim_folder(folder, study, "none", mixed=True, only_report=True)
+    assert json.loads((folder / study_runs.IDENTITY).read_text())["ranks"] == 1
+    state.pop("ranks")  # as before it was recorded
+    (folder / study_runs.IDENTITY).write_text(json.dumps(state))
+    assert study_runs.claim_folder(folder, study, "none", mixed=False, ranks=2) is False
 
 
 def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_a_study_may_get_more_arms_and_another_text(known: tuple[Path, Study]) -
     path.write_text(more)
     assert not study_runs.claim_folder(folder, Study.read(path, "small"), "none", mixed=False)
     path.write_text(more.replace("--hidden-size 32", "--hidden-size 40"))
-    with pytest.raises(ValueError, match="another study"):
+    with pytest.raises(ValueError, match="other study"):
         study_runs.claim_folder(folder, Study.read(path, "small"), "none", mixed=False)
 
 
