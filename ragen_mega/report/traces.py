@@ -161,10 +161,11 @@ class TraceWriter:
         for index, token in enumerate(tokens):
             pending.append(token)
             text = self._decode(tuple(pending))
-            is_whole = "\ufffd" not in text or len(pending) == _MOST_BYTES_OF_A_CHARACTER
-            if is_whole or index + 1 == len(tokens):
+            if not text.endswith("\ufffd") or index + 1 == len(tokens):
                 pending = []
                 yield text
+            elif len(pending) == _MOST_BYTES_OF_A_CHARACTER:  # the first begins none
+                yield self._decode((pending.pop(0),))
             else:
                 yield ""
 

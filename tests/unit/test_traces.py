@@ -4,10 +4,13 @@ import gzip
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
@@ -117,3 +120,15 @@ def test_equal_seeds_give_one_board_and_other_seeds_others() -> None:
         assert first.reset(11, outcome_seed=1) == again.reset(11, outcome_seed=2)
         assert len({other.reset(seed) for seed in range(6)}) > 1
         assert make(name, **options).reset(11) != first.reset(11)
+
+
+@given(st.lists(st.sampled_from([*"a\u0255\U0001f600".encode(), 0x80, 0xFF, 0xC9]), max_size=12))
+def test_the_texts_of_tokens_are_those_of_all_together(tokens: list[int]) -> None:
+    """But for bytes that belong to no character, which have no one way to be shown."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    texts = [*TraceWriter(Path(), decode, EnvironmentConfig())._texts(tokens)]
+    assert len(texts) == len(tokens)
+    assert "".join(texts).replace("\ufffd", "") == decode(tokens).replace("\ufffd", "")

@@ -45,7 +45,9 @@ _AHEAD = {
     "farther": "off",
     "farther brink": "off",
 }
-"""What is said of a cell ahead: there the odds of slipping matter less than of the cell behind."""
+"""What is said of a cell ahead: less than of the one behind, because the more pairs there are, the
+rarer each is, and preferences are learned from many noisy returns.
+"""
 
 
 def _kind(facts: dict[str, Any], lake: Lake, cell: Cell) -> str:
