@@ -10,14 +10,19 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from ragen_mega.config.flags import help_text, read_settings
-from ragen_mega.config.schema import StarPOConfig, parse_shares
+from ragen_mega.config.flags import all_flags, help_text, read_settings
+from ragen_mega.config.schema import StarPOConfig, flag_of, parse_shares
 from ragen_mega.data.registry import did_you_mean
 
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
 DEFAULT_RECIPE = "frozen_lake"
 """The launch script's; the program itself uses no recipe unless one is named."""
+_BELONGS_TO = {
+    "--advantage-estimator": (("--turn-gamma", "--turn-lam", "--reward-placement"), ()),
+    "--filter-strategy": (("--filter-value", "--filter-start"), ("--filter-keep-zero",)),
+}
+"""Flags with a value, and switches, that mean nothing, or something else, under another choice."""
 
 
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
@@ -42,7 +47,7 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
             f"--recipe must name one of {', '.join(known)}, not {name!r}"
             f"{did_you_mean(name, known)}; files are in {directory}"
         )
-    flags = _of_estimator(read_flags(directory / f"{name}.flags"), rest)
+    flags = _of_choices(read_flags(directory / f"{name}.flags"), rest)
     return [*(flags if played is None else _of_played(flags, played)), *rest]
 
 
@@ -76,16 +81,24 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
     return kept
 
 
-def _of_estimator(flags: list[str], others: Sequence[str]) -> list[str]:
-    """The flags of a recipe, less what says how its estimator works where `others` name another."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--advantage-estimator", nargs="?")
-    of_recipe, chosen = (parser.parse_known_args(words)[0] for words in (flags, others))
-    if chosen.advantage_estimator in (None, of_recipe.advantage_estimator):
-        return flags
-    for option in ("--turn-gamma", "--turn-lam", "--reward-placement"):
-        parser.add_argument(option, nargs="?")
-    return parser.parse_known_args(flags)[1]
+def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
+    """The flags of a recipe, less what says how its estimator or its filter works where `others`
+    name another.
+    """
+    defaults = {flag_of(one.name): one.default for one in all_flags()}
+    for choice, (values, switches) in _BELONGS_TO.items():
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument(choice, nargs="?", dest="choice", default=defaults[choice])
+        of_recipe = parser.parse_known_args(flags)[0].choice
+        parser.set_defaults(choice=of_recipe)
+        if parser.parse_known_args(others)[0].choice == of_recipe:
+            continue
+        for value in values:
+            parser.add_argument(value, nargs="?")
+        for switch in switches:
+            parser.add_argument(switch, action=argparse.BooleanOptionalAction)
+        flags = parser.parse_known_args(flags)[1]
+    return flags
 
 
 def read_flags(path: Path) -> list[str]:

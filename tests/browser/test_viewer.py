@@ -5,7 +5,10 @@ import json
 import os
 import re
 import shutil
+import socket
+import struct
 import threading
+import urllib.request
 from collections.abc import Iterator
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -392,3 +395,23 @@ def test_a_live_page_follows_its_run(run: Path, page, tmp_path: Path) -> None:
         for path in ("trace/0/../../config.json", f"trace/0/{CONFIG_FILE}", "trace/7/x", "other"):
             assert page.request.get(address + path).status == 404
         server.shutdown()
+
+
+def test_a_live_page_outlives_readers_that_leave_and_names_a_port_it_cannot_have(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with make_server([run], 0) as server:
+        port = server.server_port
+        for taken, why in ((port, "in use"), (1 << 16, "0 to 65535")):
+            with pytest.raises(ValueError, match=f"port {taken} .*{why}.*give another --port"):
+                make_server([run], taken)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for path in ("/runs", "/other") * 3:
+            with socket.create_connection(("127.0.0.1", port)) as reader:
+                # closing resets the connection, so that the answer cannot be sent
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                reader.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/runs", timeout=60) as answer:
+            assert json.load(answer)[0]["name"] == "run"
+        server.shutdown()
+    assert "Traceback" not in capfd.readouterr().err

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config import FilterConfig, StarPOConfig, parse
 
 GSPO = "--policy-loss gspo --loss-aggregation seq-mean-token-mean --advantage-estimator grpo"
 
@@ -202,6 +202,18 @@ def test_another_estimator_takes_the_recipes_one_away_with_its_options() -> None
     assert same == own
     with pytest.raises(ValueError, match="turn_lam does nothing with advantage_estimator gae"):
         parse(["--advantage-estimator", "gae", "--turn-lam", "0.5"], recipe="frozen_lake")
+
+
+def test_another_filter_takes_the_recipes_one_away_with_its_value() -> None:
+    own = parse([], recipe="frozen_lake").filter
+    assert own.filter_value == 1.0 and own.filter_keep_zero
+    off = parse(["--filter-strategy", "none"], recipe="frozen_lake").filter
+    assert off == FilterConfig(filter_strategy="none")
+    most = parse(["--filter-strategy=top_k", "--filter-value", "4"], recipe="frozen_lake").filter
+    assert most == FilterConfig(filter_strategy="top_k", filter_value=4)
+    assert parse(["--filter-strategy", own.filter_strategy], recipe="frozen_lake").filter == own
+    with pytest.raises(ValueError, match="filter_value 0.5 does nothing"):
+        parse(["--filter-strategy", "none", "--filter-value", "0.5"], recipe="frozen_lake")
 
 
 def test_a_value_may_begin_with_a_dash() -> None:

@@ -1,6 +1,7 @@
 """The viewer as one HTML file that opens from the disk, and as a live page on loopback."""
 
 import base64
+import contextlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -95,11 +96,15 @@ def _json(value: Any) -> str:
 
 def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server of the page on 127.0.0.1, which reads the runs anew at every request. Raises
-    ValueError for a directory that holds no run, OSError if the port is taken.
+    ValueError for a directory that holds no run, and for a port that cannot be had.
     """
     for run in runs:
         read_run(run)
-    return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, list(runs)))
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, list(runs)))
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or "ports go from 0 to 65535"
+        raise ValueError(f"port {port} cannot be had ({why}); give another --port") from None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -111,20 +116,25 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request; anything unknown is a 404 with the reason."""
-        try:
-            match unquote(urlsplit(self.path).path).strip("/").split("/"):
-                case [""]:
-                    self._send(_page(None, []).encode(), "text/html; charset=utf-8")
-                case ["runs"]:
-                    data = [read_run(run) for run in self._runs]
-                    self._send(json.dumps(data).encode(), "application/json")
-                case ["trace", index, trace] if index.isdecimal() and int(index) < len(self._runs):
-                    body = trace_bytes(self._runs[int(index)], trace)
-                    self._send(body, "application/octet-stream")
-                case _:
-                    raise ValueError(f"no page {self.path}")
-        except (ValueError, OSError) as error:
-            self.send_error(HTTPStatus.NOT_FOUND, str(error).replace("\n", " ")[:200])
+        with contextlib.suppress(ConnectionError):  # a browser may leave before it is answered
+            try:
+                answer = self._answer()
+            except (ValueError, OSError) as error:
+                self.send_error(HTTPStatus.NOT_FOUND, str(error).replace("\n", " ")[:200])
+            else:
+                self._send(*answer)
+
+    def _answer(self) -> tuple[bytes, str]:
+        """What is asked for, and its content type."""
+        match unquote(urlsplit(self.path).path).strip("/").split("/"):
+            case [""]:
+                return _page(None, []).encode(), "text/html; charset=utf-8"
+            case ["runs"]:
+                data = [read_run(run) for run in self._runs]
+                return json.dumps(data).encode(), "application/json"
+            case ["trace", index, trace] if index.isdecimal() and int(index) < len(self._runs):
+                return trace_bytes(self._runs[int(index)], trace), "application/octet-stream"
+        raise ValueError(f"no page {self.path}")
 
     def _send(self, body: bytes, kind: str) -> None:
         self.send_response(HTTPStatus.OK)
