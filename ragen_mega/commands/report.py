@@ -8,12 +8,13 @@ and stability signals.
 Writes <output>/<title>.md, <title>.json and <title>.svg. With --return-of the report is of mean
 returns as well, beside those of the players that it names. The 95% interval of a run allows for
 samples of one prompt being alike; mean and standard deviation are over runs whose model and
-settings differ by their seed only, each set of prompts by itself. A run that is named twice counts
-once.
+settings differ by their seed only, each set of prompts by itself. A run that is named twice, or
+beside a copy of it, counts once.
 """
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 from collections import defaultdict
@@ -239,8 +240,11 @@ def main(arguments: argparse.Namespace) -> None:
             f"--title names files in --output, so it cannot be {arguments.title!r}; take a name"
             " without a slash"
         )
-    directories = {path.resolve(): path for path in arguments.runs}  # patterns may overlap
-    runs = [read_run(directory) for directory in directories.values()]
+    # Patterns may overlap, and a copy has the seconds of every step too.
+    same: dict[str, dict[str, Any]] = {}
+    for run in map(read_run, arguments.runs):
+        same.setdefault(json.dumps([run["config"], run["metrics"], run["summary"]]), run)
+    runs = [*same.values()]
     rows = [row for run in runs for row in rows_of(run)]
     players = dict(map(_player, arguments.return_of))
     for row in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,11 @@ def test_a_run_older_than_a_flag_has_its_default(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:
-    """As overlapping patterns of a shell do; its mean and deviation are those of two runs."""
+    """As overlapping patterns of a shell do, or copied; mean and deviation are those of two."""
     first = finished(tmp_path / "first", {"bandit": 0.5})
     second = finished(tmp_path / "second", {"bandit": 0.75}, "--seed", "1")
-    named = (first, second, tmp_path / "second" / ".." / "first")
+    copied = shutil.copytree(second, tmp_path / "copied")
+    named = (first, second, tmp_path / "second" / ".." / "first", copied)
     flags = ("--output", str(tmp_path / "out"), "--title", "mine")
     report.main([*map(str, named), *flags])
     found = json.loads((tmp_path / "out" / "mine.json").read_text())
