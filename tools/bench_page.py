@@ -12,8 +12,11 @@ import os
 import shutil
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmark import interleave
 
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.report.markdown import table
@@ -68,7 +71,8 @@ def main(arguments: argparse.Namespace) -> None:
         left_out = write_page(arguments.runs, target)
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=chromium, args=[*QUIET, *sandbox])
-        readings = [read(browser, target.as_uri()) for _ in range(arguments.repeats)]
+        opened = {"page": partial(read, browser, target.as_uri())}
+        readings = interleave(opened, arguments.repeats)["page"]
         browser.close()
         size = target.stat().st_size / 1e6
     medians = {key: statistics.median(one[key] for one in readings) for key in readings[0]}

@@ -137,10 +137,18 @@ def measure(python: str, settings: Settings, scratch: Path, repeats: int) -> dic
     )
 
 
+def _has_trl(python: Path) -> bool:
+    found = "from importlib.metadata import version; print(version('trl'))"
+    return (
+        python.exists()
+        and subprocess.run([python, "-c", found], capture_output=True).returncode == 0
+    )
+
+
 def trl_python(named: str | None) -> str:
-    """The Python of TRL's environment, which is made if none is named and there is none yet."""
+    """The Python of TRL's environment, which is made if none is named and there is none with it."""
     python = ENVIRONMENT / "bin" / "python"
-    if named is None and not python.exists():
+    if named is None and not _has_trl(python):  # there may be one whose making was cut short
         print(f"making {ENVIRONMENT} with {', '.join(PACKAGES)}", flush=True)
         venv.create(ENVIRONMENT, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
