@@ -81,8 +81,8 @@ def starpo(run: Run) -> None:
         # Advantages: everything the loss needs, under the weights that sampled the trajectories.
         with run.timed("advantages"):
             trajectories = [trajectory for group in kept for trajectory in group.trajectories]
-            batch = run.batch(groups, kept, step)  # a rank holds no more than it trains
-            batch = run.with_old_logprobs(batch, step, metrics)
+            batch = run.batches.pack(groups, kept, step)  # a rank holds no more than it trains
+            batch = run.batches.with_old_logprobs(batch, step, metrics)
             if critic:
                 batch = batch.with_fields(values=critic.values(batch))
             if config.needs_reference:
@@ -97,7 +97,7 @@ def starpo(run: Run) -> None:
         run.stop_if_asked()
         with run.timed("update"):
             for name, learner in run.learners(step).items():
-                for minibatch in run.minibatches(batch, step):
+                for minibatch in run.batches.minibatches(batch, step):
                     result = learner.update(minibatch)
                     metrics.add(name, run.guard.check(step, name, minibatch, result))
                     if learner is policy and not metrics.has("mismatch"):

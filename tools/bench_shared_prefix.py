@@ -38,9 +38,9 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.trainer import MOST_NODES
 from ragen_mega.models.huggingface import load_config, random_weights
-from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
+from ragen_mega.storage.run_directory import FINAL_EXPORT
 from ragen_mega.warm_start.small_model import small_model
 
 VOCABULARY = 400

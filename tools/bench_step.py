@@ -45,8 +45,8 @@ from random_models import model_config, write_checkpoint
 
 from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
-from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.checkpoints import CHECKPOINTS
+from ragen_mega.storage.run_directory import FINAL_EXPORT
 
 NUM_TURNS = 5
 WARMUP = 2

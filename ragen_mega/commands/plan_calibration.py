@@ -44,8 +44,8 @@ from ragen_mega.models.time_plan import (
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance
-from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.run.timers import seconds_of
+from ragen_mega.storage.run_directory import FINAL_EXPORT
 
 Reading = tuple[Any, float]
 """(What was computed, its seconds.)"""

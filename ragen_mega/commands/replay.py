@@ -39,7 +39,8 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models
 from ragen_mega.run.placement import Colocated
-from ragen_mega.run.run import Origin, Run
+from ragen_mega.run.run import Run
+from ragen_mega.run.sampling import Origin
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
 from ragen_mega.train import starpo

@@ -43,7 +43,7 @@ from ragen_mega.report.scaling import (
     size_extrapolation_error,
 )
 from ragen_mega.report.study import Arm, Study, estimate, percent
-from ragen_mega.run.run import FINAL_EXPORT
+from ragen_mega.storage.run_directory import FINAL_EXPORT
 
 Runs = Mapping[str, Mapping[int, dict[str, Any]]]
 """Arm -> seed -> what `study_table.collect` found."""

@@ -865,6 +865,10 @@ class TrainConfig(Section):
     seed: Natural = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
 
+    def trains_actor(self, step: int) -> bool:
+        """Whether a step updates the policy too."""
+        return step >= self.critic_warmup
+
 
 @dataclass(frozen=True)
 class WarmStartConfig(Section):

@@ -19,8 +19,8 @@ from ragen_mega.report.metrics import CONFIG_FILE
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
-from ragen_mega.run.run import FINAL_EXPORT
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.storage.run_directory import FINAL_EXPORT
 
 MAX_SESSIONS = 256
 """Trajectories decoded at a time."""

@@ -4,7 +4,7 @@ evaluation, checkpoints, the log.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,7 +13,6 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-import torch
 from torch import Tensor
 
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average, probes
@@ -23,12 +22,6 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import checksum_each
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.packing import (
-    behind_first_message,
-    count_minibatches,
-    minibatch_ids,
-    pack,
-)
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.megatron import checkpoint
@@ -39,7 +32,6 @@ from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.step_metrics import (
     collapse_signals,
-    engine_vs_policy,
     evaluation_metrics,
     observe,
     staleness,
@@ -49,10 +41,11 @@ from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each, mean_references
-from ragen_mega.rollout.holding import assign, everywhere, from_main, hold
+from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import describe_errors, summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
+from ragen_mega.run.batches import Batches
 from ragen_mega.run.guards import FAULTS, CollapseGuard, UpdateGuard
 from ragen_mega.run.link import LinkLost
 from ragen_mega.run.placement import Phase, Placement
@@ -64,8 +57,8 @@ from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWr
 from ragen_mega.storage.integrity import write_whole
 from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
+from ragen_mega.storage.run_directory import FINAL_EXPORT
 
-FINAL_EXPORT = "huggingface"
 _PROBES = 8
 """Prompts of every evaluation that are kept for the viewer."""
 
@@ -153,7 +146,7 @@ class Run:
             report=self.console.say,
         )
         self.collapse_guard = CollapseGuard(config.guard)
-        self._owners: Tensor | None = None  # of the present batch, see `assign`
+        self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
         self.trainers = {"actor": self.policy.trainer}
         if self.critic:
             self.trainers["critic"] = self.critic.trainer
@@ -318,84 +311,10 @@ class Run:
             found["score_average"] = moving_average(self.score_average, found["score"])
         return found
 
-    def batch(
-        self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], step: int
-    ) -> TokenBatch:
-        """Pack the trajectories of `kept`. Of all `groups` a rank then holds the tokens of those
-        that it trains, and rank 0 of those that it traces. Collective.
-        """
-        trajectories = [one for group in kept for one in group.trajectories]
-        if distributed.world_size() == 1:
-            return pack(trajectories)
-        dp, trainer = self.policy.groups.dp, self.policy.trainer
-        homes = distributed.gather_objects(dp.rank())
-        self._owners = None
-        if dp.size() > 1 and not self.config.reads_all_tokens:
-            plan = self._minibatch_ids(len(trajectories), step)
-            options = {"homes": homes, "cost": trainer.cost, "most_nodes": trainer.most_nodes}
-            self._owners = on_main(lambda: assign(trajectories, plan, dp.size(), **options))
-        num_shown = self.config.logging.trace_groups
-        hold(groups, trajectories, self._owners, homes=homes, num_shown=num_shown)
-        batch = pack(trajectories)
-        if self._owners is None:
-            return batch
-        return replace(batch, here=self._owners[0] == dp.rank())
-
-    def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
-        """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added
-        where the forward pass of the step's only optimizer step yields them. Those that the policy
-        computes here are compared with the engine's.
-        """
-        config = self.config
-        if config.loss.loss_mask == "legacy":
-            return self._unmasked(batch, metrics)
-        if config.loss.old_logprobs == "engine":
-            return batch.with_fields(old_logprobs=everywhere(batch, "rollout_logprobs"))
-        updates = count_minibatches(batch.num_trajectories, config.train.minibatch_size)
-        updates *= config.train.updates_per_rollout
-        serves = updates == 1 and "actor" in self.learners(step)
-        if config.loss.old_logprobs == "auto" and serves and not config.advantages_need_logprobs:
-            return batch
-        logprobs, entropies = self.policy.logprobs_and_entropies(batch)
-        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
-        return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
-
-    def _unmasked(self, batch: TokenBatch, metrics: Metrics) -> TokenBatch:
-        """`batch` with the legacy loss mask. What was not sampled has the policy's own
-        log-probabilities as the engine's, and is no part of their comparison.
-        """
-        mask = behind_first_message(batch, self.renderer.end_of_turn) | batch.loss_mask
-        wide = batch.with_fields(loss_mask=mask)
-        logprobs = self.policy.logprobs(wide)
-        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
-        of_engine = torch.where(batch.loss_mask, batch.rollout_logprobs, logprobs)
-        return wide.with_fields(old_logprobs=logprobs, rollout_logprobs=of_engine)
-
     def learners(self, step: int) -> dict[str, MegatronPolicy | MegatronCritic]:
         """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
         critic = {"critic": self.critic} if self.critic else {}
-        is_warm = step >= self.config.train.critic_warmup
-        return critic | ({"actor": self.policy} if is_warm else {})
-
-    def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
-        """The minibatches of a step, of the same trajectories on every rank and at every call."""
-        plan = self._minibatch_ids(batch.num_trajectories, step)
-        self.timers.trained_tokens = batch.num_positions * self.config.train.updates_per_rollout
-        per_pass = count_minibatches(batch.num_trajectories, self.config.train.minibatch_size)
-        with self.console.progress("update", len(plan)) as progress:
-            for index, ids in enumerate(plan):
-                minibatch = batch.select(ids)
-                if batch.here is not None:
-                    here = self._owners[index // per_pass, ids] == self.policy.groups.dp.rank()
-                    minibatch = replace(minibatch, here=here)
-                yield minibatch
-                progress.advance()
-
-    def _minibatch_ids(self, num_trajectories: int, step: int) -> list[list[int]]:
-        train = self.config.train
-        generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
-        size, passes = train.minibatch_size, train.updates_per_rollout
-        return list(minibatch_ids(num_trajectories, size, passes, generator))
+        return critic | ({"actor": self.policy} if self.config.train.trains_actor(step) else {})
 
     def stop_if_asked(self) -> None:
         """Raise Interrupted, on all ranks, if any was asked to stop. Never called in the middle of

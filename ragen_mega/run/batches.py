@@ -1,0 +1,119 @@
+"""What a step trains on: the trajectories that were kept, packed, with what they had for
+log-probabilities, and their minibatches.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ragen_mega.config import StarPOConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.distributed import on_main
+from ragen_mega.data.packing import (
+    behind_first_message,
+    count_minibatches,
+    minibatch_ids,
+    pack,
+)
+from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.report.console import Console
+from ragen_mega.report.metrics import Metrics
+from ragen_mega.report.step_metrics import engine_vs_policy
+from ragen_mega.rollout.holding import assign, everywhere, hold
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.run.timers import Timers
+
+
+class Batches:
+    """The batch of one step after another. Its methods are collective."""
+
+    def __init__(
+        self,
+        config: StarPOConfig,
+        policy: MegatronPolicy,
+        renderer: ChatRenderer,
+        console: Console,
+        timers: Timers,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.renderer = renderer
+        self.console = console
+        self.timers = timers
+        self._owners: Tensor | None = None  # of the present batch, see `assign`
+
+    def pack(
+        self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], step: int
+    ) -> TokenBatch:
+        """Pack the trajectories of `kept`. Of all `groups` a rank then holds the tokens of those
+        that it trains, and rank 0 of those that it traces.
+        """
+        trajectories = [one for group in kept for one in group.trajectories]
+        if distributed.world_size() == 1:
+            return pack(trajectories)
+        dp, trainer = self.policy.groups.dp, self.policy.trainer
+        homes = distributed.gather_objects(dp.rank())
+        self._owners = None
+        if dp.size() > 1 and not self.config.reads_all_tokens:
+            plan = self._minibatch_ids(len(trajectories), step)
+            options = {"homes": homes, "cost": trainer.cost, "most_nodes": trainer.most_nodes}
+            self._owners = on_main(lambda: assign(trajectories, plan, dp.size(), **options))
+        num_shown = self.config.logging.trace_groups
+        hold(groups, trajectories, self._owners, homes=homes, num_shown=num_shown)
+        batch = pack(trajectories)
+        if self._owners is None:
+            return batch
+        return replace(batch, here=self._owners[0] == dp.rank())
+
+    def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
+        """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added
+        where the forward pass of the step's only optimizer step yields them. Those that the policy
+        computes here are compared with the engine's.
+        """
+        config = self.config
+        if config.loss.loss_mask == "legacy":
+            return self._unmasked(batch, metrics)
+        if config.loss.old_logprobs == "engine":
+            return batch.with_fields(old_logprobs=everywhere(batch, "rollout_logprobs"))
+        updates = count_minibatches(batch.num_trajectories, config.train.minibatch_size)
+        updates *= config.train.updates_per_rollout
+        serves = updates == 1 and config.train.trains_actor(step)
+        if config.loss.old_logprobs == "auto" and serves and not config.advantages_need_logprobs:
+            return batch
+        logprobs, entropies = self.policy.logprobs_and_entropies(batch)
+        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
+        return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
+
+    def _unmasked(self, batch: TokenBatch, metrics: Metrics) -> TokenBatch:
+        """`batch` with the legacy loss mask. What was not sampled has the policy's own
+        log-probabilities as the engine's, and is no part of their comparison.
+        """
+        mask = behind_first_message(batch, self.renderer.end_of_turn) | batch.loss_mask
+        wide = batch.with_fields(loss_mask=mask)
+        logprobs = self.policy.logprobs(wide)
+        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
+        of_engine = torch.where(batch.loss_mask, batch.rollout_logprobs, logprobs)
+        return wide.with_fields(old_logprobs=logprobs, rollout_logprobs=of_engine)
+
+    def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
+        """The minibatches of a step, of the same trajectories on every rank and at every call."""
+        plan = self._minibatch_ids(batch.num_trajectories, step)
+        self.timers.trained_tokens = batch.num_positions * self.config.train.updates_per_rollout
+        per_pass = count_minibatches(batch.num_trajectories, self.config.train.minibatch_size)
+        with self.console.progress("update", len(plan)) as progress:
+            for index, ids in enumerate(plan):
+                minibatch = batch.select(ids)
+                if batch.here is not None:
+                    here = self._owners[index // per_pass, ids] == self.policy.groups.dp.rank()
+                    minibatch = replace(minibatch, here=here)
+                yield minibatch
+                progress.advance()
+
+    def _minibatch_ids(self, num_trajectories: int, step: int) -> list[list[int]]:
+        train = self.config.train
+        generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
+        size, passes = train.minibatch_size, train.updates_per_rollout
+        return list(minibatch_ids(num_trajectories, size, passes, generator))
