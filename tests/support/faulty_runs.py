@@ -39,7 +39,7 @@ def poison(run: Run, changes: dict[int, tuple[str, float]]) -> None:
     """Spoil the n-th minibatch, of four a step: a field on its first sampled token, or during its
     updates a weight of `actor` or `critic`.
     """
-    minibatches = run.minibatches
+    minibatches = run.batches.minibatches
 
     def poisoned(batch, step) -> Iterator:
         for number, minibatch in enumerate(minibatches(batch, step), start=4 * step):
@@ -56,7 +56,7 @@ def poison(run: Run, changes: dict[int, tuple[str, float]]) -> None:
                 getattr(minibatch, where)[int(minibatch.loss_mask.nonzero()[0])] = value
             yield minibatch
 
-    run.minibatches = poisoned
+    run.batches.minibatches = poisoned
 
 
 def snapshot(trainer) -> list[torch.Tensor]:
