@@ -13,6 +13,7 @@ from typing import Any
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.distributed import device, is_main, on_each, on_main
+from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.report.console import fail
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.report.step_metrics import (
@@ -91,6 +92,7 @@ def starpo(run: Run) -> None:
             # One rank alone may fail, e.g. for want of memory; all have to leave.
             estimate = partial(estimate_advantages, group_weights=weights, device=device())
             batch = on_each(partial(estimate, batch, trajectories, config.advantage))
+            told = run.batches.told(groups, kept, batch)
 
         # Update: first the critic, then the actor, which do not depend on each other. Clipped
         # surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times.
@@ -104,8 +106,8 @@ def starpo(run: Run) -> None:
                         logprobs = policy.pass_logprobs  # under the weights that sampled
                         metrics.add("mismatch", engine_vs_policy(minibatch, logprobs))
                         if batch.old_logprobs is None and not result["skipped"]:
-                            batch = batch.with_fields(old_logprobs=logprobs)  # minibatch is batch
-        run.trace(step, groups, kept, batch)
+                            told = told.with_fields(old_logprobs=logprobs)  # minibatch is batch
+        run.trace(step, groups, kept, told)
 
         # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
         run.finish_step(step, metrics)
@@ -164,6 +166,7 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
             run.stop.listen()
             with run:
                 play_part(run)
+            shutdown()  # gloo's threads may abort an interpreter that ends before they do
     except Interrupted:
         raise SystemExit(run.stop.exit_code) from None
     except Finished as done:

@@ -83,14 +83,16 @@ FLAGS = (
 
 
 def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> list[str]:
-    """Flags of one run: no warm start, no checkpoint, one evaluated episode before it."""
+    """Flags of one run: no warm start, no checkpoint, one evaluated episode before it, and a last
+    step that is not measured, because the final evaluation is part of it.
+    """
     kept = "--filter-strategy none"
     if keep < 1:
         kept = f"--filter-strategy top_fraction --filter-value {keep} --filter-keep-zero"
     flags = (
         f"--recipe none --environments sokoban --max-turns {NUM_TURNS} {kept}"
         f" --num-groups {arguments.num_groups} --group-size {arguments.group_size}"
-        f" --max-response-length {arguments.response_length} --num-steps {arguments.steps}"
+        f" --max-response-length {arguments.response_length} --num-steps {arguments.steps + 1}"
         f" --rollout-engine {arguments.rollout_engine} --save-interval 0 --eval-interval 0"
         f" --eval-prompts 1 --eval-samples 1 --name {run_name(keep)} --overwrite"
     ).split()
@@ -107,8 +109,8 @@ def run_name(keep: float) -> str:
 def train(
     arguments: argparse.Namespace, checkpoint: Path, keep: float
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """One run; returns its rows of metrics and the wall-clock seconds between them. If it fails,
-    leave with the end of its log.
+    """One run; returns the rows of metrics of its measured steps and the wall-clock seconds between
+    them. If it fails, leave with the end of its log.
     """
     run, log = arguments.output / run_name(keep), arguments.output / f"{run_name(keep)}.log"
     metrics = run / METRICS_FILE
@@ -137,7 +139,8 @@ def train(
             file=sys.stderr,
         )
         raise SystemExit(1)
-    return read_metrics(metrics), [later - earlier for earlier, later in zip(stamps, stamps[1:])]
+    gaps = [later - earlier for earlier, later in zip(stamps, stamps[1:])]
+    return read_metrics(metrics)[: arguments.steps], gaps  # a row more may be there by now
 
 
 @contextmanager

@@ -215,15 +215,18 @@ def alone(config: StarPOConfig) -> StarPOConfig:
     return replace(config, parallel=replace(config.parallel, sequence_parallel=False, **sizes))
 
 
-def own_recipe(arguments: argparse.Namespace, machine: Machine) -> StarPOConfig | None:
-    """What the recipe of a named model says, for the precisions of the machine; None where flags
-    were given, or no recipe is the model's.
-    """
+def own_recipe(arguments: argparse.Namespace) -> str | None:
+    """The recipe of a named model; None where flags were given, or no recipe is the model's."""
     name = (arguments.model or "").lower().rpartition("/")[2].removesuffix("-instruct")
     name = name.replace("-", "_")
     if arguments.others or arguments.recipe != "none" or planned_gpus(name) is None:
         return None
-    config = alone(parse(with_recipe([], default=name)))
+    return name
+
+
+def on_machine(recipe: str, machine: Machine) -> StarPOConfig:
+    """What a recipe says, for the precisions of the machine and on one rank."""
+    config = alone(parse(with_recipe([], default=recipe)))
     if not machine.hardware.fp8:
         config = replace(config, parallel=replace(config.parallel, fp8="none"))
     return config
@@ -298,8 +301,11 @@ def main(arguments: argparse.Namespace) -> int:
             write_json(arguments.json, result)
         return 0
     machine = find_machine(arguments.hardware)
-    recipe = own_recipe(arguments, machine)
-    config = recipe or parse(with_recipe(arguments.others, default=arguments.recipe))
+    recipe = own_recipe(arguments)
+    if recipe:
+        config = on_machine(recipe, machine)
+    else:
+        config = parse(with_recipe(arguments.others, default=arguments.recipe))
     if arguments.search and config.parallel.placement != "colocated":
         raise ValueError(
             f"--search knows placement colocated, not {config.parallel.placement}; drop --search,"
@@ -308,7 +314,7 @@ def main(arguments: argparse.Namespace) -> int:
     hf = model_config(arguments.model or config.model.load or "")
     if arguments.search:  # the search starts from one rank
         config = alone(config)
-    num_gpus = arguments.num_gpus or planned_gpus(arguments.recipe) or 8
+    num_gpus = arguments.num_gpus or planned_gpus(recipe or arguments.recipe) or 8
     capacity, shape = arguments.gpu_memory_gb or machine.hardware.gpu_gib, ModelShape.of(hf)
     play = default_play(
         config,

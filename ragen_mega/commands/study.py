@@ -39,6 +39,7 @@ from ragen_mega.commands.study_runs import (
     find_jobs,
     flags_of,
     found_seeds,
+    recorded,
 )
 from ragen_mega.config import parse
 from ragen_mega.config.cli import RECIPES
@@ -104,6 +105,7 @@ def predict(
     arms: Sequence[Arm],
     machine: Machine | None,
     arguments: argparse.Namespace,
+    match: str,
     num_seeds: int,
 ) -> None:
     """NAME_predicted.md of these arms. Raises ValueError without a machine."""
@@ -112,7 +114,7 @@ def predict(
     whole = [
         replace(
             arm,
-            flags=tuple(flags_of(study, arm, arguments.match)),
+            flags=tuple(flags_of(study, arm, match)),
             ranks=arm.ranks or arguments.ranks,
         )
         for arm in arms
@@ -127,7 +129,11 @@ def predict(
     flag("--preset", "small: here (default); paper: as published, confounds included"),
     flag("--seeds", "seeds of every arm (default: 3; to --report all found)", type=int),
     flag("--first-seed", "the first of them (default: 0; to --report all found)", type=int),
-    flag("--match", "steps, tokens or none: what all arms have the same of", "none"),
+    flag(
+        "--match",
+        "steps, tokens or none: what all arms have the same of (default: none; to --report that of"
+        " the runs)",
+    ),
     flag("--jobs", "runs at a time, a thread each (OMP_NUM_THREADS)", 1),
     flag("--ranks", "ranks of a run", 1),
     flag("--models", "of a scaling study: which, with commas between (default: all)"),
@@ -150,7 +156,7 @@ def main(arguments: argparse.Namespace) -> int | None:
             study = Study.read(path)
             print(f"{study.name:16} {study.title} ({study.source}); {len(study.arms)} arms")
         return 0
-    matches = ("steps", "tokens", "none")
+    matches = (None, "steps", "tokens", "none")
     if arguments.preset not in (None, *PRESETS) or arguments.match not in matches:
         raise ValueError("--preset is small or paper, --match is steps, tokens or none")
     num_seeds = 3 if arguments.seeds is None else arguments.seeds
@@ -162,28 +168,23 @@ def main(arguments: argparse.Namespace) -> int | None:
     layouts = arguments.layouts or ("all" if arguments.predict and scales else None)
     arms = chosen(study, arguments.models, layouts)
     folder = arguments.output or Path("studies") / f"{study.name}-{study.preset}"
+    match, only_reports = arguments.match or "none", arguments.report and not arguments.predict
+    if only_reports:
+        study, match, mixed = recorded(folder, study, arguments.match, mixed=arguments.mixed)
     for arm in study.arms:
-        parse(flags_of(study, arm, arguments.match))  # a wrong flag is said before anything runs
+        parse(flags_of(study, arm, match))  # a wrong flag is said before anything runs
     machine = find_machine(arguments.hardware) if arguments.hardware else None
     if arguments.predict:
-        return predict(study, arms, machine, arguments, num_seeds)
-    if not arguments.report:
-        check_ranks(study, arms, arguments.match, arguments.ranks)
-    mixed = claim_folder(
-        folder,
-        study,
-        arguments.match,
-        mixed=arguments.mixed,
-        ranks=arguments.ranks,
-        only_report=arguments.report,
-    )
+        return predict(study, arms, machine, arguments, match, num_seeds)
     first = arguments.first_seed or 0
     seeds: Sequence[int] = range(first, first + num_seeds)
-    if arguments.report:
+    if only_reports:
         if arguments.seeds is None and arguments.first_seed is None:
             seeds = found_seeds(study, folder)
         return write_report(study, folder, arguments.reports, seeds, mixed, machine)
-    jobs = find_jobs(study, arms, seeds, folder, arguments.match, arguments.ranks)
+    check_ranks(study, arms, match, arguments.ranks)
+    mixed = claim_folder(folder, study, match, mixed=arguments.mixed, ranks=arguments.ranks)
+    jobs = find_jobs(study, arms, seeds, folder, match, arguments.ranks)
     if arguments.slurm:
         arguments.slurm.write_text("".join(shlex.join(job.command) + "\n" for job in jobs))
         print(f"{len(jobs)} commands in {arguments.slurm}; then --report")

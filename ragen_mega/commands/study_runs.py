@@ -4,12 +4,13 @@ import hashlib
 import json
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,40 +84,23 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def claim_folder(
-    folder: Path,
-    study: Study,
-    match: str,
-    *,
-    mixed: bool,
-    ranks: int = 1,
-    only_report: bool = False,
-) -> bool:
+def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool, ranks: int = 1) -> bool:
     """Record in the folder the code and study of its runs and the ranks of each; returns whether
-    there are several. A report runs nothing, so that the code may be newer than the runs, whose
-    record stays.
-
-    Raises ValueError if it holds runs of others and `mixed` does not accept that, or if a report
-    finds no record.
+    there are several. Raises ValueError if it holds runs of others and `mixed` does not accept
+    that.
     """
     told = {"code": code_digest(), "study": asdict(study), "match": match, "ranks": ranks}
     now = json.loads(json.dumps(told | {"place": provenance(), "is_mixed": False}))
     path = folder / IDENTITY
-    if only_report and not path.exists():
-        raise ValueError(
-            f"{folder} holds no study: it has no {IDENTITY}; run the study first, or give the"
-            " --output and --preset of its runs"
-        )
     if path.exists():
         before = {"ranks": ranks} | json.loads(path.read_text())  # an old record says none
-        if only_report:
-            now |= {key: before[key] for key in ("code", "place", "ranks")}
-        differing = [key for key in told if not _is_same(key, before[key], now[key])]
+        differing = _differences(before, now)
         now["is_mixed"] = before["is_mixed"] or bool(differing)
         if differing and not mixed:
             raise ValueError(
-                f"{folder} holds results of other {' and '.join(differing)}; delete it or take"
-                " another --output for new ones, or add --mixed to go on with both"
+                f"{folder} holds results of other {' and '.join(differing)}; give what it has,"
+                " delete it or take another --output for new ones, or add --mixed to go on with"
+                " both"
             )
         arms = now["study"]["arms"]  # one that is gone for now has left its runs here
         names = {arm["name"] for arm in arms}
@@ -126,14 +110,54 @@ def claim_folder(
     return now["is_mixed"]
 
 
-def _is_same(key: str, before: Any, now: Any) -> bool:
-    """Whether runs can be compared. A study may get another text, and arms more."""
-    if key != "study":
-        return before == now
-    arms = {arm["name"]: arm["flags"] for arm in before["arms"]}
-    return all(before[part] == now[part] for part in ("recipe", "flags")) and all(
-        arms.get(arm["name"], arm["flags"]) == arm["flags"] for arm in now["arms"]
-    )
+def recorded(
+    folder: Path, study: Study, match: str | None, *, mixed: bool
+) -> tuple[Study, str, bool]:
+    """What a report is of: the study and `match` with which the folder's runs were made, further
+    flags included, and whether there are several. Nothing is run, so that the code may be newer
+    than the runs, and their record stays as it is.
+
+    Raises ValueError if there is no record, or one of another study or `match` (None: any) and
+    `mixed` does not accept that.
+    """
+    path = folder / IDENTITY
+    if not path.exists():
+        raise ValueError(
+            f"{folder} holds no study: it has no {IDENTITY}; run the study first, or give the"
+            " --output and --preset of its runs"
+        )
+    record = json.loads(path.read_text())
+    told = {"study": asdict(study), "match": match or record["match"]}
+    now = record | json.loads(json.dumps(told))
+    flags = record["study"]["flags"]
+    if flags[: len(study.flags)] == now["study"]["flags"]:  # the others were given by --flags
+        now["study"]["flags"] = flags
+    differing = _differences(record, now)
+    if differing and not mixed:
+        raise ValueError(
+            f"{folder} holds results of other {' and '.join(differing)}; give the --preset,"
+            " --match and --flags of its runs (the last two may be left out), or add --mixed to"
+            " report them all the same"
+        )
+    is_mixed = record["is_mixed"] or bool(differing)
+    return replace(study, flags=tuple(flags)), record["match"], is_mixed
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Why runs of two records cannot be compared, each with both values. A study may get another
+    text, and arms more.
+    """
+    old, new = before["study"], now["study"]
+    pairs = {key: (before.get(key), now.get(key)) for key in ("code", "match", "ranks")}
+    pairs |= {f"study {key}": (old[key], new[key]) for key in ("preset", "recipe", "flags")}
+    arms = {arm["name"]: arm["flags"] for arm in old["arms"]}
+    for arm in new["arms"]:
+        pairs[f"study arm {arm['name']}"] = (arms.get(arm["name"], arm["flags"]), arm["flags"])
+
+    def shown(value: Any) -> str:
+        return (shlex.join(value) or "no flags") if isinstance(value, list) else str(value)
+
+    return [f"{key} ({shown(a)}, not {shown(b)})" for key, (a, b) in pairs.items() if a != b]
 
 
 def found_seeds(study: Study, folder: Path) -> list[int]:

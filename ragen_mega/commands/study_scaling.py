@@ -2,8 +2,9 @@
 predicted, and laws fitted to success over compute.
 
 Columns are those of published scaling tables. Compute counts FLOPs of the model (arXiv:2104.04473):
-a forward pass over all trajectories in the rollout, and over the kept ones another one and the
-updates, for policy and critic, prefixes as often as they occur.
+a forward pass over all trajectories in the rollout; over the kept ones the updates of policy and
+critic, the critic's values, and the old log-probabilities where they have a pass of their own.
+Prefixes count as often as they occur, the policy's LM head for the tokens that it samples.
 """
 
 import math
@@ -26,11 +27,12 @@ from ragen_mega.commands.plan_calibration import PHASES, WARMUP, played
 from ragen_mega.commands.plan_cost import STEPS
 from ragen_mega.commands.plan_validation import uncertainty
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data.packing import count_minibatches
 from ragen_mega.models.hardware import Machine
 from ragen_mega.models.memory_plan import GIB, Setting, plan
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Play, Sizes, default_play, step_seconds
+from ragen_mega.models.time_plan import Play, Sizes, computed_length, default_play, step_seconds
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import write_json
 from ragen_mega.report.scaling import (
@@ -94,32 +96,36 @@ class Speed:
         sampled = self.trajectories * self.play.turns * self.play.response_tokens
         return sampled / self.seconds["rollout"] / self.ranks
 
-    @property
-    def num_models(self) -> int:
-        """Models that learn."""
-        return 1 + self.config.advantage.uses_critic
-
-    @property
-    def token_flops(self) -> float:
-        """FLOPs of a token, forward and backward, in one model."""
-        return Sizes.of(self.shape).flops(self.play.text_length)
+    def flops(self, length: float, *, is_critic: bool = False) -> float:
+        """FLOPs of a trajectory, forward and backward, of which `length` tokens are computed; the
+        critic has no LM head.
+        """
+        labels = 0.0 if is_critic else self.play.sampled / length
+        return length * Sizes.of(self.shape).flops(self.play.text_length, labels)
 
     @property
     def update_flops(self) -> float:
         """Operations a second of the updates and rank that trains, of the tokens that they
         compute.
         """
-        tokens = self.kept * self.config.train.updates_per_rollout * self.play.length
-        flops = self.num_models * tokens / self.play.sharing * self.token_flops
-        return flops / self.seconds["update"] / self.trainers
+        length = computed_length(self.config, self.play)
+        flops = self.flops(length)
+        if self.config.advantage.uses_critic:
+            flops += self.flops(length, is_critic=True)
+        trained = self.kept * self.config.train.updates_per_rollout
+        return trained * flops / self.seconds["update"] / self.trainers
 
     @property
     def step_flops(self) -> float:
         """Compute of a step."""
-        passes = self.num_models * (1 / 3 + self.config.train.updates_per_rollout)
-        passes += self.config.needs_reference / 3
-        tokens = self.trajectories / 3 + self.kept * passes
-        return tokens * self.play.length * self.token_flops
+        config, passes = self.config, self.config.train.updates_per_rollout
+        updates = passes * count_minibatches(round(self.kept), config.train.minibatch_size)
+        has_pass = config.old_logprobs_from(updates) == "pass"
+        forward = self.trajectories + self.kept * (has_pass + config.needs_reference)
+        flops = (self.kept * passes + forward / 3) * self.flops(self.play.length)
+        if config.advantage.uses_critic:  # its values are a pass too
+            flops += self.kept * (passes + 1 / 3) * self.flops(self.play.length, is_critic=True)
+        return flops
 
 
 def predicted(machine: Machine, like: Speed) -> Speed:
@@ -159,7 +165,7 @@ def measured(run: Mapping[str, Any], num_steps: int) -> Speed:
         value
         for row in rows
         for key, value in row.items()
-        if key.startswith("memory/") and key.endswith("resident_gib")
+        if key.startswith("memory/") and key.endswith(("resident_gib", "peak_gib"))  # CPU, GPU
     )
     return Speed(
         ModelShape.of(hf), config,
@@ -407,8 +413,8 @@ def write(
     study: Study, found: Runs, output: Path, place: Mapping[str, Any], mixed: bool,
     machine: Machine | None,
 ) -> None:  # fmt: skip
-    """NAME.md, NAME.json and NAME.svg of the runs that have finished; with a machine its
-    predictions beside them.
+    """NAME.md and NAME.json of the runs that have finished, and NAME.svg if any has the first
+    layout; with a machine its predictions beside them.
     """
     speeds = measured_speeds(study, found)
     beside = {name: predicted(machine, one) for name, one in speeds.items()} if machine else {}
@@ -423,17 +429,8 @@ def write(
     prompts = config.evaluation.eval_prompts * len(config.environment.evaluated)
     laws = {model: attempt(fit_sigmoid, own, start=starts[model]) for model, own in curves.items()}
     over_sizes, law = law_text(curves, prompts)
-    ranks = efficiency_table(study, speeds, beside)
-    parts = [
-        f"# {study.title}",
-        f"After {study.source}. Preset `{study.preset}`, recipe `{study.recipe}`.",
-        f"{place['hardware']}; commit {place['commit']}; {place['date'][:10]}.",
-        *(["**Runs of different code or of another version of this study are mixed.**"] * mixed),
-        study.notes.strip(),
-        "## A step",
-        speed_table(speeds, beside, machine),
-        *(["## More ranks", ranks] if ranks else []),
-        "## Success",
+    ranks, first = efficiency_table(study, speeds, beside), study.arms[0].layout
+    learned = [
         success_table(study, found, speeds),
         "## Success over compute",
         "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B), R0 before the first step, C in FLOPs of the"
@@ -444,11 +441,29 @@ def write(
         over_sizes,
         f"![success over compute, loss over sizes]({study.page}.svg)",
     ]
+    if not curves:
+        learned = [
+            f"Models are compared under layout `{first}`, of which no run has finished; run it"
+            f" (`--layouts {first}`)."
+        ]
+    parts = [
+        f"# {study.title}",
+        f"After {study.source}. Preset `{study.preset}`, recipe `{study.recipe}`.",
+        f"{place['hardware']}; commit {place['commit']}; {place['date'][:10]}.",
+        *(["**Runs of different code or of another version of this study are mixed.**"] * mixed),
+        study.notes.strip(),
+        "## A step",
+        speed_table(speeds, beside, machine),
+        *(["## More ranks", ranks] if ranks else []),
+        "## Success",
+        *learned,
+    ]
     output.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(part for part in parts if part) + "\n"
     (output / f"{study.page}.md").write_text(text)
-    losses = as_losses([one for own in curves.values() for one in own], prompts)
-    plot(curves, laws, law, losses, output / f"{study.page}.svg")
+    if curves:
+        losses = as_losses([one for own in curves.values() for one in own], prompts)
+        plot(curves, laws, law, losses, output / f"{study.page}.svg")
     write_json(
         output / f"{study.page}.json", record(study, place, mixed, speeds, curves, laws, law)
     )

@@ -51,6 +51,7 @@ Natural = Annotated[int, Bounds("at least 0", 0)]
 Positive = Annotated[float, Bounds("positive", 0, is_open=True)]
 NonNegative = Annotated[float, Bounds("at least 0", 0)]
 Share = Annotated[float, Bounds("from 0 to 1", 0, 1)]
+BelowOne = Annotated[float, Bounds("at least 0, below 1", 0, 1 - 2**-24)]
 Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
 
 
@@ -462,7 +463,7 @@ class RolloutConfig(Section):
     and training overlap whole; more evens out steps of unequal length and keeps as many weights in
     host memory; with 0 each side waits for the other.
     """
-    carry_over: Annotated[float, Bounds("at least 0, below 1", 0, 0.999)] = 0.0
+    carry_over: BelowOne = 0.0
     """Share of a rollout's trajectories that may be unfinished when its ranks go on to the next
     one: they go on beside it, from their next turn on under its weights (partial rollouts; with
     --max-staleness 2 or more, so that the trainers do not wait for them). Keeps the engines full
@@ -699,8 +700,8 @@ class AdvantageConfig(Section):
 
 
 _IMPORTANCE_OPTIONS = {
-    "importance_mode": "truncate",
     "importance_floor": None,
+    "importance_mode": "truncate",
     "importance_level": "token",
 }
 """Fields that do nothing without importance_cap, and their defaults."""
@@ -740,7 +741,8 @@ class LossConfig(Section):
     before the update; those that the engine sampled with, which saves that pass, so that the ratio
     also holds what engine and trainer compute differently (watch mismatch/...); or (auto) those of
     the update's own forward pass where a step takes one optimizer step and nothing else needs them
-    (the ratio is 1), and else a pass of their own.
+    (the ratio is 1), else the engine's where the embedded one computes what the trainer does
+    (float32, the same weights), and else a pass of their own.
     """
     importance_cap: Positive | None = None
     """Importance correction of the loss by w = pi_old / pi_rollout, at most this, between the
@@ -795,7 +797,7 @@ class LossConfig(Section):
                 for name, default in _IMPORTANCE_OPTIONS.items()
             ),
             (
-                self.importance_floor is not None
+                None not in (self.importance_floor, self.importance_cap)
                 and (
                     self.importance_mode != "mask" or self.importance_floor >= self.importance_cap
                 ),
@@ -841,9 +843,9 @@ class TrainConfig(Section):
     """Steps of linear warm-up of both learning rates."""
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay, as in AdamW."""
-    adam_beta1: Share = 0.9
+    adam_beta1: BelowOne = 0.9
     """Decay of Adam's mean of gradients."""
-    adam_beta2: Share = 0.999
+    adam_beta2: BelowOne = 0.999
     """Decay of Adam's mean of squared gradients."""
     adam_eps: Positive = 1e-8
     """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
@@ -888,6 +890,10 @@ class WarmStartConfig(Section):
     warm_start_trajectories: Count = 2000
     """Scripted trajectories, and four times as many first turns; the steps take as many passes as
     they need.
+    """
+    warm_start_optimizer: Literal["adam", "muon"] = "adam"
+    """Who imitates: muon takes 40% of adam's steps to the same likelihood, at twice the learning
+    rate. A critic is always taught by adam.
     """
     warm_start_lr: Positive = 4e-3
     """Peak learning rate of the warm start."""
@@ -1252,6 +1258,12 @@ class StarPOConfig(Section):
                 f"critic_warmup does nothing: advantage_estimator {name} has no critic; drop it",
             ),
             (
+                self.train.critic_warmup >= self.train.num_steps,
+                f"critic_warmup ({self.train.critic_warmup}) must be below num_steps"
+                f" ({self.train.num_steps}), or the policy is never trained; lower --critic-warmup"
+                " or raise --num-steps",
+            ),
+            (
                 has_none and self.model.critic_load is not None,
                 f"critic_load does nothing: advantage_estimator {name} has no critic; drop it",
             ),
@@ -1273,10 +1285,27 @@ class StarPOConfig(Section):
             ),
         )
 
+    def old_logprobs_from(self, num_updates: int) -> Literal["update", "engine", "pass"]:
+        """Where a step with this many optimizer steps of the actor takes its old log-probabilities
+        from: the update's first pass, the engine, or a pass of their own.
+        """
+        if self.loss.loss_mask == "legacy" or self.loss.old_logprobs == "recompute":
+            return "pass"
+        if self.loss.old_logprobs == "engine":
+            return "engine"
+        is_needed_before = (
+            self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
+        )
+        if num_updates == 1 and not is_needed_before:
+            return "update"
+        return "engine" if self._samples_as_trained else "pass"
+
     @property
-    def advantages_need_logprobs(self) -> bool:
-        """Whether the old log-probabilities must be there before the update."""
-        return self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
+    def _samples_as_trained(self) -> bool:
+        """Whether the engine's log-probabilities are the trainer's up to rounding in float32."""
+        rollout = self.rollout
+        is_same_policy = rollout.max_staleness == 0 and self.loss.importance_cap is None
+        return rollout.rollout_engine == "embedded" and not self.parallel.bf16 and is_same_policy
 
     @property
     def reads_all_tokens(self) -> bool:

@@ -29,10 +29,12 @@ class EnvironmentFailed(Exception):
 
 
 def guarded(function: Callable[[], T]) -> T:
-    """What `function` returns. Raises EnvironmentFailed, whatever it raises."""
+    """What `function` returns. Raises EnvironmentFailed, whatever it raises but Ctrl-C."""
     try:
         return function()
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except (KeyboardInterrupt, GeneratorExit):  # of the process, not of the environment
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
         raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
 
 

@@ -95,6 +95,7 @@ class Budget:
             if not isinstance(value, Integral) or value < 1:
                 rule = "at least 1" if isinstance(value, Integral) else "an integer"
                 raise ValueError(f"{item.name} must be {rule}, not {value!r:.60}")
+            object.__setattr__(self, item.name, int(value))  # NumPy's are no JSON
 
     @property
     def action_budget(self) -> int:

@@ -45,6 +45,7 @@ class MegatronPolicy:
         *,
         temperature: float,
         keep_reference: bool = False,
+        with_muon: bool = False,
     ) -> None:
         self.hf = hf
         self.groups = groups
@@ -65,7 +66,13 @@ class MegatronPolicy:
         )
         self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
         self.trainer = Trainer(
-            self.module, groups, parallel, train, lr=train.lr, adam_eps=train.adam_eps
+            self.module,
+            groups,
+            parallel,
+            train,
+            lr=train.lr,
+            adam_eps=train.adam_eps,
+            with_muon=with_muon,
         )
         self.pass_logprobs: Tensor | None = None
         """[T] of the latest update's minibatch, under the weights before it."""

@@ -32,6 +32,7 @@ from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import QwenModel, model_inputs
+from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
@@ -60,6 +61,7 @@ class Trainer:
         *,
         lr: float,
         adam_eps: float = 1e-8,
+        with_muon: bool = False,
     ) -> None:
         mark_tensor_parallel(module)
         self.module = module
@@ -69,11 +71,13 @@ class Trainer:
         self.cost = Sizes.of(module.shape).cost
         self.most_nodes = MOST_NODES[train.shared_prefixes if parallel.fp8 == "none" else "off"]
         self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
+        # Muon needs the gradients of whole matrices.
+        is_distributed = parallel.use_distributed_optimizer and not with_muon
         self.model = DistributedDataParallel(
             module.config,
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                use_distributed_optimizer=parallel.use_distributed_optimizer,
+                use_distributed_optimizer=is_distributed,
                 overlap_grad_reduce=groups.dp.size() > 1,
             ),
             module,
@@ -82,25 +86,28 @@ class Trainer:
         module.config.no_sync_func = self.model.no_sync
         module.config.finalize_model_grads_func = _sum_gradients
         min_lr = lr if train.lr_decay == "constant" else 0.0
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            min_lr=min_lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_eps=adam_eps,
+            clip_grad=train.clip_grad,
+            bf16=parallel.bf16,
+            params_dtype=module.config.params_dtype,
+            use_distributed_optimizer=is_distributed,
+        )
+        build = partial(
+            get_megatron_optimizer,
+            options,
+            [self.model],
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
         with cpu.cuda_literals_as_cpu():
-            self.optimizer = get_megatron_optimizer(
-                OptimizerConfig(
-                    optimizer="adam",
-                    lr=lr,
-                    min_lr=min_lr,
-                    weight_decay=train.weight_decay,
-                    adam_beta1=train.adam_beta1,
-                    adam_beta2=train.adam_beta2,
-                    adam_eps=adam_eps,
-                    clip_grad=train.clip_grad,
-                    bf16=parallel.bf16,
-                    params_dtype=module.config.params_dtype,
-                    use_distributed_optimizer=parallel.use_distributed_optimizer,
-                ),
-                [self.model],
-                use_gloo_process_groups=False,
-                pg_collection=groups,
-            )
+            self.optimizer = chain_muon(build, module, options) if with_muon else build()
         # It also applies weight decay per group: without a scheduler megatron-core decays norms and
         # biases.
         self.schedule = OptimizerParamScheduler(
@@ -120,9 +127,8 @@ class Trainer:
         if cpu.is_active():
             # torch's Adam then updates all parameters in one call, where it otherwise takes a dozen
             # for each, which small models feel.
-            for optimizer in self.optimizers:
-                for group in optimizer.optimizer.param_groups:
-                    group["fused"] = True
+            for group in self.optimizer.param_groups:
+                group["fused"] = True
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, module)
 

@@ -636,10 +636,7 @@ def step_seconds(
         terms = passes(machine, sizes, cut, backward=0.0, **(micros(trained) | changes))
         return untuned(machine, terms | {"batch": reached.start})
 
-    needs_old = config.loss.old_logprobs == "recompute" or (
-        config.loss.old_logprobs == "auto" and (updates > 1 or config.advantages_need_logprobs)
-    )
-    if needs_old:
+    if config.old_logprobs_from(updates) == "pass":
         phases["old log-probabilities"] = scored()
     if setting.has_reference:  # it takes the place of the actor's parameters, which come back
         moved = 3 * state_of(shape, setting, 0, is_critic=False).parameters

@@ -125,11 +125,16 @@ def fit_power_law(curves: Sequence[Curve], *, seed: int = 0) -> Fit:
     """
     _check(curves)
     sizes = sorted({one.size for one in curves})
-    if len(sizes) < MIN_SIZES or any((one.value <= 0).any() for one in curves):
+    if len(sizes) < MIN_SIZES:
         raise ValueError(
-            f"a power law over sizes needs at least {MIN_SIZES} of them and positive losses, not"
-            f" {len(sizes)} and {min(float(one.value.min()) for one in curves):.3g}; add models, or"
-            " points before success is perfect"
+            f"a power law over sizes needs at least {MIN_SIZES} of them, not {len(sizes)}; add"
+            " models"
+        )
+    least = min(float(one.value.min()) for one in curves)
+    if least <= 0:
+        raise ValueError(
+            f"a power law over sizes needs positive losses, not {least:.3g}; add points before"
+            " success is perfect"
         )
     few = [one for one in curves if len(one.compute) < 2]
     if few:

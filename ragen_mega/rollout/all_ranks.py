@@ -2,7 +2,7 @@
 `holding.share` says, and either all ranks fail or none.
 
 If an engine has lost its weights, all ranks, each of which holds a part, send them again; by then
-the other engines have played their parts, and wait.
+the other engines have played their parts, or the steps until the next deal, and wait.
 """
 
 from collections import deque
@@ -96,9 +96,11 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         self._collection = Collection(engine, renderer, (), settings, advance=advance)
         self._engine, self._send_again = engine, send_again
         self._slots = distributed.gather_objects(engine.num_slots)
-        self._tasks: list[Task] = []
-        self._waiting: deque[int] = deque()
-        self._dealt: list[list[int]] = [[] for _ in self._slots]  # by rank, as it got them
+        self._num_tasks = 0
+        self._waiting: deque[tuple[int, Task]] = deque()
+        # Of every rank: how many tasks it got, and those not taken by their places among them.
+        self._num_dealt = [0 for _ in self._slots]
+        self._dealt: list[dict[int, int]] = [{} for _ in self._slots]
         self._unfinished: list[set[int]] = [set() for _ in self._slots]
 
     def __exit__(self, *error: object) -> None:
@@ -106,16 +108,15 @@ class JointCollection(AbstractContextManager["JointCollection"]):
 
     def add(self, groups: Sequence[Sequence[Task]]) -> range:
         """Add tasks, which the next `play` begins; returns their indices."""
-        first = len(self._tasks)
-        self._tasks += [task for group in groups for task in group]
-        added = range(first, len(self._tasks))
-        self._waiting.extend(added)
-        return added
+        first, tasks = self._num_tasks, [task for group in groups for task in group]
+        self._num_tasks += len(tasks)
+        self._waiting.extend(enumerate(tasks, first))
+        return range(first, self._num_tasks)
 
     @property
     def unfinished(self) -> set[int]:
         """Tasks without a finished trajectory."""
-        return {*self._waiting}.union(*self._unfinished)
+        return {index for index, _ in self._waiting}.union(*self._unfinished)
 
     def play(self, is_enough: Callable[[set[int]], bool] | None = None) -> None:
         """Play until all tasks are finished, or `is_enough(unfinished)` says so, which is asked
@@ -126,55 +127,57 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         """
         collection, mine = self._collection, distributed.rank()
 
-        def play() -> tuple[bool, list[int]]:
-            steps = _STEPS_BETWEEN_DEALS if self._waiting or is_enough else None
-            return collection.play(steps), collection.unfinished
+        def play() -> bool:
+            return collection.play(_STEPS_BETWEEN_DEALS if self._waiting or is_enough else None)
 
         while (left := self.unfinished) and not (is_enough and is_enough(left)):
             rooms = [num + num // 4 - len(one) for num, one in zip(self._slots, self._unfinished)]
             for rank, num in enumerate(deal(len(self._waiting), rooms)):
                 part = [self._waiting.popleft() for _ in range(num)]
-                self._dealt[rank] += part
+                indices = (index for index, _ in part)
+                self._dealt[rank].update(enumerate(indices, self._num_dealt[rank]))
+                self._num_dealt[rank] += num
                 if rank == mine:
-                    collection.add(self._tasks[index] for index in part)
-            have_weights, unfinished = zip(*_on_all_ranks(play))
-            if not all(have_weights):
-                _on_all_ranks(self._send)
-            self._note(unfinished)
+                    collection.add(task for _, task in part)
+            self._go_on(play)
 
     def take(self, tasks: Iterable[int]) -> list[TrajectoryGroup]:
         """The groups of finished tasks, in order, which are kept no longer; see `share`."""
         wanted, mine = set(tasks), distributed.rank()
         places = [
-            [place for place, index in enumerate(dealt) if index in wanted] for dealt in self._dealt
+            [place for place, index in dealt.items() if index in wanted] for dealt in self._dealt
         ]
         found = share(self._collection.take(places[mine]))
         order = {
-            dealt[place]: trajectory
+            dealt.pop(place): trajectory
             for dealt, at, part in zip(self._dealt, places, found, strict=True)
             for place, trajectory in zip(at, part, strict=True)
         }
         return in_groups(order[index] for index in sorted(wanted))
 
     def hold(self) -> None:
-        """Let the turns that have begun end; the next `play` begins further ones."""
-
-        def hold() -> list[int]:
-            self._collection.hold()
-            return self._collection.unfinished
-
-        self._note(_on_all_ranks(hold))
+        """Let the turns that have begun end; the next `play` begins further ones. Raises as `play`
+        does.
+        """
+        while not self._go_on(self._collection.hold):
+            pass
 
     def drop_caches(self) -> None:
         """Let the next turns of unfinished trajectories compute their contexts again."""
         self._collection.drop_caches()
 
-    def _note(self, unfinished: Sequence[list[int]]) -> None:
-        """Remember which tasks are unfinished, by rank and index there."""
+    def _go_on(self, act: Callable[[], bool]) -> bool:
+        """Have every rank go on with its part by `act`, and note what is unfinished then. Returns
+        False if an engine has lost its weights; all have got them again.
+        """
+        have_weights, unfinished = zip(*_on_all_ranks(lambda: (act(), self._collection.unfinished)))
         self._unfinished = [
-            {dealt[index] for index in indices}
-            for dealt, indices in zip(self._dealt, unfinished, strict=True)
+            {dealt[place] for place in places}
+            for dealt, places in zip(self._dealt, unfinished, strict=True)
         ]
+        if not all(have_weights):
+            _on_all_ranks(self._send)
+        return all(have_weights)
 
     def _send(self) -> None:
         if self._send_again is None:

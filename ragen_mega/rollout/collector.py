@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
+from weakref import ReferenceType, ref
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory, TrajectoryGroup
@@ -177,47 +178,51 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     ) -> None:
         self._engine = engine
         self._renderer = renderer
-        self._tasks = list(tasks)
-        self._num_seated = 0
+        self._num_tasks = 0
+        self._new: list[tuple[int, Task]] = []  # with their sessions; the next `play` starts them
+        self._unfinished: set[int] = set()  # sessions
         self._kinds: dict[Callable[[], Episode], _Kind] = {}
         self._repetitions: Counter[tuple[int, int]] = Counter()
         self._settings = settings
         self._advance = advance or (lambda num_tokens, is_over: None)
-        # By session, as they end; None once they were taken.
-        self._trajectories: dict[int, Trajectory | None] = {}
+        self._trajectories: dict[int, Trajectory] = {}  # by session, until they are taken
         self._runner = asyncio.Runner()
-        self._players: asyncio.Future[Any] | None = None
+        self._players: set[asyncio.Task[None]] = set()  # those that have not ended
+        self._failed: asyncio.Task[None] | None = None  # the first player that has
+        self._over: asyncio.Future[None] | None = None  # done once none is left or one has failed
         self._lost: asyncio.Future[None] | None = None
         self._sent_again = asyncio.Event()
         self._turns = asyncio.Event()  # set while new turns may begin
         self._held: asyncio.Future[None] | None = None  # done once all players wait for that
         self._num_held = 0
-        self._workers: list[Worker] = []
+        self._workers: list[ReferenceType[Worker]] = []  # ending, or already gone
         # An embedded engine decides between its decoding steps when outside answers count.
         self._meanwhile = getattr(engine, "meanwhile", _plainly)
+        self.add(tasks)
 
     def __exit__(self, *error: object) -> None:
         _apart(self._runner.close)  # cancels running players, which closes their environments
-        players = self._players
-        if players is not None and players.done() and not players.cancelled():
-            players.exception()  # already raised; keeps asyncio from logging it again
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
-        for worker in self._workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
+        for reference in self._workers:
+            if worker := reference():
+                worker.join(max(0.0, deadline - time.monotonic()))
 
     def add(self, tasks: Iterable[Task]) -> None:
         """Add tasks, which the next `play` starts."""
-        self._tasks.extend(tasks)
+        for session, task in enumerate(tasks, self._num_tasks):
+            self._new.append((session, task))
+            self._unfinished.add(session)
+            self._num_tasks += 1
 
     @property
     def num_unfinished(self) -> int:
         """Tasks without a finished trajectory."""
-        return len(self._tasks) - len(self._trajectories)
+        return len(self._unfinished)
 
     @property
     def unfinished(self) -> list[int]:
-        """Their indices."""
-        return [index for index in range(len(self._tasks)) if index not in self._trajectories]
+        """Their indices, in order."""
+        return sorted(self._unfinished)
 
     def play(self, steps: int | None = None) -> bool:
         """Play until every trajectory is over, or for `steps` steps of the engine, and return True.
@@ -229,11 +234,11 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         """
         return _apart(self._runner.run, self._play(steps))
 
-    def hold(self) -> None:
-        """Play the turns that have begun to their ends; the next `play` begins further ones. Raises
-        as `play` does.
+    def hold(self) -> bool:
+        """Play the turns that have begun to their ends, and return True; the next `play` begins
+        further ones. Returns False and raises as `play` does.
         """
-        _apart(self._runner.run, self._finish_turns())
+        return _apart(self._runner.run, self._finish_turns())
 
     def drop_caches(self) -> None:
         """Let the next turn of every trajectory compute its context again."""
@@ -241,24 +246,27 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             self._engine.release(session)
 
     def trajectories(self) -> list[Trajectory]:
-        """The finished trajectories, in order of the tasks; `take` has taken none."""
+        """The finished trajectories that were not taken, in order of the tasks."""
         return [self._trajectories[index] for index in sorted(self._trajectories)]
 
     def take(self, indices: Sequence[int]) -> list[Trajectory]:
-        """The finished trajectories of these tasks, which are not kept."""
-        taken = [self._trajectories[index] for index in indices]
-        self._trajectories |= dict.fromkeys(indices)
+        """The finished trajectories of these tasks, of which nothing is kept."""
+        taken = [self._trajectories.pop(index) for index in indices]
+        for one in taken:
+            self._repetitions.pop((one.group_id, one.outcome_seed), None)
+        self._kinds = {
+            make: kind for make, kind in self._kinds.items() if kind.num_players or kind.waiting
+        }
+        self._workers = [reference for reference in self._workers if reference()]
         return taken
 
-    async def _finish_turns(self) -> None:
-        if self._players is None or self._players.done():
-            return
+    async def _finish_turns(self) -> bool:
+        self._wake_for_weights()
         self._turns.clear()
         self._held = asyncio.Future()
+        self._check_held()
         self._engine.limit(None)
-        await asyncio.wait([self._players, self._held], return_when=asyncio.FIRST_COMPLETED)
-        if self._players.done():
-            self._players.result()
+        return await self._until(self._held)
 
     def _check_held(self) -> None:
         num_players = sum(kind.num_players for kind in self._kinds.values())
@@ -266,23 +274,41 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             self._held.set_result(None)
 
     async def _play(self, steps: int | None) -> bool:
-        self._sent_again.set()
+        self._wake_for_weights()
         self._turns.set()
-        self._lost, self._sent_again = asyncio.Future(), asyncio.Event()
-        before = [] if self._players is None else [self._players]
-        self._players = asyncio.gather(*before, *self._seat_new())
-        ends = [self._players, self._lost, self._engine.limit(steps)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if self._players.done():
-            self._players.result()
-        return self._players.done() or not self._lost.done()
+        self._seat_new()
+        return await self._until(self._engine.limit(steps))
 
-    def _seat_new(self) -> list[asyncio.Task[None]]:
+    def _wake_for_weights(self) -> None:
+        """Wake the players that wait for weights: the engine has them."""
+        self._sent_again.set()
+        self._lost, self._sent_again = asyncio.Future(), asyncio.Event()
+
+    async def _until(self, end: asyncio.Future[None]) -> bool:
+        """Let players go on until `end`, all are over, one fails or the engine loses its weights;
+        returns whether it still has them. Raises what a player has raised.
+        """
+        if self._players and self._failed is None:
+            self._over = asyncio.Future()
+            ends = [self._over, self._lost, end]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._failed is not None:
+            self._failed.result()
+        return not self._lost.done()
+
+    def _ended(self, player: asyncio.Task[None]) -> None:
+        self._players.discard(player)
+        has_failed = player.cancelled() or player.exception()  # read, so that asyncio logs none
+        if has_failed and self._failed is None:
+            self._failed = player
+        if (self._failed or not self._players) and not self._over.done():
+            self._over.set_result(None)
+
+    def _seat_new(self) -> None:
         """Start a player for every new task; at most `MAX_THREADS` players of a kind that needs
         threads, which take one task after another.
         """
-        players = []
-        for session, task in enumerate(self._tasks[self._num_seated :], self._num_seated):
+        for session, task in self._new:
             if task.make_episode not in self._kinds:
                 self._kinds[task.make_episode] = self._first(task)
             kind = self._kinds[task.make_episode]
@@ -292,9 +318,10 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             self._repetitions[key] += 1
             if kind.is_instant or kind.num_players < MAX_THREADS:
                 kind.num_players += 1
-                players.append(asyncio.create_task(self._play_in_turn(kind)))
-        self._num_seated = len(self._tasks)
-        return players
+                player = asyncio.create_task(self._play_in_turn(kind))
+                self._players.add(player)
+                player.add_done_callback(self._ended)
+        self._new.clear()
 
     def _first(self, task: Task) -> _Kind:
         """A new kind, with a first environment, built in the thread that will call it. If that
@@ -319,6 +346,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                     try:
                         trajectory = await self._sample(session, repetition, task, seat)
                         self._trajectories[session] = trajectory
+                        self._unfinished.discard(session)
                     finally:
                         self._engine.release(session)
         kind.num_players -= 1
@@ -339,7 +367,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                     guarded(partial(_close, seat))
             else:
                 seat.worker.end(partial(_close, seat))
-                self._workers.append(seat.worker)
+                self._workers.append(ref(seat.worker))
 
     async def _sample(self, session: int, repetition: int, task: Task, seat: _Seat) -> Trajectory:
         """Render, generate, append, respond; until the episode ends or the context is full."""

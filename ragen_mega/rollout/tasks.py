@@ -86,7 +86,10 @@ class TaskSampler:
         shares = config.environment.shares
         rotation = [name for name, share in shares.items() for _ in range(share)]
         self._names = [rotation[i % len(rotation)] for i in range(config.rollout.num_groups)]
-        self._held_out = {name: held_out_states(config.environment, name) for name in shares}
+        boards = config.evaluation.boards
+        self._held_out = {
+            name: held_out_states(config.environment, name, boards) for name in shares
+        }
 
     def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
         """The P groups of N tasks of a step, or of a further round of it."""
@@ -129,15 +132,22 @@ def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = Non
     return calls.reset(episode.environment, seed, board=board)
 
 
-def held_out_states(config: EnvironmentConfig, name: str) -> frozenset[str]:
-    """First observations of the packaged evaluation boards of `name`; empty if it has none."""
+def held_out_states(
+    config: EnvironmentConfig, name: str, boards: str | None = None
+) -> frozenset[str]:
+    """First observations of the evaluation boards of `name`: the packaged ones, and those of the
+    file `boards` if it is evaluated on them. Empty if it has none.
+    """
     options = config.evaluation_options(name)
     with briefly(name, partial(make, name, **options), config.environment_timeout) as environment:
-        if not has_packaged_boards(environment):
-            return frozenset()
-    boards = load_boards(None, name, **options)
+        files = [None] if has_packaged_boards(environment) else []
+    if boards is not None and name in config.evaluated:
+        files.append(boards)
+    held_out = [board for file in files for board in load_boards(file, name, **options)]
+    if not held_out:
+        return frozenset()
     episode = episode_maker(config, name)()
-    return frozenset(initial_state(episode, board.seed, board.rows) for board in boards)
+    return frozenset(initial_state(episode, board.seed, board.rows) for board in held_out)
 
 
 def evaluation_tasks(

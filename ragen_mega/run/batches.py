@@ -76,22 +76,44 @@ class Batches:
         config = self.config
         if config.loss.loss_mask == "legacy":
             return self._unmasked(batch, metrics)
-        if config.loss.old_logprobs == "engine":
-            return batch.with_fields(old_logprobs=everywhere(batch, "rollout_logprobs"))
         updates = count_minibatches(batch.num_trajectories, config.train.minibatch_size)
         updates *= config.train.updates_per_rollout
-        serves = updates == 1 and config.train.trains_actor(step)
-        if config.loss.old_logprobs == "auto" and serves and not config.advantages_need_logprobs:
+        source = config.old_logprobs_from(updates)
+        if source == "engine":
+            return batch.with_fields(old_logprobs=everywhere(batch, "rollout_logprobs"))
+        if source == "update" and config.train.trains_actor(step):
             return batch
         logprobs, entropies = self.policy.logprobs_and_entropies(batch)
         metrics.add("mismatch", engine_vs_policy(batch, logprobs))
+        return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
+
+    def told(
+        self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], batch: TokenBatch
+    ) -> TokenBatch:
+        """`batch`, which holds `kept`, for readers of the step: where the engine's
+        log-probabilities serve as the old ones, of the trajectories that are traced it has the
+        policy's, under the weights before the update, and entropies.
+        """
+        if batch.old_logprobs is None or batch.entropies is not None:
+            return batch
+        traced = groups[: self.config.logging.trace_groups]
+        shown = {id(one) for group in traced for one in group.trajectories}
+        trained = [one for group in kept for one in group.trajectories]
+        ids = on_main(lambda: [row for row, one in enumerate(trained) if id(one) in shown])
+        if not ids:
+            return batch
+        logprobs, entropies = (
+            values.new_zeros(batch.num_positions).index_copy(0, batch.positions(ids), values)
+            for values in self.policy.logprobs_and_entropies(batch.select(ids))
+        )
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
 
     def _unmasked(self, batch: TokenBatch, metrics: Metrics) -> TokenBatch:
         """`batch` with the legacy loss mask. What was not sampled has the policy's own
         log-probabilities as the engine's, and is no part of their comparison.
         """
-        mask = behind_first_message(batch, self.renderer.end_of_turn) | batch.loss_mask
+        end = self.renderer.end_of_turn
+        mask = behind_first_message(batch.by_segment(), end) | batch.loss_mask
         wide = batch.with_fields(loss_mask=mask)
         logprobs = self.policy.logprobs(wide)
         metrics.add("mismatch", engine_vs_policy(batch, logprobs))

@@ -41,8 +41,8 @@ def evaluate(
     compare with the random and the optimal player. Collective on the ranks of a job.
 
     A run is evaluated under its own rules of play, anything else under the defaults; `rules` are
-    fields of `EnvironmentConfig` that replace them. `boards` is a file of initial states. Raises
-    ValueError on bad input.
+    fields of `EnvironmentConfig` that replace them, `environment_options` only of environments that
+    it names. `boards` is a file of initial states. Raises ValueError on bad input.
     """
     (result,) = evaluate_sets(
         load,
@@ -110,10 +110,10 @@ def _settings(
 ) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
     """Model directory, rules of play and limits of what is to be evaluated."""
     directory = Path(load)
-    if "environment_options" in rules:  # not those of other sets
-        own = json_object("environment_options", rules["environment_options"])
-        own = {name: options for name, options in own.items() if name == environment}
-        rules = {**rules, "environment_options": json.dumps(own)}
+    rules = dict(rules)
+    given = json_object("environment_options", rules.pop("environment_options", "{}"))
+    if environment in given:  # those of other sets are not for this one, which keeps the run's
+        rules["environment_options"] = json.dumps({environment: given[environment]})
     if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
         played = EnvironmentConfig(environments=environment)
         return local_directory(str(load)), replace(played, **rules), RolloutConfig()

@@ -450,7 +450,7 @@ class Run:
             )
             for name in self.config.environment.evaluated
         }
-        with self.timers.seen("evaluation"), self.placement.handover(), self.engine.awake():
+        with self.timers.uncounted("evaluation"), self.placement.handover(), self.engine.awake():
             self.engine.load_weights(self.policy.export_weights(self.engine.shard))
             self.placement.enter(Phase.ROLLOUT)
             self.engine.start()

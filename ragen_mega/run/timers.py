@@ -33,7 +33,7 @@ class Timers:
         start = time.monotonic()
         outside, self._nested = self._nested, 0.0
         try:
-            with self.seen(name):
+            with self._seen(name):
                 yield
         finally:
             elapsed = time.monotonic() - start
@@ -41,8 +41,18 @@ class Timers:
             self._nested = outside + elapsed
 
     @contextmanager
-    def seen(self, name: str) -> Iterator[None]:
-        """Have something on the timeline that no metric counts."""
+    def uncounted(self, name: str) -> Iterator[None]:
+        """Have something on the timeline that no metric counts, nor anything timed inside."""
+        counted = dict(self._seconds)
+        try:
+            with self._seen(name):
+                yield
+        finally:
+            self._seconds = counted
+
+    @contextmanager
+    def _seen(self, name: str) -> Iterator[None]:
+        """Have something on the timeline."""
         begin, start = time.time(), time.monotonic()
         try:
             yield

@@ -8,6 +8,7 @@ nothing that is read is executed. It holds no random states: every draw of a run
 the seed, the step and the task.
 """
 
+import contextlib
 import fcntl
 import json
 import re
@@ -35,6 +36,7 @@ FORMAT = 1
 _NAME = re.compile(r"step_(\d{8})")
 _FIXED = ("parallel.bf16", "advantage.advantage_estimator")
 _SECONDS_TO_GATHER = 600.0
+_NOTHING_OF = "no file of rank"
 """How long rank 0 waits for the files of the others after its own is written."""
 
 T = TypeVar("T")
@@ -180,8 +182,9 @@ class CheckpointWriter:
         self._thread = None
         everyone = distributed.gather_objects(self._error)
         if errors := [error for error in everyone if error is not None]:
+            cause = min(errors, key=lambda error: error.startswith(_NOTHING_OF))  # not the echo
             raise OSError(
-                f"cannot write a checkpoint to {self.directory}: {errors[0]}; free space or choose"
+                f"cannot write a checkpoint to {self.directory}: {cause}; free space or choose"
                 " another --output"
             )
 
@@ -218,15 +221,17 @@ class CheckpointWriter:
     def _write(
         self, write: Callable[[], Path], temporary: Path, facts: Mapping[str, Any], state: str
     ) -> None:
+        marker = _marker(temporary, distributed.rank())
         try:
             path = write()
-            described = json.dumps({path.name: describe_file(path)})
-            write_whole(_marker(temporary, distributed.rank()), described.encode())
+            write_whole(marker, json.dumps({path.name: describe_file(path)}).encode())
             if distributed.is_main():
                 write_whole(temporary / STATE, state.encode())
                 self._publish(temporary, facts)
         except OSError as error:
             self._error = str(error)
+            with contextlib.suppress(OSError):  # rank 0 need not wait
+                write_whole(marker, json.dumps(self._error).encode())
 
     def _publish(self, temporary: Path, facts: Mapping[str, Any]) -> None:
         """Rank 0: once every rank's file is there, write the manifest and give the directory its
@@ -238,9 +243,12 @@ class CheckpointWriter:
             marker = _marker(temporary, rank)
             while not marker.exists():  # one question at a time: the storage may be far away
                 if time.monotonic() > deadline:
-                    raise OSError(f"no file of rank {rank} after {_SECONDS_TO_GATHER:.0f} s")
+                    raise OSError(f"{_NOTHING_OF} {rank} after {_SECONDS_TO_GATHER:.0f} s")
                 time.sleep(0.02)
-            files |= json.loads(marker.read_text())
+            told = json.loads(marker.read_text())
+            if isinstance(told, str):
+                raise OSError(told)
+            files |= told
             marker.unlink()
         for path in list(temporary.iterdir()):
             if path.name not in files:
@@ -296,6 +304,7 @@ def _fact(path: Path, name: str) -> Any:
 
 
 def _marker(directory: Path, rank: int) -> Path:
+    """In it is what this rank's file is, or why there is none."""
     return directory / f".written_{rank:05d}"
 
 

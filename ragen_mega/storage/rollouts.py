@@ -4,7 +4,7 @@ were sampled.
     <run>/rollouts/step_00000012.safetensors
 
 Tokens, masks, log-probabilities (float64, as Python had them), rewards and seeds are tensors; the
-infos of turns and the origin of the rollout are JSON in the header.
+infos of turns and the origin of the rollout are JSON, a tensor of bytes.
 """
 
 import json
@@ -27,7 +27,9 @@ ROLLOUTS = "rollouts"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8})\.safetensors")
 _TUPLE = "tuple"
-"""Key under which a tuple is kept: JSON knows lists only."""
+"""Key under which a tuple is kept: JSON knows lists only. A dictionary with this key alone is kept
+under it too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,8 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
 
 def _to_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _to_json(item) for key, item in value.items()}
+        items = {key: _to_json(item) for key, item in value.items()}
+        return {_TUPLE: items} if items.keys() == {_TUPLE} else items
     if isinstance(value, tuple):
         return {_TUPLE: [_to_json(item) for item in value]}
     return [_to_json(item) for item in value] if isinstance(value, list) else value
@@ -201,6 +204,8 @@ def _to_json(value: Any) -> Any:
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_TUPLE}:
-            return tuple(_from_json(item) for item in value[_TUPLE])
+            value = value[_TUPLE]
+        if isinstance(value, list):
+            return tuple(map(_from_json, value))
         return {key: _from_json(item) for key, item in value.items()}
     return [_from_json(item) for item in value] if isinstance(value, list) else value

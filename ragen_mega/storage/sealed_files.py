@@ -8,30 +8,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from ragen_mega.storage.integrity import sync, write_whole
 
-# of the header; inside the facts, a JSON text within JSON, every quote has a backslash before it
-_FIELD = b'"sha256":"'
+_FIELD = b'"sha256":"'  # of the header, which comes first
+_FACTS = "facts"
+"""The tensor with the facts as JSON in UTF-8: a header of more than 100 MB would be refused."""
 _BLANK = b"0" * 64
 _PREFIX = 8
 """Bytes before a safetensors header: its length, little-endian."""
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write tensors and facts (JSON values) to `path`; on return they are on disk. Mode 0600.
+    """Write tensors, none of them named "facts", and facts (JSON values) to `path`; on return they
+    are on disk. Mode 0600.
 
     The SHA-256 in the header is that of the file with 64 zeros in its place. Raises OSError, and
     then leaves no new file.
     """
-    text = json.dumps(facts)
-    blank = save(
-        {name: value.contiguous() for name, value in tensors.items()},
-        {"facts": text, "sha256": _BLANK.decode()},
-    )
+    text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
+    blank = save(contiguous | {_FACTS: text}, {"sha256": _BLANK.decode()})
     digest = hashlib.sha256(blank).hexdigest().encode()
     try:
         write_whole(path, blank.replace(_FIELD + _BLANK, _FIELD + digest, 1), mode=0o600)
@@ -53,7 +54,11 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if start < len(_FIELD) or hashlib.sha256(blank).hexdigest().encode() != digest:
         raise ValueError(f"{path.name} does not have the SHA-256 that it states")
     try:
+        tensors = load(data)
+        if _FACTS in tensors:
+            return tensors, json.loads(tensors.pop(_FACTS).numpy().tobytes())
+        # files of earlier versions have the facts in the header
         header = json.loads(data[_PREFIX : _PREFIX + int.from_bytes(data[:_PREFIX], "little")])
-        return load(data), json.loads(header["__metadata__"]["facts"])
+        return tensors, json.loads(header["__metadata__"]["facts"])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from None

@@ -22,7 +22,7 @@ from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_instant
-from ragen_mega.environments.protocol import Message
+from ragen_mega.environments.protocol import Message, Observation
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.scripted import check_skill, scripted_response
 
@@ -39,6 +39,8 @@ class ScriptedEpisode:
     seed: int
     messages: list[Message] = field(default_factory=list)
     """The first messages; none if the environment could not begin."""
+    initial_state: Observation = ""
+    """What the environment showed first, by which boards are told apart."""
     tools: list[dict[str, Any]] | None = None
     turns: list[tuple[str, TurnResult]] = field(default_factory=list)
     """What the player said, and what it led to."""
@@ -61,6 +63,7 @@ class _Player:
         episode, seed = self.episode, played.seed
         start = partial(episode.start, seed, outcome_seed=seed)
         played.messages, played.tools = self._ask(start), episode.tools
+        played.initial_state = episode.observation
         generator = np.random.default_rng([seed, 1])
         say = partial(scripted_response, episode, generator, skill=skill)
         while not episode.done and len(played.turns) != max_turns:
@@ -99,7 +102,10 @@ def scripted_episodes(
     def play(seed: int) -> ScriptedEpisode:
         played, player = ScriptedEpisode(seed), None
         try:
-            player = _Player(make_episode, timeout) if free.empty() else free.get()
+            try:
+                player = free.get_nowait()
+            except queue.Empty:
+                player = _Player(make_episode, timeout)
             player.play(played, skill, max_turns)
             free.put(player)
         except (EnvironmentFailed, ValueError) as error:

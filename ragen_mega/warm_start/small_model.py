@@ -29,7 +29,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_config, episode_maker
+from ragen_mega.rollout.tasks import episode_config, episode_maker, held_out_states
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE, WARM_START, WARM_START_CRITIC
@@ -71,12 +71,15 @@ def find_warm_start(config: StarPOConfig) -> Start | None:
 def take_warm_start(config: StarPOConfig) -> None:
     """Copy the warm start that `warm_start_from` names into this run, so that it is whole."""
     source = Path(config.warm_start.warm_start_from)
-    for name in (BASE, WARM_START, *[WARM_START_CRITIC] * config.warm_starts_critic):
-        if not is_complete(config.run_directory / name):
-            unfinished = config.run_directory / f".{name}.part"
-            shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.copytree(source / name, unfinished)
-            unfinished.replace(config.run_directory / name)
+    parts = (BASE, WARM_START, *[WARM_START_CRITIC] * config.warm_starts_critic)
+    if all(is_complete(config.run_directory / name) for name in parts):
+        return
+    for name in parts:  # a base that is there may be of a warm start of this run's own
+        unfinished = config.run_directory / f".{name}.part"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(source / name, unfinished)
+        shutil.rmtree(config.run_directory / name, ignore_errors=True)
+        unfinished.replace(config.run_directory / name)
 
 
 def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
@@ -149,6 +152,7 @@ def warm_start(
         _schedule(config, num_steps),
         config.loss,
         temperature=warm.warm_start_temperature,
+        with_muon=warm.warm_start_optimizer == "muon",
     )
     student.load_weights(open_model(config.run_directory / BASE))
     for name in config.environment.shares:
@@ -238,7 +242,7 @@ def scripted_play(
     max_turns: int | None = None,
 ) -> list[Trajectory]:
     """The warm start's data, each rank writing its part; the same list, in the same order, on every
-    rank and on any number of them.
+    rank and on any number of them. Boards that are evaluated on are not among it.
     """
     names, world_size = list(config.environment.shares), distributed.world_size()
     mine = range(distributed.rank(), count, world_size)
@@ -253,9 +257,14 @@ def scripted_play(
                 timeout=config.environment.environment_timeout,
                 max_turns=max_turns,
             )
+            held_out = held_out_states(config.environment, name, config.evaluation.boards)
             for index, played in zip(indices, episodes, strict=True):
-                # An environment that failed before the first answer leaves nothing to imitate.
-                written[index] = as_trajectory(played, renderer, name) if played.turns else None
+                # An environment that failed before the first answer leaves nothing to imitate, and
+                # a board that is evaluated on must not be.
+                is_left_out = not played.turns or (
+                    isinstance(played.initial_state, str) and played.initial_state in held_out
+                )
+                written[index] = None if is_left_out else as_trajectory(played, renderer, name)
                 progress.advance()
     parts = distributed.gather_objects(written)
     ordered = (parts[index % world_size][index] for index in range(count))
@@ -270,7 +279,7 @@ def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
         critic_lr=config.warm_start.warm_start_critic_lr,
         lr_decay="cosine",
         lr_warmup=num_steps // 20,
-        num_steps=num_steps,
+        num_steps=max(1, num_steps),  # none are allowed, and then none are taken
         weight_decay=0.0,
         adam_beta2=0.99,
         adam_eps=1e-8,

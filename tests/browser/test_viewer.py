@@ -269,8 +269,8 @@ def test_a_trajectory_is_read_in_two_actions(run: Path, page) -> None:
     page.locator("input.step").fill("1")
     page.keyboard.press("Enter")
     one = read_trace(run, "step_00000001")["groups"][0]["members"][0]
-    page.wait_for_function("document.querySelector('input.step').value === '1'")
-    assert page.locator(".message.agent").count() == len(one["turns"])
+    turns = f"document.querySelectorAll('.message.agent').length === {len(one['turns'])}"
+    page.wait_for_function(f"location.hash.includes('step_00000001') && {turns}")
     shown = page.locator(".message.agent").first.inner_text()
     assert one["turns"][0]["info"]["thought"].strip() in shown
     page.locator(".message.agent .token").first.hover()

@@ -18,7 +18,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.all_ranks import collect_on_all_ranks
+from ragen_mega.rollout.all_ranks import JointCollection, collect_on_all_ranks
 from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -68,6 +68,18 @@ class ForgetfulEngine(EmbeddedEngine):
         if self.is_lost:
             raise WeightsLost("gone")
         return await super().generate(tokens, sampling, session=session)
+
+
+class LateEngine(ForgetfulEngine):
+    """Loses its weights with the requests that are under way, once `is_lost` is set."""
+
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
+        completion = await super().generate(tokens, sampling, session=session)
+        if self.is_lost:
+            raise WeightsLost("gone")
+        return completion
 
 
 def build() -> tuple[Qwen2ForCausalLM, ChatRenderer]:
@@ -145,6 +157,57 @@ def test_lost_weights_change_nothing(
                     assert sampled == pytest.approx(other.rollout_logprobs, abs=bound)
 
     play_on_ranks(faults, check)
+
+
+@pytest.mark.parametrize("when", ["in the last part", "while the others hold"])
+def test_weights_that_are_lost_before_trajectories_hold_come_again(when: str) -> None:
+    """Those of one engine: begun turns then end, as on the ranks that hold already."""
+    model, renderer = build()
+    settings = replace(SETTINGS, max_response_length=24)
+
+    def rank() -> None:
+        distributed.start()
+        engine = LateEngine(model.config, max_context=256, max_sessions=8)
+        loses = distributed.rank() == 1
+        advanced = 0
+
+        def advance(num_tokens: int, is_over: bool) -> None:
+            nonlocal advanced
+            advanced += 1
+
+        def send_again() -> None:
+            distributed.barrier()
+            engine.load_weights(model.state_dict().items(), again=True)
+
+        def play(faulty: bool) -> list[list[int]]:
+            options = {"advance": advance, "send_again": send_again}
+            with JointCollection(engine, renderer, settings, **options) as joint:
+                tasks, is_enough = joint.add(GROUPS), iter([False, True])
+                engine.is_lost = faulty and loses and when == "in the last part"
+                joint.play(lambda left: next(is_enough))
+                engine.is_lost |= faulty and loses and when == "while the others hold"
+                before = advanced
+                joint.hold()
+                if faulty and loses:
+                    assert advanced > before
+                before = advanced
+                joint.hold()  # all do already
+                assert advanced == before and joint.unfinished
+                joint.play()
+                return [
+                    list(one.tokens)
+                    for group in joint.take(tasks)
+                    for one in group.trajectories
+                    if one.rank == distributed.rank()
+                ]
+
+        with engine.awake():
+            engine.load_weights(model.state_dict().items())
+            expected = play(False)
+            assert play(True) == expected and len(expected) == 4
+        assert engine.num_sent_again == 1
+
+    on_ranks(rank, NUM_RANKS)
 
 
 @pytest.mark.parametrize(

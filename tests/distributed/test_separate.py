@@ -254,9 +254,11 @@ def test_what_ends_one_sampler_alone_is_what_the_run_says(
 
 @pytest.mark.slow
 def test_trajectories_that_are_carried_over_are_repeated_too(output: Path) -> None:
-    """Two ranks that sample, two that train. Answers without the form go on for six turns."""
+    """Two ranks that sample, two that train. Answers without the form go on for twenty turns: some
+    are left when half of the trajectories are over, which is asked every 32 tokens.
+    """
     layout = "--rollout-ranks 2 --tensor-model-parallel-size 2 --carry-over 0.5".split()
-    turns = "--max-turns 6 --max-context-length 240".split()
+    turns = "--max-turns 20 --max-context-length 700".split()
     runs = [
         launch(output, f"carried_{name}", 4, *flags(output, *STALE, *layout, *turns))
         for name in ("once", "again")

@@ -6,7 +6,9 @@ watched through the minibatches that its policy and critic get.
 """
 
 import dataclasses
+import gzip
 import itertools
+import json
 import math
 import statistics
 from pathlib import Path
@@ -23,6 +25,7 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.report.traces import TRACES, traces
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.train import starpo
@@ -411,9 +414,11 @@ OLD_LOGPROBS = (
     ("--minibatch-size 16", 1, "none"),
     ("--minibatch-size 16 --old-logprobs recompute", 1, "policy"),
     ("--minibatch-size 16 --old-logprobs engine", 1, "engine"),
-    ("--minibatch-size 8", 2, "policy"),
-    ("--minibatch-size 16 --updates-per-rollout 2", 2, "policy"),
-    ("--minibatch-size 16 --kl-in-reward k1 --kl-reward-coef 0.1", 1, "policy"),
+    ("--minibatch-size 8", 2, "engine"),
+    ("--minibatch-size 8 --old-logprobs recompute", 2, "policy"),
+    ("--minibatch-size 8 --importance-cap 2", 2, "policy"),
+    ("--minibatch-size 16 --updates-per-rollout 2", 2, "engine"),
+    ("--minibatch-size 16 --kl-in-reward k1 --kl-reward-coef 0.1", 1, "engine"),
 )
 
 
@@ -435,6 +440,26 @@ def test_old_logprobs_are_computed_where_something_needs_them(start: Path, tmp_p
     for key, value in recomputed.items():
         if key.startswith(("actor/", "critic/", "mismatch/")):
             assert first[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def test_readers_see_the_policy_where_the_engines_logprobs_serve(
+    start: Path, tmp_path: Path
+) -> None:
+    shown = []
+    for source in ("auto", "recompute"):
+        flags = ["--num-steps", "1", "--trace-groups", "2", "--old-logprobs", source]
+        watched = Watched(start, tmp_path, *flags)
+        ((file, _, _, _),) = [
+            found for found in traces(watched.run.logger.directory / TRACES) if found[1] == "step"
+        ]
+        groups = json.loads(gzip.decompress(file.read_bytes()))["groups"]
+        shown.append([member["channels"] for group in groups for member in group["members"]])
+    assert len(shown[0]) == 8
+    for ours, truth in zip(*shown, strict=True):
+        assert ours.keys() == truth.keys()
+        for name, values in truth.items():  # written with four digits
+            assert ours[name] == pytest.approx(values, rel=2e-3, abs=1e-5), name
+        assert ours["entropy"] != ours["trainer log-probability"]
 
 
 def test_the_first_pass_gives_the_gradient_of_recomputed_logprobs(start: Path, batch) -> None:
@@ -532,13 +557,16 @@ def test_within_group_trains_on_parts_of_groups(start: Path, tmp_path: Path) -> 
             assert advantages[group] == pytest.approx([-widest / 2, widest / 2], abs=1e-4)
 
 
+@pytest.mark.parametrize("window", [[], ["--context-window", "1"]])
 def test_the_legacy_mask_trains_on_all_behind_the_first_message(
-    start: Path, tmp_path: Path
+    start: Path, tmp_path: Path, window: list[str]
 ) -> None:
-    """Log-probabilities of states too, as the model in float64 says; the same advantage on them."""
+    """Log-probabilities of states too, as the model in float64 says; the same advantage on them.
+    With a window every turn is a sample with a first message of its own.
+    """
     flags = "--advantage-estimator dr_grpo --num-steps 1 --loss-mask legacy --minibatch-size 16"
-    run = Watched(start, tmp_path, *flags.split())
-    (batch,) = run.of("actor", 0)
+    run = Watched(start, tmp_path, *flags.split(), *window)
+    (batch,) = (one.by_segment() for one in run.of("actor", 0))
     end, model = run.run.renderer.end_of_turn, exact_model(start)
     sampled = batch.turn_ids >= 0
     for i, span in enumerate(map(slice, batch.cu_seqlens, batch.cu_seqlens[1:])):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.storage.checkpoints import (
     STATE,
@@ -27,6 +28,7 @@ from ragen_mega.storage.checkpoints import (
 )
 from ragen_mega.storage.integrity import MANIFEST
 from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_pieces
+from tests.support.forked_ranks import on_ranks
 
 CONFIG = {"model": {"hidden_size": 8}, "train": {"lr": 0.1}}
 
@@ -226,6 +228,27 @@ def test_a_failed_write_is_an_error_and_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device.*free space"):
         writer.wait()
     assert find_latest(tmp_path, pytest.fail).step == 1
+
+
+def test_the_failed_write_of_another_rank_is_told_at_once(tmp_path: Path) -> None:
+    def work() -> None:
+        def stage(directory: Path):
+            def write() -> Path:
+                if distributed.rank() == 1:
+                    raise OSError(28, "No space left on device")
+                (directory / "rank_00000.safetensors").write_bytes(b"0")
+                return directory / "rank_00000.safetensors"
+
+            return write
+
+        distributed.start()
+        writer = make_writer(tmp_path)
+        writer.save(2, stage, {}, None)
+        with pytest.raises(OSError, match="No space left on device.*free space"):
+            writer.wait()  # within the time that ranks have here, not ten minutes
+
+    on_ranks(work, 2)
+    assert find_latest(tmp_path, pytest.fail) is None
 
 
 def test_config_of_a_resumed_run() -> None:

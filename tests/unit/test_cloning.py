@@ -2,6 +2,8 @@
 takes as many steps as it was told to.
 """
 
+import io
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ragen_mega.commands import make_boards
 from ragen_mega.config import parse
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
@@ -16,9 +19,18 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.console import Console
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.storage.run_directory import BASE, WARM_START
 from ragen_mega.warm_start.clone import fit
-from ragen_mega.warm_start.small_model import warm_start_critic, write_small_model
+from ragen_mega.warm_start.small_model import (
+    scripted_play,
+    take_warm_start,
+    warm_start_critic,
+    write_small_model,
+)
+from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.rounding import exact_logprobs
 
 FLAGS = "--environments bandit --hidden-size 16 --ffn-hidden-size 32 --lr 1e-3".split()
@@ -92,3 +104,41 @@ def test_the_critic_learns_returns_without_a_kl_that_is_zero(tmp_path: Path) -> 
         critic = warm_start_critic(config, hf, groups, console, tmp_path, trajectories)
         weights.append(torch.cat([x.detach().flatten() for x in critic.module.parameters()]))
     assert torch.equal(*weights)
+
+
+def test_no_board_that_is_evaluated_on_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the boards that the warm start would play, and one that training would."""
+    flags = ["--environments", "frozen_lake", "--prompt-style", "compact", "--num-groups", "4"]
+    free = parse(flags)
+    renderer = ChatRenderer(train_tokenizer(["system\nuser\nassistant\n"] * 9), think=True)
+    console = Console(is_writer=True, num_steps=1, file=io.StringIO())
+    played = [one.seed for one in scripted_play(free, renderer, console, 6, max_turns=1)]
+    trained = [group[0].seed for group in TaskSampler(free).sample(0)]
+    monkeypatch.setattr(make_boards, "_WARM_START_SEEDS", 2**63)
+    held_out = [played[1], played[4], trained[2]]
+    lines = [make_boards.draw_boards("frozen_lake", {}, seed, 1)[0] for seed in held_out]
+    assert [line["seed"] for line in lines] == held_out
+    (tmp_path / "boards.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = parse([*flags, "--boards", str(tmp_path / "boards.jsonl")])
+    again = [one.seed for one in scripted_play(config, renderer, console, 6, max_turns=1)]
+    assert again == [seed for seed in played if seed not in held_out]
+    drawn = [group[0].seed for group in TaskSampler(config).sample(0)]
+    assert drawn[:2] == trained[:2] and drawn[2] != trained[2]
+
+
+def test_a_warm_start_is_taken_whole(tmp_path: Path) -> None:
+    """Also into a run that died while it made one of its own."""
+    made = parse([*FLAGS, "--output", str(tmp_path), "--name", "made"])
+    for part in (BASE, WARM_START):
+        write_small_model(made, made.run_directory / part)
+    flags = ["--name", "own", "--seed", "1", "--warm-start-from", str(made.run_directory)]
+    own = parse([*FLAGS, "--output", str(tmp_path), *flags])
+    write_small_model(own, own.run_directory / BASE)
+    (own.run_directory / WARM_START).mkdir()
+    (own.run_directory / WARM_START / "config.json").write_text("{}")
+    take_warm_start(own)
+    for part in (BASE, WARM_START):
+        for path in (made.run_directory / part).iterdir():
+            assert (own.run_directory / part / path.name).read_bytes() == path.read_bytes()

@@ -62,6 +62,7 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--kl-kind k4", r"--kl-kind must be none, k1, k2 or k3, not 'k4'"),
         ("--whiten-advantages yes", "must be True, False or None, not 'yes'"),
         ("--bf16=yes", "--bf16 takes no value, not 'yes'"),
+        ("--adam-beta2 1", "adam_beta2 must be at least 0, below 1, not 1"),
         ("--lr", "--lr needs a value"),
         ("--lr --bf16", "--lr needs a value"),
         ("--recipe sokobn", "did you mean sokoban"),
@@ -95,6 +96,10 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
             "reward_placement turn does nothing",
         ),
         ("--advantage-estimator grpo --critic-warmup 3", "has no critic"),
+        (
+            "--critic-warmup 20 --num-steps 20",
+            r"critic_warmup \(20\) must be below num_steps \(20\), or the policy is never trained",
+        ),
         (
             "--advantage-estimator grpo --kl-in-reward k1 --kl-reward-coef 0.1",
             "per-token KL reward does nothing",
@@ -134,6 +139,10 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--clip-ratio-low 1", "which only policy_loss cispo does"),
         ("--importance-mode mask", "importance_mode does nothing without importance_cap"),
         ("--importance-cap 2 --importance-floor 0.5", "needs importance_mode mask"),
+        (
+            "--importance-mode mask --importance-floor 0.5",
+            "importance_floor does nothing without importance_cap; add --importance-cap 2",
+        ),
         (
             "--importance-cap 2 --importance-mode mask --importance-floor 2",
             r"importance_floor \(2.0\) must be below importance_cap \(2.0\)",

@@ -1,12 +1,15 @@
 """The text protocol: prompts, budgets, penalties and endings, against a second bookkeeping."""
 
+import json
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import make
 
 ROOM = ["######", "#____#", "#_PXO#", "#____#", "#____#", "######"]
@@ -172,3 +175,8 @@ def test_budgets_hold_whatever_the_model_says(responses, max_turns, per_turn, ma
             break
         announced = result.messages[0].content
     assert episode.done and executed <= max_actions
+
+
+def test_limits_from_numpy_are_written_like_others() -> None:
+    budget = Budget(max_response_length=np.int64(200))
+    assert json.dumps(budget.max_response_length) == "200"

@@ -1,5 +1,6 @@
 """Success rates and their intervals, against simulation and enumeration."""
 
+import json
 from itertools import combinations
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 
 from ragen_mega.commands import evaluate
+from ragen_mega.config import parse
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.rollout.evaluate import pass_at_k, success_interval
+from ragen_mega.run.evaluation import _settings
 
 
 @pytest.mark.parametrize("samples", [2, 8])
@@ -83,3 +86,16 @@ def test_bad_flags_are_one_line(
         evaluate.main([*flags])
     error = capsys.readouterr().err
     assert error.startswith(f"error: {said}") and error.count("\n") == 1
+
+
+def test_options_of_one_set_leave_the_others_those_of_the_run(tmp_path: Path) -> None:
+    own = {"sokoban": {"observation": "cells"}, "frozen_lake": {"observation": "cells"}}
+    names = ["--environments", "sokoban,frozen_lake"]
+    config = parse([*names, "--environment-options", json.dumps(own)])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "huggingface").mkdir()
+    given = {"environment_options": '{"frozen_lake": {"success_rate": 0.5}}'}
+    for rules, lake in (({}, own["frozen_lake"]), (given, {"success_rate": 0.5})):
+        found = {name: _settings(tmp_path, name, rules)[1].options(name) for name in own}
+        assert found == {"sokoban": own["sokoban"], "frozen_lake": lake}
+    assert given == {"environment_options": '{"frozen_lake": {"success_rate": 0.5}}'}

@@ -4,9 +4,12 @@ cache that is computed again or kept: their log-probabilities are those of trans
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import gc
 import random
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -18,10 +21,11 @@ from transformers import Qwen2ForCausalLM
 from ragen_mega.data.types import Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.pool import Worker
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.step_metrics import staleness
 from ragen_mega.rollout.all_ranks import JointCollection
-from ragen_mega.rollout.collector import PlaySettings, in_groups, tasks_for_group
+from ragen_mega.rollout.collector import PlaySettings, Task, in_groups, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
@@ -136,6 +140,35 @@ def test_turns_are_of_the_weights_that_they_name(keeps_caches: bool) -> None:
 
     found = staleness(SECOND, in_groups(old))
     assert found["continued"] == 0.5 and 0 < found["staleness"] < 1
+
+
+@pytest.mark.parametrize("world", [FrozenLake, Dawdler])
+def test_what_was_taken_is_forgotten(world: type[FrozenLake]) -> None:
+    """A collection lives as long as a run that carries over."""
+    tokenizer = lake_tokenizer(LONG)
+    model, renderer = tiny_qwen2(len(tokenizer)), ChatRenderer(tokenizer, think=True)
+    kinds = (Task, Trajectory, Worker, Episode, asyncio.Future)
+
+    def alive() -> Counter[type]:
+        gc.collect()
+        return Counter(type(one) for one in gc.get_objects() if isinstance(one, kinds))
+
+    engine = EmbeddedEngine(model.config, max_context=256, max_sessions=8)
+    with engine.awake(), JointCollection(engine, renderer, SETTINGS) as together:
+        engine.load_weights(model.state_dict().items())
+        before, counts = alive(), []
+        for step in range(4):
+            maker = partial(episode, 3, world)
+            old = together.add([tasks_for_group(step, "frozen_lake", step, maker, group_size=4)])
+            together.play(lambda left: len(left) <= 2)
+            together.play()
+            assert [len(group.trajectories) for group in together.take(old)] == [4]
+            deadline = time.monotonic() + 30
+            while (left := alive())[Worker] > before[Worker] and time.monotonic() < deadline:
+                time.sleep(0.01)  # their threads end
+            counts.append(left)
+    assert counts[0] == counts[1] == counts[-1]
+    assert all(counts[-1][kind] == before[kind] for kind in (Task, Trajectory, Worker))
 
 
 def test_the_same_whenever_environments_answer() -> None:

@@ -139,6 +139,16 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert code == 2 and message in said and said.count("\n") == 1
 
 
+def test_a_named_model_is_planned_on_the_gpus_of_its_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "plan.json"
+    model = ("--model", "Qwen2.5-1.5B", "--json", str(report))
+    for flags, num_gpus in ((), 2), (("--num-gpus", "4"), 4):
+        code, _ = run_plan(capsys, *model, *flags)
+        assert code == 0 and json.loads(report.read_text())["num_gpus"] == num_gpus
+
+
 def test_search_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "search.json"
     flags = (

@@ -2,6 +2,7 @@
 are kept.
 """
 
+import itertools
 import json
 import resource
 import struct
@@ -208,6 +209,27 @@ def test_seals_do_not_depend_on_the_facts(tmp_path: Path) -> None:
     write_sealed(tmp_path / "file", {"x": torch.arange(3)}, facts)
     tensors, back = read_sealed(tmp_path / "file")
     assert back == facts and torch.equal(tensors["x"], torch.arange(3))
+
+
+def test_facts_may_be_longer_than_a_header(tmp_path: Path) -> None:
+    """safetensors refuses headers of more than 100 MB."""
+    facts = {"thoughts": "x" * 10**6}
+    write_sealed(tmp_path / "file", {"x": torch.arange(3)}, facts)
+    assert int.from_bytes((tmp_path / "file").read_bytes()[:8], "little") < 1000
+    assert read_sealed(tmp_path / "file")[1] == facts
+
+
+def test_infos_come_back_as_they_were(tmp_path: Path) -> None:
+    """Whatever names a policy gives to the arguments of a tool."""
+    infos = [{"tuple": 5}, {"tuple": [1]}, {"a": ({"tuple": ()},), "b": {"tuple": {"tuple": 1}}}]
+    groups = small()
+    turns = [turn for group in groups for one in group.trajectories for turn in one.turns]
+    for turn, info in zip(turns, itertools.cycle(infos)):
+        turn.info = info
+    store = RolloutStore(tmp_path)
+    store.write(0, groups, ORIGIN)
+    back = [t for g in store.read(0).groups for one in g.trajectories for t in one.turns]
+    assert [turn.info for turn in back] == [turn.info for turn in turns]
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:

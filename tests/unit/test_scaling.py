@@ -95,8 +95,9 @@ def test_a_sigmoid_is_refused(curves: list[Curve], said: str):
 @pytest.mark.parametrize(
     ("sizes", "points", "value", "said"),
     [
-        ((1e6, 1e7), 16, 0.5, "at least 3 of them"),
-        ((1e6, 1e7, 1e8), 16, 0.0, "positive losses"),
+        ((), 16, 0.5, "at least 3 of them, not 0; add models"),
+        ((1e6, 1e7), 16, 0.5, "at least 3 of them, not 2; add models"),
+        ((1e6, 1e7, 1e8), 16, 0.0, "positive losses, not 0; add points"),
         ((1e6, 1e7, 1e8), 1, 0.5, "1 point"),
     ],
 )

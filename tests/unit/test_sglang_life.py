@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
+from ragen_mega.engines.sglang.weights import FileTransfer
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, WeightsLost
 from tests.support.forked_ranks import on_ranks
@@ -44,6 +46,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     version = None
+    num_aborts = 0
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{{}}")
@@ -52,7 +55,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.3)
         with open("requests.jsonl", "a") as log:
             log.write(json.dumps([path, body.get("tags")]) + "\\n")
-        answer = {{"success": True, "message": ""}}
+        answer, status = {{"success": True, "message": ""}}, 200
+        if path == "/abort_request":
+            Handler.num_aborts += 1
         if path == "/openapi.json":
             answer = {{"paths": {{}}}}
         if path == "/server_info":
@@ -65,13 +70,18 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/update_weight_version":
             Handler.version = body["new_version"]
         if path == "/generate":
-            while os.path.exists("hold"):
+            before = Handler.num_aborts
+            while os.path.exists("hold") and Handler.num_aborts == before:
                 time.sleep(0.01)
+            is_aborted = Handler.num_aborts > before
             answer = {{"output_ids": [5], "meta_info": {{
-                "finish_reason": {{"type": "length"}}, "weight_version": Handler.version,
+                "finish_reason": {{"type": "abort" if is_aborted else "length"}},
+                "weight_version": Handler.version,
                 "output_token_logprobs": [[-0.5, 5, None]], "cached_tokens": 0}}}}
+            if is_aborted and body["input_ids"] == [9]:  # as of one that is not queued yet
+                answer, status = {{"error": {{"message": "Request 9 was aborted"}}}}, 400
         content = json.dumps(answer).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -264,6 +274,65 @@ def test_what_a_lost_server_costs(
         assert engine.weight_version == 1
 
 
+def test_a_pause_aborts_requests_and_sends_them_again(build: Callable[..., SGLangEngine]) -> None:
+    """As when the engine of another rank has lost its weights, and all give them again."""
+    engine = build(transfer="ipc")
+    directory = engine.server.settings.directory
+
+    def requests() -> int:
+        log = directory / "requests.jsonl"
+        return log.read_text().count('"/generate"') if log.exists() else 0
+
+    async def begin() -> list[asyncio.Task[Completion]]:
+        prompts = [[1], [9]]
+        asking = [
+            asyncio.create_task(engine.generate(prompt, SamplingParams(1), session=session))
+            for session, prompt in enumerate(prompts)
+        ]
+        while requests() < len(prompts):
+            await asyncio.sleep(0.01)
+        return asking
+
+    async def answers(asking: list[asyncio.Task[Completion]]) -> list[Completion]:
+        return await asyncio.gather(*asking)
+
+    with engine.awake(), asyncio.Runner() as runner:  # which goes on where it was, as a rollout
+        engine.load_weights(shards())
+        engine.start()
+        asked(engine)
+        (directory / "hold").touch()
+        asking = runner.run(begin())
+        engine.pause()
+        engine.load_weights(shards(), again=True)
+        engine.start()
+        (directory / "hold").unlink()
+        assert [answer.tokens for answer in runner.run(answers(asking))] == [[5], [5]]
+        assert asked(engine) == 2 * GENERATE + FREE + WAKE + SEND + START + 2 * GENERATE
+        assert (engine.counts.reissued, engine.counts.restarts) == (2, 0)
+        assert (engine.counts.completions, engine.weight_version) == (2, 1)
+
+
+def test_what_is_aborted_without_a_pause_is_an_error(build: Callable[..., SGLangEngine]) -> None:
+    engine = build()
+
+    async def ask(prompt: list[int]) -> None:
+        asking = asyncio.create_task(engine.generate(prompt, SamplingParams(1), session=0))
+        log = engine.server.settings.directory / "requests.jsonl"
+        while not log.exists() or "/generate" not in log.read_text():
+            await asyncio.sleep(0.01)
+        engine.server.client.call("POST", "/abort_request", {"abort_all": True})
+        await asking
+
+    with engine.awake():
+        engine.load_weights(shards())
+        engine.start()
+        (engine.server.settings.directory / "hold").touch()
+        for prompt, error in (([1], "gave up a request"), ([9], "Request 9 was aborted")):
+            asked(engine)
+            with pytest.raises(RuntimeError, match=error):
+                asyncio.run(ask(prompt))
+
+
 @pytest.mark.forks
 def test_a_shared_server_has_memory_only_when_all_its_ranks_have_made_room(tmp_path: Path) -> None:
     """It takes memory on the devices of the others too: each has freed its own by then, and takes
@@ -368,3 +437,59 @@ def test_the_stream_ends_also_where_the_server_fails(build: Callable[..., SGLang
         with pytest.raises(ServerFailed, match="lost 3 times without a completion"):
             engine.load_weights(stream())
         assert len(taken) == len(dict(shards()))
+
+
+def full_after(num_files: int) -> Callable[[int, int, int], None]:
+    """What a full /dev/shm does when that many files are in it."""
+    left = iter(range(num_files))
+
+    def allocate(descriptor: int, start: int, num_bytes: int) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.truncate(descriptor, num_bytes)
+
+    return allocate
+
+
+def test_full_shared_memory_is_named_and_the_stream_ends(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(bucket_bytes=1024)
+    weights = shards()
+    num_bytes = sum(tensor.nbytes for _, tensor in shards())
+    monkeypatch.setattr(os, "posix_fallocate", full_after(2))
+    with engine.awake():
+        named = (
+            rf"/dev/shm has no room .* hold {num_bytes} bytes .*--shm-size.*--weight-transfer ipc"
+        )
+        with pytest.raises(EngineError, match=named):
+            engine.load_weights(weights)
+        assert next(weights, None) is None
+        monkeypatch.undo()
+        engine.load_weights(shards())  # what was left there does not disturb
+        engine.start()
+        assert generate(engine).tokens == [5]
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("num_files", [0, 2])
+def test_full_shared_memory_ends_all_ranks_of_a_server(num_files: int) -> None:
+    def rank() -> None:
+        distributed.start()
+        group, index = distributed.consecutive_group(2), distributed.rank()
+        transfer = FileTransfer(
+            CONFIG, EngineShard(index, 2), torch.float32, group=group, bucket_bytes=1024
+        )
+        if index:
+            os.posix_fallocate = full_after(num_files)  # in this fork
+        weights = cut_stream(
+            Qwen2ForCausalLM(CONFIG).state_dict().items(), CONFIG, *EngineShard(index, 2)
+        )
+        with pytest.raises(EngineError, match="/dev/shm has no room for the weights"):
+            for _ in transfer.receive(weights):
+                continue
+        assert next(weights, None) is None
+        distributed.barrier()
+        transfer.close()
+
+    on_ranks(rank, 2)

@@ -315,11 +315,11 @@ def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
         study_runs.claim_folder(folder, study, "none", mixed=False)
     assert study_runs.claim_folder(folder, study, "none", mixed=True) is True
     assert study_runs.claim_folder(folder, study, "none", mixed=False) is True  # it stays said
-    with pytest.raises(ValueError, match="other match"):
+    with pytest.raises(ValueError, match=r"other match \(none, not steps\)"):
         study_runs.claim_folder(folder, study, "steps", mixed=False)
     with pytest.raises(ValueError, match="other ranks"):
         study_runs.claim_folder(folder, study, "none", mixed=False, ranks=2)
-    assert study_runs.claim_folder(folder, study, "none", mixed=True, only_report=True)
+    assert study_runs.recorded(folder, study, "none", mixed=False) == (study, "none", True)
     assert json.loads((folder / study_runs.IDENTITY).read_text())["ranks"] == 1
     state.pop("ranks")  # as before it was recorded
     (folder / study_runs.IDENTITY).write_text(json.dumps(state))
@@ -415,9 +415,44 @@ def test_a_report_says_what_arms_have_the_same_of(tiny: Path, tmp_path: Path) ->
     """The flags on the page have the number of steps that the first arm alone takes."""
     study_runs.claim_folder(tmp_path / "runs", Study.read(tiny), "tokens", mixed=False)
     finish(tmp_path / "runs" / "low-seed0")
-    assert report_on(tiny, tmp_path, "--match", "tokens")["match"] == "tokens"
-    text = (tmp_path / "reports" / "tiny.md").read_text()
-    assert "as many sampled trajectories as the first one (`--match tokens`)" in text
+    for flags in (("--match", "tokens"), ()):
+        assert report_on(tiny, tmp_path, *flags)["match"] == "tokens"
+        text = (tmp_path / "reports" / "tiny.md").read_text()
+        assert "as many sampled trajectories as the first one (`--match tokens`)" in text
+
+
+def test_a_report_leaves_the_record_as_it_is(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes further flags from there; what contradicts it is refused, or said to be mixed."""
+    study, record = Study.read(tiny), tmp_path / "runs" / study_runs.IDENTITY
+    run = replace(study, flags=(*study.flags, "--lr-warmup", "1"))
+    study_runs.claim_folder(tmp_path / "runs", run, "tokens", mixed=False)
+    finish(tmp_path / "runs" / "low-seed0")
+    before = record.read_bytes()
+    for flags in ((), ("--flags", "--lr-warmup 1")):
+        found = report_on(tiny, tmp_path, *flags)
+        assert found["study"]["flags"] == [*run.flags] and not found["is_mixed"]
+    for flags, said in (
+        (("--match", "steps"), "other match (tokens, not steps); give the --preset, --match"),
+        (("--flags", "--lr-warmup 2"), "--lr-warmup 2)"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            report_on(tiny, tmp_path, *flags)
+        error = capsys.readouterr().err
+        assert left.value.code == 2 and said in error and error.count("\n") == 1
+        assert "delete" not in error
+        assert report_on(tiny, tmp_path, "--mixed", *flags)["is_mixed"]
+    assert record.read_bytes() == before
+
+
+def test_a_preset_is_not_reported_as_another(
+    two_presets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(tmp_path / "runs" / "low-seed0")
+    with pytest.raises(SystemExit):
+        report_on(two_presets, tmp_path, preset="paper")
+    assert "other study preset (small, not paper); give the --preset" in capsys.readouterr().err
 
 
 def test_other_numbers_of_prompts_are_one_line(

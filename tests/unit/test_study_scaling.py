@@ -15,12 +15,13 @@ import pytest
 from ragen_mega.commands import study as tool
 from ragen_mega.commands import study_runs
 from ragen_mega.commands.plan import planned_gpus
-from ragen_mega.commands.study_scaling import number
+from ragen_mega.commands.study_scaling import Speed, number
 from ragen_mega.config import parse
 from ragen_mega.config.cli import RECIPES
 from ragen_mega.models.memory_plan import GIB, Setting, plan
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.time_plan import Play
 from ragen_mega.report.study import Study
 from ragen_mega.warm_start.small_model import small_model
 
@@ -105,6 +106,12 @@ def write_run(
     return ModelShape.of(hf)
 
 
+def flops_of(shape: ModelShape) -> tuple[float, float]:
+    """FLOPs, forward and backward, of a token of model "large" in texts of 50, and of its head."""
+    layer = 3 * 128**2 + 3 * 128 * 256 + 50 * 128
+    return 6 * shape.num_layers * layer, 6 * 512 * 128
+
+
 @pytest.fixture
 def known(tmp_path: Path) -> tuple[Path, Study]:
     path = tmp_path / "known.toml"
@@ -147,15 +154,14 @@ def test_a_page_out_of_known_runs(
     assert (tmp_path / "out" / "known.svg").stat().st_size > 1000
 
     # a step of 4.5 s on 64 trajectories of 50 tokens, half of which the updates compute
-    shape = shapes["large"]
-    matrices = shape.num_layers * (3 * 128**2 + 3 * 128 * 256) + 512 * 128
-    flops = 6 * (matrices + shape.num_layers * 50 * 128)
+    body, head = flops_of(shapes["large"])
     speed = re.search(r"^\| large-alone \|.*$", text, re.M)[0]
     cells = [cell.strip() for cell in speed.strip("|").split("|")]
     assert cells[2:6] == ["1", "1 x 1 x 1, 1", "8 x 8", "50 (20)"]
     assert cells[6:12] == ["2", "0.1", "0.5", "1.4", "0.5", "4.5"]
     assert cells[12:14] == [f"{64 * 50 / 4.5:.3g}", f"{64 * 20 / 2:.3g}"]
-    assert cells[14] == f"{2 * 64 * 50 * 0.5 * flops / 1.4 / 1e9:.3g}G"  # policy and critic
+    actor, critic = (25 * body + 20 * head, 25 * body)
+    assert cells[14] == f"{64 * (actor + critic) / 1.4 / 1e9:.3g}G"
     assert cells[15:] == ["-", "1.5"]
     # the same work in 0.625 of the time on two ranks; twice the work in 1.25 of it
     assert "| large | strong | 2 | strong | 80% |" in text
@@ -163,8 +169,10 @@ def test_a_page_out_of_known_runs(
 
     found = json.loads((tmp_path / "out" / "known.json").read_text())
     compute = found["curves"]["large"][0]["compute"]
-    tokens = 64 * 50 / 3 + 64 * 50 * 2 * (1 + 1 / 3)  # rollout; scored and updated in both models
-    assert compute[0] == pytest.approx(EVERY * tokens * flops)
+    actor, critic = (50 * body + 20 * head, 50 * body)
+    # rollout; updates of both models, whose old log-probabilities are the engine's; values
+    flops = 64 * (actor / 3 + actor + critic + critic / 3)
+    assert compute[0] == pytest.approx(EVERY * flops)
     law = found["sigmoids"]["large"]
     assert law["asymptote"]["value"] == pytest.approx(0.9, abs=0.03)
     assert law["exponent"]["value"] == pytest.approx(2, abs=0.3)
@@ -229,14 +237,69 @@ def test_what_was_not_trained_on_is_no_compute(
     metrics.write_text("\n".join(map(json.dumps, rows)) + "\n")
     folders = ("--output", tmp_path / "runs", "--reports", tmp_path / "out")
     code, text = run_study(capsys, path, "--report", *folders)
-    matrices = shape.num_layers * (3 * 128**2 + 3 * 128 * 256) + 512 * 128
-    flops = 6 * (matrices + shape.num_layers * 50 * 128)
-    rate = 2 * 16 * 50 * 0.5 * flops / 1.4  # 16 of 64 trajectories, in policy and critic
+    body, head = flops_of(shape)
+    rate = 16 * (2 * 25 * body + 20 * head) / 1.4  # 16 of 64 trajectories, in policy and critic
     assert code == 0 and f"| {rate / 1e9:.3g}G |" in text
     found = json.loads((tmp_path / "out" / "known.json").read_text())
     compute = found["curves"]["large"][0]["compute"]
-    tokens = 64 * 50 / 3 + 16 * 50 * 2 * (1 + 1 / 3)
-    assert compute[0] == pytest.approx(EVERY * tokens * flops)
+    actor, critic = (50 * body + 20 * head, 50 * body)
+    flops = 64 * actor / 3 + 16 * (actor + critic * (1 + 1 / 3))
+    assert compute[0] == pytest.approx(EVERY * flops)
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes"),
+    [
+        ("", 0),  # the engine's, which computes as the trainer does
+        ("--minibatch-size 64", 0),  # the update's own first pass
+        ("--minibatch-size 64 --updates-per-rollout 2 --importance-cap 2", 1),
+        ("--old-logprobs recompute", 1),
+        ("--kl-coef 0.1 --kl-kind k1", 1),  # the reference's
+    ],
+)
+def test_a_pass_counts_where_there_is_one(flags: str, passes: int) -> None:
+    words = [*FILE.split("'''")[1].split(), *flags.split()]
+    config = parse(["--recipe", "none", *words])
+    shape = ModelShape.of(small_model(config.model, 512))
+    speed = Speed(shape, config, 1, Play(1, 30.0, 20.0), {}, 0.0, 64)
+    actor, critic = speed.flops(50.0), speed.flops(50.0, is_critic=True)
+    updates = config.train.updates_per_rollout
+    forward = (64 + 64 * passes) / 3
+    flops = forward * actor + 64 * (updates * (actor + critic) + critic / 3)
+    assert speed.step_flops == pytest.approx(flops)
+
+
+def test_on_a_gpu_memory_is_the_peak_of_the_allocator(
+    known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, study = known
+    write_run(tmp_path / "runs", study, "large-alone", 0)
+    metrics = tmp_path / "runs" / "large-alone-seed0" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    kinds = {"allocated": 2.0, "reserved": 5.0, "peak": 4.25, "free": 70.0, "offloaded": 1.0}
+    for row in rows:
+        del row["memory/train_resident_gib"]
+        row |= {f"memory/train_{kind}_gib": value for kind, value in kinds.items()}
+        row["memory/sync_peak_gib"] = 3.0
+    metrics.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    folders = ("--output", tmp_path / "runs", "--reports", tmp_path / "out")
+    code, text = run_study(capsys, path, "--report", *folders)
+    row = re.search(r"^\| large-alone \|.*$", text, re.M)[0]
+    assert code == 0 and row.endswith("| 4.25 |")
+
+
+def test_runs_of_other_layouts_alone_are_compared_with_none(
+    known: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, study = known
+    write_run(tmp_path / "runs", study, "large-strong", 0)
+    folders = ("--output", tmp_path / "runs", "--reports", tmp_path / "out")
+    code, text = run_study(capsys, path, "--report", *folders)
+    assert code == 0 and "| large-strong |" in text
+    assert "under layout `alone`, of which no run has finished; run it" in text
+    assert "svg" not in text and not (tmp_path / "out" / "known.svg").exists()
+    found = json.loads((tmp_path / "out" / "known.json").read_text())
+    assert found["curves"] == {} and "not 0; add models" in found["power_law"]
 
 
 def test_nothing_is_fitted_to_too_little(
@@ -301,10 +364,8 @@ def test_a_report_keeps_the_code_of_the_runs(known: tuple[Path, Study]) -> None:
     identity = path.parent / "runs" / study_runs.IDENTITY
     state = json.loads(identity.read_text()) | {"code": "older"}
     identity.write_text(json.dumps(state))
-    assert not study_runs.claim_folder(
-        identity.parent, study, "none", mixed=False, only_report=True
-    )
-    assert json.loads(identity.read_text())["code"] == "older"
+    assert study_runs.recorded(identity.parent, study, None, mixed=False)[2] is False
+    assert json.loads(identity.read_text()) == state
 
 
 @pytest.mark.parametrize("name", ["qwen", "pretrained"])

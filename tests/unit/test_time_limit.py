@@ -29,6 +29,10 @@ from ragen_mega.rollout.summary import environment_errors, summarize
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 
+class Panic(BaseException):
+    """As of an extension in Rust."""
+
+
 class Flaky(Bandit):
     """A bandit that fails as `way` says when its outcome seed is even."""
 
@@ -50,6 +54,8 @@ class Flaky(Bandit):
                     raise ConnectionError("lost\nconnection")
                 case "exit":
                     sys.exit(3)
+                case "panic":
+                    raise Panic("index out of bounds")
                 case "sleep":
                     time.sleep(20)
                 case "nan":
@@ -124,6 +130,7 @@ def play(renderer: ChatRenderer) -> Iterator[Callable]:
         ("raise", 5.0, "ConnectionError: lost\nconnection"),
         ("raise", 0.0, "ConnectionError: lost\nconnection"),
         ("exit", 5.0, "SystemExit: 3"),
+        ("panic", 5.0, "Panic: index out of bounds"),
         (
             "nan",
             5.0,

@@ -325,6 +325,9 @@ def test_a_step_has_the_passes_of_its_algorithm() -> None:
     assert "values" not in phases("--advantage-estimator", "grpo")
     assert "reference" in phases("--kl-kind", "k3", "--kl-coef", "0.001")
     assert "old log-probabilities" in phases("--old-logprobs", "recompute")
+    often = ["--updates-per-rollout", "2"]
+    assert "old log-probabilities" in phases(*often), "SGLang's are not the trainer's"
+    assert "old log-probabilities" not in phases(*often, "--old-logprobs", "engine")
     assert sum(phases("--offload", "rollout")["offload"].values()) > 0
     twice = phases("--updates-per-rollout", "2")["update actor"]["matrix products"]
     assert twice == pytest.approx(2 * plain["update actor"]["matrix products"])

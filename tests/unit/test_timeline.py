@@ -43,15 +43,15 @@ def test_a_resumed_run_writes_its_steps_again_after_what_a_kill_left(tmp_path: P
     assert steps == [None, 0, 1] and events(path)[-1]["ts"] == 20_000_000
 
 
-def test_what_is_timed_is_on_the_timeline_and_what_is_only_seen_costs_no_metric() -> None:
+def test_what_is_timed_is_on_the_timeline_and_what_is_not_counted_costs_no_metric() -> None:
     timers, metrics, later = Timers(), Metrics(), Metrics()
     with timers.timed("rollout"), timers.timed("sync"):
         pass
     timers.close_step(metrics)
-    with timers.seen("evaluation"):
+    with timers.uncounted("evaluation"), timers.timed("handover"):
         pass
     spans = timers.take_spans()
-    assert [name for name, _, _ in spans] == ["sync", "rollout", "evaluation"]
+    assert [name for name, _, _ in spans] == ["sync", "rollout", "handover", "evaluation"]
     assert timers.take_spans() == []
     timers.close_step(later)
-    assert "time/rollout" in metrics.result() and "time/evaluation" not in later.result()
+    assert "time/rollout" in metrics.result() and later.result() == {"time/step": 0.0}

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.data.types import Completion, SamplingParams
-from ragen_mega.engines.sglang.http_json import ConnectionLost
-from ragen_mega.engines.sglang.requests import Requests, read_completion, request_body
+from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
+from ragen_mega.engines.sglang.requests import Requests, is_aborted, read_completion, request_body
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
 from ragen_mega.engines.sglang.weights import (
     BUCKET_BYTES,
@@ -89,6 +89,7 @@ class SGLangEngine(RolloutEngine):
         self._gives_back = settings.has_memory_saver
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
+        self._num_pauses = 0  # each aborts what the server works on
         self._requests = Requests(self.server.is_healthy, hang_timeout=settings.hang_timeout)
 
     @contextmanager
@@ -114,9 +115,10 @@ class SGLangEngine(RolloutEngine):
         checksums that it holds them.
 
         It then waits for `start`. `again`: the same weights once more after a `pause`, because an
-        engine has lost them. The stream is consumed to its end even when the server fails, because
-        other ranks take part in it. Raises ValueError unless exactly the expected names and shapes
-        arrive, and EngineError if the server refuses them.
+        engine has lost them. The stream is consumed to its end even when the server or the transfer
+        fails, because other ranks take part in it. Raises ValueError unless exactly the expected
+        names and shapes arrive, and EngineError if the server refuses them or shared memory has no
+        room for them.
         """
         self._require(_Stage.AWAKE)
         if self._active and not again:
@@ -153,8 +155,11 @@ class SGLangEngine(RolloutEngine):
         self._stage = _Stage.STARTED
 
     def pause(self) -> None:
-        """The server gives its memory back, in the middle of a rollout."""
+        """The server gives its memory back, in the middle of a rollout. The requests that it works
+        on are aborted, and sent again after `start`.
+        """
         self._require(_Stage.AWAKE)
+        self._num_pauses += 1
         self._stage = _Stage.AWAKE
         self._sleep()
         self._transfer.meet()
@@ -183,10 +188,16 @@ class SGLangEngine(RolloutEngine):
         self._active.add(session)
         try:
             while True:
-                num_starts = self.server.num_starts
+                num_starts, num_pauses = self.server.num_starts, self._num_pauses
                 try:
                     answer = await self._requests.ask(self.server.client, body)
-                    break
+                    if num_pauses == self._num_pauses or not is_aborted(answer):
+                        break
+                    self.counts.reissued += 1
+                except RequestRefused:  # how SGLang aborts what it has not queued yet
+                    if num_pauses == self._num_pauses:
+                        raise
+                    self.counts.reissued += 1
                 except ConnectionLost as error:
                     self.counts.reissued += 1
                     # The first to notice restarts it; the others find a new server.
@@ -340,7 +351,7 @@ class SGLangFollower(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Hand this rank's shards over. Raises ValueError unless exactly the expected names and
-        shapes arrive.
+        shapes arrive, and EngineError if shared memory has no room for those of any rank.
         """
         for _ in self._transfer.receive(weights):
             continue

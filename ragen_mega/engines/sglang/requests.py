@@ -32,6 +32,12 @@ def request_body(tokens: list[int], sampling: SamplingParams, *, max_tokens: int
     }
 
 
+def is_aborted(answer: dict[str, Any]) -> bool:
+    """Whether the server was told to end this request before it was complete."""
+    reason = answer["meta_info"]["finish_reason"]
+    return reason is not None and reason["type"] == "abort"
+
+
 def read_completion(
     answer: dict[str, Any], sampling: SamplingParams, *, version: int, log: Path
 ) -> Completion:

@@ -5,6 +5,7 @@ The server reads them with `weight_loader` and verifies by checksums that it hol
 """
 
 import base64
+import errno
 import io
 import itertools
 import json
@@ -39,7 +40,7 @@ from ragen_mega.engines.sglang.weight_loader import (
     report_of,
 )
 from ragen_mega.models.server_cut import cut_stream
-from ragen_mega.rollout.engine import EngineShard
+from ragen_mega.rollout.engine import EngineError, EngineShard
 
 BUCKET_BYTES = 128 * 2**20
 """A multiple of what the checksum takes at a time; the memory plan counts it."""
@@ -129,14 +130,21 @@ class WeightTransfer(ABC):
 
         The server takes a bucket while the next one is filled: it must have copied the one before
         the last when another is asked for, and the last when the stream is to end. All ranks of
-        the group go through all of it. Raises ValueError unless exactly the expected names and
-        shapes arrive.
+        the group go through all of it. Raises, with `weights` consumed to its end, ValueError
+        unless exactly the expected names and shapes arrive, and EngineError, on all ranks of the
+        group, if one finds no room.
         """
         self._sent, sent = [], list[list[Message]]()
-        for messages in self._describe(weights):
-            sent.append(messages)
-            yield messages
-            self.meet()
+        weights = iter(weights)
+        try:
+            for messages in self._describe(weights):
+                sent.append(messages)
+                yield messages
+                self.meet()
+        except (EngineError, ValueError):
+            for _ in weights:
+                continue
+            raise
         yield []
         self.meet()
         self._sent = sent
@@ -158,13 +166,33 @@ class WeightTransfer(ABC):
 
     def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
         """Fill buckets; yields for each the messages of all ranks."""
-        for bucket, is_last in self._fill(weights):
-            bucket.write([*self._expected] if is_last else None)
-            payload = base64.b64encode(self._pickle(bucket)).decode()
-            messages = [Message(bucket.file, payload, is_last)] * self._shard.size
+        for message in self._messages(weights):
+            messages = [message] * self._shard.size
             if self._group is not None:
-                dist.all_gather_object(messages, messages[0], group=self._group)
+                dist.all_gather_object(messages, message, group=self._group)
+            for one in messages:
+                if isinstance(one, EngineError):
+                    raise one
             yield messages
+
+    def _messages(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Message | EngineError]:
+        """Fill buckets; yields for each the message of this rank, or why there is none."""
+        try:
+            for bucket, is_last in self._fill(weights):
+                bucket.write([*self._expected] if is_last else None)
+                payload = base64.b64encode(self._pickle(bucket)).decode()
+                yield Message(bucket.file, payload, is_last)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            # Not as OSError, which would be taken for a full disk of the run's output.
+            where = self.directory.parent
+            yield EngineError(
+                f"{where} has no room for the weights of the rollout servers: it must hold"
+                f" {self.num_bytes} bytes for each of their ranks and has"
+                f" {shutil.disk_usage(where).total}; enlarge it (docker run --shm-size), or set"
+                " --weight-transfer ipc"
+            )
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Bucket, bool]]:
         """Copy the stream; yields each full bucket and whether it is the last."""
