@@ -5,37 +5,30 @@ are marked `forks`.
 import gc
 import multiprocessing
 import os
-import random
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
+from weakref import WeakKeyDictionary
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch.distributed import TCPStore
 
 from ragen_mega.megatron.initialize import shutdown
 
-PORTS = range(20_000, 32_000)
-"""Below those that the kernel hands out, which could be taken before the ranks listen."""
-
-
-def free_port() -> int:
-    """A port of this machine on which nobody listens."""
-    while True:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port := random.SystemRandom().choice(PORTS)))
-            except OSError:
-                continue
-            return port
+_STORES: WeakKeyDictionary[Process, TCPStore] = WeakKeyDictionary()
+"""The first rank of each job -> what its ranks meet in, which lives as long as that."""
 
 
 def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
-    """Start `work()` on `num_ranks` processes that are ranks of one job, as torchrun would."""
+    """Start `work()` on `num_ranks` processes that are ranks of one job, as torchrun would: their
+    store is this process's, which listens on a port before anybody is told of it.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
     def rank(index: int) -> None:
@@ -54,6 +47,7 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
     for process in processes:
         process.start()
     gc.unfreeze()
+    _STORES[processes[0]] = store
     return processes
 
 

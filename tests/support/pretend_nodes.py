@@ -172,7 +172,6 @@ def fork_on_nodes(nodes: list[Node], work: Callable[[], None]) -> list[Process]:
             GROUP_WORLD_SIZE=str(len(nodes)),
             LOCAL_RANK="0",
             LOCAL_WORLD_SIZE="1",
-            TORCHELASTIC_USE_AGENT_STORE="True",
         )
         if index:
             return work()
