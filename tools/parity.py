@@ -44,7 +44,14 @@ ARCHITECTURES = {
 }
 TEMPERATURE = 0.7
 CLIP_GRAD = 0.5
-LOSS = LossConfig(dual_clip=3.0, kl_kind="k3", kl_coef=0.05, entropy_coef=0.01, importance_cap=1.5)
+LOSS = LossConfig(
+    dual_clip=3.0,
+    kl_kind="k3",
+    kl_coef=0.05,
+    entropy_coef=0.01,
+    importance_cap=1.5,
+    min_entropy=4.1,
+)
 ENTERING = ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 """What the loss of a token depends on besides its logits and its label."""
 
@@ -406,6 +413,7 @@ def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) ->
     surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
     bounded = torch.minimum(surrogate, -advantages * loss.dual_clip)
     surrogate = torch.where(advantages < 0, bounded, surrogate)
+    surrogate = surrogate * (entropy.detach() >= loss.min_entropy)
     importance = (
         (tokens["old_logprobs"] - tokens["rollout_logprobs"]).exp().clamp(max=loss.importance_cap)
     )

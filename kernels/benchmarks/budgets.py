@@ -119,10 +119,11 @@ class KernelConfig:
 
 
 PLAIN = {
-    "CISPO": False, "DUAL_CLIP": False, "KL": 0, "IMPORTANCE": 0, "REF": None, "ROLLOUT": None,
+    "CISPO": False, "DUAL_CLIP": False, "KL": 0, "IMPORTANCE": 0, "MIN_ENTROPY": False,
+    "REF": None, "ROLLOUT": None,
 }  # fmt: skip
-EVERYTHING = {"CISPO": False, "DUAL_CLIP": True, "KL": 3, "IMPORTANCE": 1}
-MASKED_CISPO = {"CISPO": True, "DUAL_CLIP": False, "KL": 3, "IMPORTANCE": 2}
+EVERYTHING = {"CISPO": False, "DUAL_CLIP": True, "KL": 3, "IMPORTANCE": 1, "MIN_ENTROPY": True}
+MASKED_CISPO = {"CISPO": True, "DUAL_CLIP": False, "KL": 3, "IMPORTANCE": 2, "MIN_ENTROPY": False}
 FP32 = {"X": "*fp32", "DX": "*fp32"}
 
 

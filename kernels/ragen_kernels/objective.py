@@ -3,8 +3,8 @@
 Clipped surrogate: PPO, arXiv:1707.06347 eq. (7), with the decoupled bounds of DAPO,
 arXiv:2503.14476 eq. (8); dual clip: arXiv:1912.09729 eq. (5); CISPO: arXiv:2506.13585 eq. (4), (5);
 GSPO: arXiv:2507.18071 eq. (5) to (7), as GSPO-token, eq. (13), (14); decoupled PPO:
-arXiv:2110.00641 eq. (3); masked importance sampling: IcePop, arXiv:2510.18855 sec. 3; KL estimators
-k1, k2, k3: http://joschu.net/blog/kl-approx.html.
+arXiv:2110.00641 eq. (3); masked importance sampling: IcePop, arXiv:2510.18855 sec. 3; forking
+tokens: arXiv:2506.01939 eq. (5); KL estimators k1, k2, k3: http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class PolicyObjective:
         importance_mode: beyond the cap w is the cap (`truncate`), or 0 (`mask`).
         importance_floor: below it w is 0 (`mask` only).
         importance_level: w of each token, or the product of those of its sequence.
+        min_entropy: tokens whose distribution has less entropy than this, in nats, have no
+            surrogate, only their KL and entropy terms. 0 leaves none out.
     """
 
     clip_ratio_low: float = 0.2
@@ -75,6 +77,7 @@ class PolicyObjective:
     importance_mode: ImportanceMode = "truncate"
     importance_floor: float | None = None
     importance_level: Level = "token"
+    min_entropy: float = 0.0
 
     def __post_init__(self) -> None:
         cap, floor = self.importance_cap, self.importance_floor
@@ -139,6 +142,11 @@ class PolicyObjective:
             (
                 math.isfinite(self.entropy_coef),
                 f"entropy_coef must be finite, got {self.entropy_coef}; use 0.001",
+            ),
+            (
+                0.0 <= self.min_entropy < math.inf,
+                f"min_entropy must be finite and >= 0, got {self.min_entropy}; use 0.3, or 0 to"
+                " train on all tokens",
             ),
             (
                 self.importance_cap is None or self.importance_cap > 0.0,

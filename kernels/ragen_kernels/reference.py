@@ -136,6 +136,9 @@ def token_losses(
             is_dual_clipped = (advantages < 0) & (ratio > objective.dual_clip)
             surrogate = torch.where(is_dual_clipped, -advantages * objective.dual_clip, surrogate)
 
+        if objective.min_entropy:
+            surrogate = torch.where(entropy >= objective.min_entropy, surrogate, 0.0)
+
         importance = torch.ones_like(surrogate)
         if objective.importance_cap is not None:
             drift = torch.clamp(old_logprobs - rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)

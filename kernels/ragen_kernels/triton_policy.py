@@ -42,9 +42,10 @@ ODD_WARPS = 8
 def policy_row_kernel(
     X, DX, LABELS, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT, OUT,
     num_rows, stride, dx_stride, num_valid, num_columns, num_entries, scale,
-    lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
+    lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef, min_entropy,
     CISPO: tl.constexpr, DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
-    ENTROPY_GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    MIN_ENTROPY: tl.constexpr, ENTROPY_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):
     """Rows of logits -> outputs [10, T] and, over DX, the gradient of the weighted loss.
 
@@ -63,8 +64,9 @@ def policy_row_kernel(
         entropy = (lse2 - mean2) * LN2
         weight, d_logprob = lose_tokens(
             OUT, num_rows, row, True, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
-            lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
-            CISPO, DUAL_CLIP, KL, IMPORTANCE,
+            lower, upper, dual_clip, importance_cap, importance_floor,
+            kl_coef, entropy_coef, min_entropy,
+            CISPO, DUAL_CLIP, KL, IMPORTANCE, MIN_ENTROPY,
         )
         d_target = weight * d_logprob * inverse_temperature
         constant, slope = -d_target, 0.0

@@ -48,10 +48,12 @@ def token_objective(
     importance_floor,
     kl_coef,
     entropy_coef,
+    min_entropy,
     CISPO: tl.constexpr,
     DUAL_CLIP: tl.constexpr,
     KL: tl.constexpr,
     IMPORTANCE: tl.constexpr,
+    MIN_ENTROPY: tl.constexpr,
 ):
     """(token loss, its derivative in logprob, ratio, low, high, dual, kl, importance, ref_kl) of
     one token or many.
@@ -71,6 +73,9 @@ def token_objective(
     if DUAL_CLIP:
         surrogate = tl.where(is_dual, -advantage * dual_clip, surrogate)
         slope = tl.where(is_dual, 0.0, slope)
+    if MIN_ENTROPY:
+        surrogate = tl.where(entropy >= min_entropy, surrogate, 0.0)
+        slope = tl.where(entropy >= min_entropy, slope, 0.0)
     importance = ratio * 0.0 + 1.0
     if IMPORTANCE:
         drift, _ = clamped_difference(old_logprob, rollout_logprob)
@@ -106,8 +111,9 @@ def token_objective(
 @triton.jit
 def lose_tokens(
     OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
-    lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
+    lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef, min_entropy,
     CISPO: tl.constexpr, DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
+    MIN_ENTROPY: tl.constexpr,
 ):
     """Weights of one token or many, and the unweighted derivatives of their loss in logprob.
 
@@ -121,8 +127,9 @@ def lose_tokens(
     rollout_logprob = tl.load(ROLLOUT + token, mask=mask).to(tl.float32) if IMPORTANCE else logprob
     loss, d_logprob, ratio, low, high, dual, kl, importance, ref_kl = token_objective(
         logprob, entropy, old_logprob, advantage, ref_logprob, rollout_logprob,
-        lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
-        CISPO, DUAL_CLIP, KL, IMPORTANCE,
+        lower, upper, dual_clip, importance_cap, importance_floor,
+        kl_coef, entropy_coef, min_entropy,
+        CISPO, DUAL_CLIP, KL, IMPORTANCE, MIN_ENTROPY,
     )
     outputs = (
         weight * loss, logprob, entropy, ratio, low, high, dual, kl, importance, ref_kl,
@@ -135,8 +142,9 @@ def lose_tokens(
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
 def token_kernel(
     LOGPROBS, ENTROPY, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT, OUT, D_LOGPROBS, D_ENTROPY, size,
-    lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
+    lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef, min_entropy,
     CISPO: tl.constexpr, DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
+    MIN_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens."""
@@ -146,8 +154,9 @@ def token_kernel(
     entropy = tl.load(ENTROPY + token, mask=mask)
     weight, d_logprob = lose_tokens(
         OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
-        lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef,
-        CISPO, DUAL_CLIP, KL, IMPORTANCE,
+        lower, upper, dual_clip, importance_cap, importance_floor,
+        kl_coef, entropy_coef, min_entropy,
+        CISPO, DUAL_CLIP, KL, IMPORTANCE, MIN_ENTROPY,
     )
     tl.store(D_LOGPROBS + token, weight * d_logprob, mask=mask)
     tl.store(D_ENTROPY + token, -entropy_coef * weight, mask=mask)
@@ -166,12 +175,14 @@ def objective_arguments(objective: PolicyObjective) -> dict[str, float | bool | 
         "importance_floor": float(objective.importance_floor or 0.0),
         "kl_coef": float(objective.kl_coef),
         "entropy_coef": float(objective.entropy_coef),
+        "min_entropy": float(objective.min_entropy),
         "CISPO": objective.surrogate == "cispo",
         "DUAL_CLIP": objective.dual_clip is not None,
         "KL": 0 if objective.kl_kind is None else 1 + KL_KINDS.index(objective.kl_kind),
         "IMPORTANCE": 0
         if objective.importance_cap is None
         else 1 + IMPORTANCE_MODES.index(objective.importance_mode),
+        "MIN_ENTROPY": objective.min_entropy > 0.0,
     }
 
 

@@ -758,6 +758,10 @@ class LossConfig(Section):
     """w of each token, or the product over its trajectory, which corrects without bias but varies
     more.
     """
+    min_entropy: NonNegative = 0.0
+    """Leave tokens out of the policy loss where the policy is surer than this many nats: choices
+    are trained on, not what it knows to say (forking tokens, arXiv:2506.01939), e.g. 0.3.
+    """
     value_clip: Positive | None = 0.5
     """Clip range of the critic's values around the old ones."""
 

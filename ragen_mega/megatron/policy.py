@@ -29,6 +29,7 @@ _METRICS = (
     "importance",
     "importance_masked",
     "ref_kl",
+    "forking_share",
 )
 
 
@@ -63,6 +64,7 @@ class MegatronPolicy:
             importance_mode=loss.importance_mode,
             importance_floor=loss.importance_floor,
             importance_level=loss.importance_level,
+            min_entropy=loss.min_entropy,
         )
         self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
         self.trainer = Trainer(
@@ -183,6 +185,7 @@ class MegatronPolicy:
                 stats.importance,
                 (stats.importance == 0) & (micro.weights != 0),
                 torch.zeros_like(stats.kl) if stats.ref_kl is None else stats.ref_kl,
+                (stats.entropy >= self.objective.min_entropy) & (micro.weights != 0),
             )
             sums = torch.stack([value.detach().float(), *(term.sum() for term in per_token)])
             return value, sums, stats.logprobs
@@ -197,6 +200,8 @@ class MegatronPolicy:
             del metrics["ref_kl"]
         if self.objective.importance_mode != "mask":
             del metrics["importance_masked"]
+        if not self.objective.min_entropy:
+            del metrics["forking_share"]
         return metrics | step | {"lr": self.trainer.lr}
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:

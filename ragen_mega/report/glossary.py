@@ -79,6 +79,8 @@ GLOSSARY = {
     "actor/dual_clip_fraction": "Share of tokens that the dual clip bounds.",
     "actor/importance": "Mean weight that corrects the engine's policy to the trainer's.",
     "actor/importance_masked": "Share of tokens that the importance left out of the policy loss.",
+    "actor/forking_share": "Share of tokens with at least --min-entropy, which the policy loss is"
+    " of.",
     "actor/grad_norm": "Norm of the actor's gradient before clipping. A spike after entropy has"
     " moved is a sign that the run is lost.",
     "actor/skipped": "Share of updates that were skipped as not finite.",

@@ -125,6 +125,7 @@ def exact_loss(model, trajectories, batch, config: LossConfig) -> torch.Tensor:
     loss = -torch.minimum(advantages * ratio, advantages * ratio.clamp(low, high))
     if config.policy_loss == "cispo":
         loss = -advantages * ratio.clamp(low, high).detach() * logprobs
+    loss = loss * (entropy.detach() >= config.min_entropy)
     if config.dual_clip:
         bound = -advantages * config.dual_clip
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
@@ -164,6 +165,7 @@ LOSSES = [
     {"importance_cap": 1.2, "importance_mode": "mask"},
     {"importance_cap": 1.2, "importance_mode": "mask", "importance_floor": 0.8},
     {"importance_cap": 1.2, "importance_level": "sequence"},
+    {"min_entropy": 5.62},
     {"policy_loss": "cispo"},
     {"policy_loss": "gspo", "loss_aggregation": "seq-mean-token-mean"},
 ]

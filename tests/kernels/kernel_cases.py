@@ -29,6 +29,10 @@ OBJECTIVES = {
     "cispo masked": PolicyObjective(
         0.1, 0.2, surrogate="cispo", importance_mode="mask", importance_cap=1.1
     ),
+    "forking tokens": PolicyObjective(dual_clip=1.4, entropy_coef=0.02, min_entropy=4.9),
+    "forking tokens of few words": PolicyObjective(
+        0.1, 0.2, kl_kind="k3", kl_coef=0.1, importance_cap=1.1, min_entropy=3.4
+    ),
     "gspo": PolicyObjective(0.05, 0.1, surrogate="gspo", entropy_coef=0.02),
     "gspo and importance": PolicyObjective(0.05, 0.1, surrogate="gspo", importance_cap=1.1),
     "sequence importance": PolicyObjective(importance_cap=1.4, importance_level="sequence"),
@@ -167,6 +171,7 @@ def policy_loss_truth(
         bound = -advantages * objective.dual_clip
         dual = (advantages < 0) & (loss > bound)
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    loss = loss * (entropy.detach() >= objective.min_entropy)  # arXiv:2506.01939 eq. (5)
     importance = torch.ones_like(loss)
     if objective.importance_cap is not None:
         drift = case.old_logprobs - case.rollout_logprobs
