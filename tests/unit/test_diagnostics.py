@@ -320,7 +320,8 @@ def test_single_outliers_do_not_move_a_level():
 
 
 @pytest.mark.parametrize(
-    ("success", "expected"), [(1.0, []), (0.2, ["reward_std_cliff", "reward_std_lost"])]
+    ("success", "expected"),
+    [(1.0, []), (0.9, []), (0.2, ["reward_std_cliff", "reward_std_lost"])],
 )
 def test_a_solved_task_may_lose_its_reward_std(success, expected):
     monitor = EchoTrapMonitor()
@@ -399,6 +400,7 @@ def test_entropy_rules():
         EchoTrapMonitor(), "entropy", [2.0] * 10 + [1.0] * 10 + [1.5] * 10
     )
     assert not any(feed(EchoTrapMonitor(), "entropy", [2.0] * 10 + [1.0] * 10 + [1.3] * 10))
+    assert not any(feed(EchoTrapMonitor(), "entropy", [0.0] * 20)), "nothing to fall from"
 
 
 def test_grad_norm_rule():
@@ -408,6 +410,13 @@ def test_grad_norm_rule():
         [],
         [],
     ], "too few steps for a median"
+    late = feed(EchoTrapMonitor(), "grad_norm", [1.0] * 9 + [100.0, 100.0])
+    assert late[9:] == [[], ["grad_norm_spike"]], "a median is one of ten steps"
+    # 30 steps at 1 outweigh the 20 at 30 that came after them, until they are 50 steps ago.
+    steps = [1.0] * 30 + [30.0] * 20 + [1.0] + [30.0] * 12
+    rules = feed(EchoTrapMonitor(), "grad_norm", steps)
+    fired = [step for step, found in enumerate(rules) if found]
+    assert fired == [30, 51]
 
 
 @pytest.mark.parametrize("name", ["reward_std", "entropy", "grad_norm", "success_rate"])
@@ -538,6 +547,14 @@ def test_a_sign_makes_a_smaller_fall_a_collapse(signal, later):
     assert statistics.mean(best) - statistics.mean(now) >= 1.5 * error
     steady = {"success_rate": noisy(random.Random(1), 0.5, 0.5, 0.5), signal: [1.0] * 20 + [later]}
     assert collapse_of(steady) is None, "a sign alone is none"
+
+
+def test_signs_are_of_the_latest_best_level():
+    """What else has moved while success stayed at its best is no sign of a later fall."""
+    success = [0.25, 0.75] * 20 + [0.0, 0.5] * 5
+    drifted, sudden = ([1.0] * at + [4.0] * (50 - at) for at in (20, 40))
+    assert collapse_of({"success_rate": success, "entropy": drifted}) is None
+    assert collapse_of({"success_rate": success, "entropy": sudden}) is not None
 
 
 def test_the_last_step_takes_less():
@@ -768,10 +785,10 @@ def random_groups(num_groups, sizes, seed=0):
     ]
 
 
-@pytest.mark.parametrize("cut", [None, 2])
+@pytest.mark.parametrize("cut", [None, 2, 0])
 def test_diagnose_scores_every_reasoning_behind_every_prompt(cut):
     groups, policy = random_groups(4, [3, 1, 2, 2]), TablePolicy()
-    length = (lambda tokens: min(cut, len(tokens))) if cut else len
+    length = (lambda tokens: min(cut, len(tokens))) if cut is not None else len
     estimate = diagnose(groups, policy.logprobs, reasoning_length=length)
     assert policy.passes == [8 * 4], "one pass"
 
@@ -781,7 +798,7 @@ def test_diagnose_scores_every_reasoning_behind_every_prompt(cut):
     for own, group in enumerate(groups):
         for one in group.trajectories:
             turn = one.turns[0]
-            reasoning = one.tokens[turn.start : turn.end][:cut]
+            reasoning = one.tokens[turn.start : turn.end][: cut or (1 if cut == 0 else None)]
             scores = [policy.log_probability(prompt, reasoning) for prompt in prompts]
             matched.append(scores[own])
             marginal.append(math.log(math.fsum(map(math.exp, scores)) / len(scores)))

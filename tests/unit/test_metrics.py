@@ -22,6 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.report.metrics import (
     Max,
     Mean,
@@ -32,7 +34,7 @@ from ragen_mega.report.metrics import (
     write_json,
 )
 from ragen_mega.report.provenance import settings_at
-from ragen_mega.report.step_metrics import evaluation_metrics
+from ragen_mega.report.step_metrics import engine_vs_policy, evaluation_metrics
 
 
 def logger(directory: Path, **options) -> RunLogger:
@@ -350,3 +352,20 @@ def test_evaluations_of_several_trained_environments_have_a_mean() -> None:
         f"{what}_{name}" for what in ("success", "reward", "optimum") for name in "bc"
     }
     assert one["success"] == 0.2
+
+
+def test_the_engine_is_compared_with_the_policy_on_what_was_sampled() -> None:
+    """k3 estimates KL(engine || policy) from the engine's samples: r - 1 - log r, r = p / q."""
+    one, other = Trajectory(group_id=0), Trajectory(group_id=1)
+    for trajectory, engine in ((one, [-1.0, -2.0]), (other, [-0.5])):
+        trajectory.append_observation([5, 6, 7])
+        trajectory.append_action(Completion([8] * len(engine), engine, "stop"))
+    batch = pack([one, other])
+    policy = torch.full((batch.num_positions,), 9.0)  # what was not sampled is not compared
+    policy[batch.loss_mask] = torch.tensor([-1.25, -1.5, -0.5])
+    gaps = [-0.25, 0.5, 0.0]
+    assert engine_vs_policy(batch, policy) == {
+        "logprob_mean_abs_diff": pytest.approx(0.25),
+        "logprob_max_abs_diff": pytest.approx(0.5),
+        "kl_rollout_old": pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 3),
+    }

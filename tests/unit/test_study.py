@@ -214,6 +214,9 @@ def test_seeds_that_agree_by_luck_leave_the_interval_of_the_prompts() -> None:
     for apart, half in ((0.0, of_prompts), (0.02, math.hypot(of_prompts, of_seeds))):
         found = estimate(np.stack([prompts, prompts + apart]))
         assert found.high - found.mean == pytest.approx(half, rel=1e-4)
+        assert found.seed_deviation == pytest.approx(apart / math.sqrt(2))
+        less = estimate(-np.stack([prompts, prompts + apart]), least=-1.0)
+        assert (less.low, less.high) == pytest.approx((-found.high, -found.low))
 
 
 @pytest.mark.parametrize("seeds", [2, 5])
