@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import ragen_mega.run.run
 from ragen_mega.algorithm.tables import ESTIMATORS, REWARDS
 from ragen_mega.config import LossConfig, TrainConfig, parse
 from ragen_mega.data.packing import pack
@@ -26,6 +27,7 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.traces import TRACES, traces
+from ragen_mega.rollout.evaluate import evaluate_each
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.train import starpo
@@ -193,6 +195,38 @@ def test_loss_and_gradient_of_the_policy(start: Path, batch) -> None:
     assert flags == {name for options in LOSSES for name in options}
 
 
+def test_metrics_of_an_update_are_means_over_sampled_tokens(start: Path, batch) -> None:
+    trajectories, packed = batch
+    config = LossConfig(
+        dual_clip=1.5, kl_kind="k3", kl_coef=0.2, importance_cap=1.2, importance_mode="mask"
+    )
+    policy = make(MegatronPolicy, start, TrainConfig(), config, temperature=TEMPERATURE)
+    result = policy.update(packed)
+    with torch.no_grad():
+        logprobs, entropies = exact_logprobs(exact_model(start), trajectories)
+    old, ref, rollout, advantages = (
+        getattr(packed, name)[packed.loss_mask].double()
+        for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages")
+    )
+    ratio, to_ref, weight = (logprobs - old).exp(), ref - logprobs, (old - rollout).exp()
+    weight = weight.masked_fill(weight > 1.2, 0.0)
+    expected = {
+        "entropy": entropies,
+        "approx_kl": ratio - 1 - ratio.log(),  # k3 of KL(old || new)
+        "clip_fraction_low": (advantages < 0) & (ratio < 1 - config.clip_ratio_low),
+        "clip_fraction_high": (advantages > 0) & (ratio > 1 + config.clip_ratio_high),
+        "dual_clip_fraction": (advantages < 0) & (ratio > 1.5),
+        "importance": weight,
+        "importance_masked": weight == 0,
+        "ref_kl": to_ref.exp() - 1 - to_ref,
+    }
+    means = {name: float(values.double().mean()) for name, values in expected.items()}
+    assert {name: result[name] for name in means} == pytest.approx(means, **TOLERANCE)
+    assert min(means.values()) > 0 and len(set(means.values())) == len(means)
+    plain = make(MegatronPolicy, start, TrainConfig(), LossConfig(), temperature=TEMPERATURE)
+    assert not {"ref_kl", "importance_masked"} & plain.update(packed).keys()
+
+
 @pytest.mark.parametrize("value_clip", [None, 0.5, 0.1])
 def test_loss_of_the_critic(start: Path, batch, value_clip) -> None:
     _, packed = batch
@@ -208,6 +242,8 @@ def test_loss_of_the_critic(start: Path, batch, value_clip) -> None:
     result = critic.update(packed)
     assert result["loss"] == pytest.approx(float(loss.mean()) / 2, **TOLERANCE)
     assert result["clip_fraction"] == pytest.approx(float((loss > plain).double().mean()))
+    left = (returns - old).var(correction=0) / returns.var(correction=0)
+    assert result["explained_variance"] == pytest.approx(1 - float(left), **TOLERANCE)
     assert result["lr"] == TrainConfig().critic_lr
 
 
@@ -422,6 +458,41 @@ def test_a_plain_run(start: Path, tmp_path: Path) -> None:
     other = Watched(start, tmp_path, "--seed", "1", "--num-steps", "1")
     assert len(other.rows) == 1 and labels(other.of("actor", 0)) != labels(plain.of("actor", 0))
     assert plain.run.critic.trainer.lr == plain.run.policy.trainer.lr == 1e-3
+
+    def deal(run: Watched, step: int) -> list[list[int]]:
+        """The groups of the step's trajectories, minibatch by minibatch."""
+        return [(one.group_ids - 4 * step).tolist() for one in run.of("actor", step)]
+
+    assert deal(again, 1) == deal(plain, 1) != deal(plain, 0) != deal(other, 0)
+
+
+def test_evaluations_are_the_same_games_and_the_best_is_saved(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the seed and the temperature of training. A checkpoint is due at each new best, not
+    at a tie, also after the run has gone on; the last evaluation alone takes more samples.
+    """
+    seen = []
+
+    def told(*args, samples_per_prompt: int, **options):
+        results = evaluate_each(*args, samples_per_prompt=samples_per_prompt, **options)
+        settings = args[3]["bandit"].settings
+        seen.append((settings.seed, settings.temperature, samples_per_prompt))
+        return {"bandit": dataclasses.replace(results["bandit"], success=levels.pop(0))}
+
+    monkeypatch.setattr(ragen_mega.run.run, "evaluate_each", told)
+    flags = "--eval-interval 1 --keep-best --keep-last 0 --seed 5 --temperature 0.7".split()
+    flags += "--eval-temperature 0.25 --eval-samples 3 --load".split()
+    flags += [str(start), "--output", str(tmp_path), "--name", "best"]
+    for num_steps, levels, saved in (
+        (4, [0.9, 0.2, 0.5, 0.5, 0.4], [4, 2, 1]),
+        (6, [0.45, 0.3], [6, 4, 2, 1]),
+    ):
+        more = ["--num-steps", str(num_steps)] + ["--resume"] * (num_steps == 6)
+        with build(parse([*FLAGS, *flags, *more])) as run:
+            starpo(run)
+        assert run.checkpoints.steps() == saved and levels == []
+    assert seen == [(0, 0.25, 3 if call in (4, 6) else 1) for call in range(7)]
 
 
 def test_critic_warmup_leaves_the_actor_alone(start: Path, tmp_path: Path) -> None:
