@@ -15,12 +15,14 @@ from ragen_mega.commands import make_boards
 from ragen_mega.config import parse
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
+from ragen_mega.environments.boards import load_boards
+from ragen_mega.environments.registry import make
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.rollout.tasks import TaskSampler, held_out_states
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.run_directory import BASE, WARM_START
 from ragen_mega.warm_start.clone import fit
@@ -126,6 +128,17 @@ def test_no_board_that_is_evaluated_on_is_trained_on(
     assert again == [seed for seed in played if seed not in held_out]
     drawn = [group[0].seed for group in TaskSampler(config).sample(0)]
     assert drawn[:2] == trained[:2] and drawn[2] != trained[2]
+
+
+def test_packaged_boards_are_held_out_and_those_of_a_file_too(tmp_path: Path) -> None:
+    board = {"set": "own", "seed": 7, "board": ["SFFF", "FFFF", "FFFF", "HHHG"]}
+    (tmp_path / "boards.jsonl").write_text(json.dumps(board))
+    config, lake = parse(["--environments", "frozen_lake"]).environment, make("frozen_lake")
+    packaged = {lake.reset(one.seed, board=one.rows) for one in load_boards(None, "frozen_lake")}
+    assert len(packaged) > 200
+    assert held_out_states(config, "frozen_lake") == packaged
+    with_file = held_out_states(config, "frozen_lake", str(tmp_path / "boards.jsonl"))
+    assert with_file == packaged | {lake.reset(7, board=tuple(board["board"]))}
 
 
 def test_a_warm_start_is_taken_whole(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup, Turn
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
@@ -20,6 +21,7 @@ from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
+from ragen_mega.rollout.tasks import TaskSampler
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
@@ -347,6 +349,25 @@ def test_tasks_of_a_group_share_all_but_their_outcomes() -> None:
     with pytest.raises(ValueError, match="group_size"):
         tasks_for_group(3, "frozen_lake", 11, frozen_lake(), group_size=0)
     assert collect(ScriptedEngine(None, None), None, [], PlaySettings(1, 2, 1.0, 0)) == []
+
+
+def test_every_step_and_round_has_tasks_of_its_own() -> None:
+    """No group number comes twice, for it seeds what is sampled, and no initial state by design;
+    another seed of the run has others, and the same one the same.
+    """
+    flags = "--environments bandit --num-groups 3 --group-size 2 --max-sampling-rounds 2"
+    flags += " --filter-strategy top_k --filter-value 1"
+
+    def drawn(seed: int) -> list[list[tuple[int, int]]]:
+        sampler = TaskSampler(parse([*flags.split(), "--seed", str(seed)]))
+        rounds = [sampler.sample(step, again) for step in (0, 1, 2) for again in (0, 1)]
+        return [[(group[0].group_id, group[0].seed) for group in groups] for groups in rounds]
+
+    ids, seeds = zip(*(task for groups in drawn(0) for task in groups))
+    assert ids == tuple(range(18)) and len(set(seeds)) == 18
+    assert min(seeds) >= 1_000_000, "smaller ones are those of evaluation sets"
+    assert drawn(0) == drawn(0)
+    assert not {seed for groups in drawn(1) for _, seed in groups} & set(seeds)
 
 
 def trajectory_of(

@@ -225,6 +225,20 @@ def test_another_filter_takes_the_recipes_one_away_with_its_value() -> None:
         parse(["--filter-strategy", "none", "--filter-value", "0.5"], recipe="frozen_lake")
 
 
+def test_a_curriculum_plays_its_latest_entry_and_evaluates_on_none() -> None:
+    entries = {"9": {"frozen_lake": {"size": 4}}, "20": {"frozen_lake": {"size": 5}}}
+    flags = ["--environments", "frozen_lake,bandit", "--curriculum", json.dumps(entries)]
+    own = '{"frozen_lake":{"size":3,"success_rate":1.0}}'
+    played = parse([*flags, "--environment-options", own]).environment
+    steps = (0, 8, 9, 19, 20, 100)
+    for step, size in zip(steps, (3, 3, 4, 4, 5, 5)):
+        options = played.training_options("frozen_lake", step)
+        assert (options["size"], options["success_rate"]) == (size, 1.0), step
+        assert played.training_options("bandit", step) == played.options("bandit")
+    assert played.evaluation_options("frozen_lake")["size"] == 3
+    assert played.curriculum_steps == {9, 20}
+
+
 def test_a_value_may_begin_with_a_dash() -> None:
     config = parse(["--format-penalty", "-1e-2", "--reward", "-0.5*format + environment"])
     assert config.environment.format_penalty == -0.01
