@@ -15,6 +15,7 @@ import torch
 from ragen_mega.algorithm.diagnostics import CollapseThresholds
 from ragen_mega.config import parse
 from ragen_mega.run.build import build
+from ragen_mega.run.guards import CollapseGuard
 from ragen_mega.run.run import Run
 from ragen_mega.warm_start.small_model import write_small_model
 from tests.support.forked_ranks import fork_ranks, join_ranks
@@ -155,6 +156,38 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(
     directory = finish(run)
     assert "cannot be read: state.json" in (directory / "events.jsonl").read_text()
     assert metrics(directory)[-1]["guard/rollbacks"] == 0
+
+
+def observed(guard: CollapseGuard, *levels: float, first: int = 1) -> list[str | None]:
+    """Ten steps at each level, then a checkpoint."""
+    said = []
+    for number, level in enumerate(levels, start=first):
+        said += [guard.observe({"success_rate": level}, is_last=False) for _ in range(10)]
+        guard.checkpoint_at(10 * number)
+    return said
+
+
+def test_the_checkpoint_to_go_back_to_is_the_latest_of_the_best() -> None:
+    config = parse(["--guard", "react", "--guard-rollbacks", "1"]).guard
+    guard = CollapseGuard(config)
+    assert not guard.pinned and not guard.may_react
+    said = observed(guard, 0.25, 0.5, 0.5, 0.475)
+    assert guard.pinned == [30] and guard.may_react and not any(said)
+    other = CollapseGuard(config)
+    other.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    for one in (guard, other):
+        assert any(observed(one, 0.0)) and one.pinned == [30]
+    guard.go_back(60)
+    assert guard.pinned == [60] and not guard.may_react
+    assert (guard.lr_factor, guard.filter_share) == (config.guard_lr, config.guard_filter)
+
+
+def test_success_at_another_task_is_no_collapse() -> None:
+    guard = CollapseGuard(parse(["--guard", "react"]).guard)
+    observed(guard, 0.75)
+    guard.task_changed()
+    assert not any(observed(guard, 0.25, first=2)) and guard.good_step == 20
+    assert any(observed(guard, 0.0, first=3))
 
 
 LAYOUTS = {

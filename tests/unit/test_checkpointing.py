@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from ragen_mega.config import parse
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
+from ragen_mega.environments.reference_players import Baselines
+from ragen_mega.run.build import known_references
 from ragen_mega.storage.checkpoints import (
     STATE,
     Checkpoint,
@@ -268,6 +272,17 @@ def test_config_of_a_resumed_run() -> None:
     assert check_config(saved, changed) == ["train.lr was 0.1 and is 0.2 now"]
     with pytest.raises(ValueError, match="model.hidden_size was 8 in c and is 9 now; resume with"):
         check_config(saved, saved.config | {"model": {"hidden_size": 9}})
+
+
+def test_reference_players_are_known_as_long_as_the_rules_of_play_are_the_same() -> None:
+    flags = ["--environments", "bandit"]
+    lake = Baselines("bandit", 9, 0.5, 0.4, 0.6, 1.0, 1.0, True)
+    state = {"references": {"bandit": asdict(lake)}}
+    saved = Checkpoint(Path("c"), 1, None, json.loads(json.dumps(parse(flags).to_dict())), state)
+    assert known_references(parse(flags), None) is None
+    assert known_references(parse([*flags, "--lr", "1e-4"]), saved) == {"bandit": lake}
+    for change in ("--max-turns 3", "--eval-prompts 9", "--environments frozen_lake"):
+        assert known_references(parse([*flags, *change.split()]), saved) is None, change
 
 
 def test_errors_of_rank_0_reach_the_caller() -> None:
