@@ -198,7 +198,12 @@ def test_loss_and_gradient_of_the_policy(start: Path, batch) -> None:
 def test_metrics_of_an_update_are_means_over_sampled_tokens(start: Path, batch) -> None:
     trajectories, packed = batch
     config = LossConfig(
-        dual_clip=1.5, kl_kind="k3", kl_coef=0.2, importance_cap=1.2, importance_mode="mask"
+        dual_clip=1.5,
+        kl_kind="k3",
+        kl_coef=0.2,
+        importance_cap=1.2,
+        importance_mode="mask",
+        min_entropy=5.62,
     )
     policy = make(MegatronPolicy, start, TrainConfig(), config, temperature=TEMPERATURE)
     result = policy.update(packed)
@@ -218,13 +223,14 @@ def test_metrics_of_an_update_are_means_over_sampled_tokens(start: Path, batch) 
         "dual_clip_fraction": (advantages < 0) & (ratio > 1.5),
         "importance": weight,
         "importance_masked": weight == 0,
+        "forking_share": entropies >= config.min_entropy,
         "ref_kl": to_ref.exp() - 1 - to_ref,
     }
     means = {name: float(values.double().mean()) for name, values in expected.items()}
     assert {name: result[name] for name in means} == pytest.approx(means, **TOLERANCE)
     assert min(means.values()) > 0 and len(set(means.values())) == len(means)
     plain = make(MegatronPolicy, start, TrainConfig(), LossConfig(), temperature=TEMPERATURE)
-    assert not {"ref_kl", "importance_masked"} & plain.update(packed).keys()
+    assert not {"ref_kl", "importance_masked", "forking_share"} & plain.update(packed).keys()
 
 
 @pytest.mark.parametrize("value_clip", [None, 0.5, 0.1])
