@@ -19,8 +19,7 @@ from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_shards, export_weights, reshard_plan
 from ragen_mega.rollout.engine import EngineShard
 
-_METRICS = (
-    "loss",
+_MEANS = (
     "entropy",
     "approx_kl",
     "clip_fraction_low",
@@ -31,6 +30,7 @@ _METRICS = (
     "ref_kl",
     "forking_share",
 )
+"""Metrics of an update that are means over the sampled tokens."""
 
 
 class MegatronPolicy:
@@ -66,6 +66,12 @@ class MegatronPolicy:
             importance_level=loss.importance_level,
             min_entropy=loss.min_entropy,
         )
+        skipped = {
+            "importance_masked": self.objective.importance_mode != "mask",
+            "ref_kl": self.objective.kl_kind is None,
+            "forking_share": not self.objective.min_entropy,
+        }
+        self._means = [name for name in _MEANS if not skipped.get(name)]
         self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
         self.trainer = Trainer(
             self.module,
@@ -176,32 +182,27 @@ class MegatronPolicy:
                 temperature=self.temperature,
                 **self.module.vocab_arguments(),
             )
-            per_token = (
-                stats.entropy,
-                stats.kl,
-                stats.is_clipped_low,
-                stats.is_clipped_high,
-                stats.is_dual_clipped,
-                stats.importance,
-                (stats.importance == 0) & (micro.weights != 0),
-                torch.zeros_like(stats.kl) if stats.ref_kl is None else stats.ref_kl,
-                (stats.entropy >= self.objective.min_entropy) & (micro.weights != 0),
-            )
-            sums = torch.stack([value.detach().float(), *(term.sum() for term in per_token)])
-            return value, sums, stats.logprobs
+            is_active = micro.weights != 0
+            per_token = {
+                "entropy": stats.entropy,
+                "approx_kl": stats.kl,
+                "clip_fraction_low": stats.is_clipped_low,
+                "clip_fraction_high": stats.is_clipped_high,
+                "dual_clip_fraction": stats.is_dual_clipped,
+                "importance": stats.importance,
+                "importance_masked": (stats.importance == 0) & is_active,
+                "ref_kl": stats.ref_kl,
+                "forking_share": (stats.entropy >= self.objective.min_entropy) & is_active,
+            }
+            sums = (per_token[name].sum() for name in self._means)
+            return value, torch.stack([value.detach().float(), *sums]), stats.logprobs
 
         sums, self.pass_logprobs, step = self.trainer.step(
-            minibatch, loss, len(_METRICS), self.aggregation
+            minibatch, loss, 1 + len(self._means), self.aggregation
         )
         num_tokens = max(1, int(minibatch.loss_mask.sum()))
-        metrics = {name: float(total) / num_tokens for name, total in zip(_METRICS, sums)}
+        metrics = {name: float(total) / num_tokens for name, total in zip(self._means, sums[1:])}
         metrics["loss"] = float(sums[0])
-        if self.objective.kl_kind is None:
-            del metrics["ref_kl"]
-        if self.objective.importance_mode != "mask":
-            del metrics["importance_masked"]
-        if not self.objective.min_entropy:
-            del metrics["forking_share"]
         return metrics | step | {"lr": self.trainer.lr}
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:
