@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ragen_mega.models.family import Family, Weight
+from ragen_mega.models.llama import LLAMA, MISTRAL
 from ragen_mega.models.qwen import QWEN2, QWEN3
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3)}
+PLANNED = FAMILIES | {family.model_type: family for family in (LLAMA, MISTRAL)}
+"""Families whose sizes are known: those that can be trained, and further ones for plans."""
 _VOCAB_MULTIPLE = 64
 
 
@@ -79,10 +82,15 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ModelShape:
-        """From the entries of a config.json. Raises ValueError if one is missing or the model is of
-        another kind.
+        """From the entries of a config.json, whether or not the model can be trained. Raises
+        ValueError if one is missing or the model is of a kind whose sizes are not known.
         """
-        find_family(values.get("model_type"))
+        if values.get("model_type") not in PLANNED:
+            others = ", ".join(name for name in PLANNED if name not in FAMILIES)
+            raise ValueError(
+                f"model_type must be one of {', '.join(FAMILIES)} (or, to plan only, {others}), not"
+                f" {values.get('model_type')!r}; pick another --load"
+            )
         try:
             return cls(
                 model_type=values["model_type"],
@@ -109,7 +117,7 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.model_type]
+        return PLANNED[self.model_type]
 
     @property
     def q_size(self) -> int:
