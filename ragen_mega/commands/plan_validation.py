@@ -5,18 +5,19 @@ the other half.
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib.resources import files
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from ragen_mega.models.hardware import Constants, Machine, find_hardware
+from ragen_mega.commands.plan_machine import find_machine
+from ragen_mega.config import ParallelConfig
+from ragen_mega.models.hardware import Constants, Machine
 from ragen_mega.models.published import SHAPES
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
@@ -50,8 +51,30 @@ USUAL = Constants(
 """Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
 """Kind -> the median absolute error that we want on the judged half; of decode on dense models."""
-RATES = {"training": ("tokens_per_second", "tflops"), "decode": ("tokens_per_second",)}
-"""Kind -> what may be measured in it; of reinforcement learning the phases, and mfu."""
+MEASURED = {
+    "training": ("tokens_per_second", "tflops"),
+    "decode": ("tokens_per_second",),
+    "rl": ("rollout", "forward", "update", "sync", "step", "mfu"),
+}
+"""Kind -> what may be measured in it."""
+SIZES = {
+    "training": ("gpus", "sequence", "sequences_per_microbatch", "batch"),
+    "decode": ("tp", "batch", "prompt_tokens", "output_tokens"),
+    "rl": (
+        "gpus", "samples", "mean_tokens", "max_tokens", "prompt_tokens", "engine_tp", "batch",
+        "forward_passes", "packed_tokens",
+    ),
+}  # fmt: skip
+"""Kind -> numbers that its rows must have."""
+OPTIONS = {"training": {"tuned": True, "backward": 2.0, "trained": 1.0}, "decode": {}, "rl": {}}
+"""Kind -> what its rows may have besides, with the value that its absence means."""
+CUT = {one.name: one.default for one in fields(Cut) if one.name != "dp"}
+"""What the cut of a row may have, with the value that its absence means."""
+UNITS = {
+    "training": "tokens/s or TFLOP/s of a GPU",
+    "decode": "tokens/s of an engine",
+    "rl": "seconds of a step or a phase; mfu of the bfloat16 peak",
+}
 WEIGHT = 0.2
 """Weight of the regularisation: a constant a whole range away weighs as 5 points would."""
 
@@ -73,50 +96,144 @@ class Point:
         return f"{self.row['id']} {self.quantity}"
 
 
+def check_keys(
+    what: str, given: object, required: Collection[str], others: Collection[str]
+) -> Mapping[str, Any]:
+    """`given` if it is an object with these entries. Raises ValueError otherwise."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{what} must be an object, not {given!r}; write it as one")
+    known = (*required, *others)
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"{what} must have no entry but {', '.join(known)}, not {name}; drop it, or put"
+                ' what it says in "note"'
+            )
+    for name in required:
+        if name not in given:
+            raise ValueError(f"{what} must have {', '.join(required)}, and lacks {name}; add it")
+    return given
+
+
+def check_value(name: str, value: object, usual: object, *, least: float | None = None) -> None:
+    """Raise ValueError unless `value` is of the kind of `usual`, and at least `least` (default:
+    above 0) if it is a number.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
+    rule, is_met = "true or false", isinstance(value, bool)
+    if isinstance(usual, float):
+        rule = "a positive finite number" if least is None else f"a finite number from {least:g}"
+        is_met = number and (value > 0 if least is None else value >= least)
+    elif isinstance(usual, int) and not isinstance(usual, bool):
+        rule, is_met = "a whole number from 1", number and value == int(value) >= 1
+    elif isinstance(usual, str):
+        kinds = get_args(get_type_hints(ParallelConfig)[name.rpartition(".")[2]])
+        rule, is_met = f"one of {', '.join(kinds)}", value in kinds
+        rule += ", where selective is the feed-forward part and not, as in Megatron, attention"
+    if not is_met:
+        raise ValueError(f"{name} must be {rule}, not {value!r}; correct it")
+
+
+def check_row(kind: str, row: Mapping[str, Any], models: Mapping[str, Sizes]) -> None:
+    """Raise ValueError unless a row can be predicted."""
+    cut = () if kind == "decode" else ("cut",)
+    said = ("hardware", "source", "note", *OPTIONS[kind])
+    check_keys("a row", row, ("id", "model", *SIZES[kind], *cut, "measured"), said)
+    if row["model"] not in models:
+        raise ValueError(
+            f"model must be one of {', '.join(models)}, not {row['model']!r}; add its sizes to"
+            ' "models"'
+        )
+    find_machine(row.get("hardware", "H100"))
+    for name in SIZES[kind]:
+        is_count = name != "forward_passes" and not name.endswith("tokens")
+        least = 0.0 if name in ("forward_passes", "prompt_tokens") else None
+        check_value(name, row[name], 1 if is_count else 1.0, least=least)
+    for name, usual in OPTIONS[kind].items():
+        least = None if name == "trained" else 1.0
+        check_value(name, row.get(name, usual), usual, least=least)
+    for name, value in check_keys("measured", row["measured"], (), MEASURED[kind]).items():
+        check_value(f"measured.{name}", value, 1.0)
+    if kind == "decode":
+        return
+    if isinstance(row["cut"], Mapping) and "dp" in row["cut"]:
+        raise ValueError("cut.dp fills the GPUs of the row and must not be given; drop it")
+    for name, value in check_keys("cut", row["cut"], (), CUT).items():
+        check_value(f"cut.{name}", value, CUT[name])
+    sizes = Cut(**row["cut"]).num_gpus
+    if row["gpus"] % sizes:
+        raise ValueError(
+            f"gpus ({row['gpus']}) must be a multiple of the {sizes} of its cut, tp x pp x cp;"
+            " correct one"
+        )
+    micro = row.get("sequences_per_microbatch")
+    if micro and row["batch"] % (micro * row["gpus"] // sizes):
+        ranks = row["gpus"] // sizes
+        raise ValueError(
+            f"batch ({row['batch']}) must be a multiple of sequences_per_microbatch ({micro}) x"
+            f" data-parallel ranks ({ranks}), or a rank would have {row['batch'] / micro / ranks:g}"
+            " microbatches; correct one"
+        )
+
+
+def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str, Sizes]]:
+    """Kind -> the rows of a file, checked, and its models. Raises ValueError, which names the row
+    and the entry, for a file of another form.
+    """
+    where = "the file"
+    try:
+        content = check_keys(where, json.loads(path.read_text()), ("models",), ("about", *FITTED))
+        models: dict[str, Sizes] = {}
+        sizes = {one.name: one.default for one in fields(Sizes)}
+        required = [one.name for one in fields(Sizes) if one.default is MISSING]
+        for name, values in check_keys("models", content["models"], (), content["models"]).items():
+            where = f"model {name}"
+            for size, value in check_keys("it", values, required, sizes).items():
+                check_value(size, value, False if size == "is_tied" else 1)
+            models[name] = Sizes(**values)
+        models |= {name: Sizes.of(ModelShape.from_config(shape)) for name, shape in SHAPES.items()}
+        rows = {kind: list(content.get(kind, ())) for kind in FITTED}
+        for kind, of_kind in rows.items():
+            for position, row in enumerate(of_kind, start=1):
+                where = f"row {position} of {kind}"
+                if "unpredicted" in check_keys("it", row, ("id", "model"), row):
+                    continue
+                where = f"row {row['id']} of {kind}"
+                check_row(kind, row, models)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} must have the form of {ROWS.name}, and {where} has not: {error}"
+        ) from None
+    return rows, models
+
+
 def read_points(path: Path) -> list[Point]:
     """The rows of a file, in its order; every other number of a kind judges. Rows that cannot be
     predicted are left out. Raises ValueError for a file of another form.
     """
-    points = []
-    try:
-        content = json.loads(path.read_text())
-        models = {name: Sizes(**sizes) for name, sizes in content["models"].items()}
-        models |= {name: Sizes.of(ModelShape.from_config(shape)) for name, shape in SHAPES.items()}
-        for kind in FITTED:
-            for row in content.get(kind, ()):
-                itemgetter("id", "model")(row)  # every report names them
-            numbers = (
-                (row, quantity, value)
-                for row in content.get(kind, ())
-                if "unpredicted" not in row
-                for quantity, value in row["measured"].items()
-            )
-            for position, (row, quantity, value) in enumerate(numbers):
-                is_fitted, sizes = position % 2 == 0, models[row["model"]]
-                points.append(Point(kind, row, quantity, value, is_fitted, sizes))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} must have the form of {ROWS.name}, and {error} does not fit it; write rows as"
-            " there"
-        ) from None
+    points, (rows, models) = [], read_rows(path)
+    for kind, of_kind in rows.items():
+        numbers = (
+            (row, quantity, value)
+            for row in of_kind
+            if "unpredicted" not in row
+            for quantity, value in row["measured"].items()
+        )
+        for position, (row, quantity, value) in enumerate(numbers):
+            is_fitted, sizes = position % 2 == 0, models[row["model"]]
+            points.append(Point(kind, row, quantity, value, is_fitted, sizes))
     return points
 
 
 def predicted(point: Point, constants: Constants) -> float:
     """The prediction of a number, in its unit."""
     row = point.row
-    if point.quantity not in RATES.get(point.kind, (point.quantity,)):
-        raise ValueError(f"{point.quantity} must be one of {', '.join(RATES[point.kind])}")
-    if not 0 < point.measured < math.inf:
-        raise ValueError(f"{point.quantity} must be positive and finite, not {point.measured}")
-    machine = Machine(find_hardware(row.get("hardware", "H100")), constants)
+    machine = find_machine(row.get("hardware", "H100"), constants)
     if point.kind == "decode":
         context = row["prompt_tokens"] + row["output_tokens"] / 2
         step = decode_step(machine, point.sizes, tp=row["tp"], batch=row["batch"], context=context)
         return row["batch"] / sum(step)
     cut = Cut(**row["cut"])
-    if row["gpus"] % cut.num_gpus:
-        raise ValueError(f"{row['gpus']} GPUs are no multiple of the {cut.num_gpus} of its cut")
     cut = replace(cut, dp=row["gpus"] // cut.num_gpus)
     if point.kind == "rl":
         phases = rl_phases(machine, point, cut)
@@ -232,6 +349,13 @@ def judged(points: Sequence[Point], kind: str) -> list[Point]:
     ]
 
 
+def class_of(point: Point) -> str:
+    """Kind of a point, of model, and in training the precision of its products."""
+    model = "mixture" if point.sizes.num_experts else "dense"
+    precision = "FP8" if point.row.get("cut", {}).get("fp8") else "bfloat16"
+    return f"{point.kind}, {model}" + (f", {precision}" if point.kind == "training" else "")
+
+
 def report(path: Path) -> dict[str, Any]:
     """Predicted beside published, row by row, and the medians of each kind. The constants are
     fitted on half of our own rows; rows of another file all judge.
@@ -241,14 +365,7 @@ def report(path: Path) -> dict[str, Any]:
     points = [point if is_own else replace(point, is_fitted=False) for point in read_points(path)]
     rows = []
     for point in points:
-        try:
-            value = predicted(point, constants)
-            error = value / point.measured - 1
-        except (ArithmeticError, KeyError, TypeError, ValueError) as wrong:
-            raise ValueError(
-                f"{path}: row {point.row['id']} cannot be predicted ({wrong!r}); write it as those"
-                f' of {ROWS.name}, or say why in an entry "unpredicted"'
-            ) from None
+        value = predicted(point, constants)
         rows.append(
             {
                 "kind": point.kind,
@@ -257,31 +374,38 @@ def report(path: Path) -> dict[str, Any]:
                 "use": "fit" if point.is_fitted else "judge",
                 "published": point.measured,
                 "predicted": value,
-                "error": error,
+                "error": value / point.measured - 1,
                 "note": point.row.get("note", ""),
             }
         )
     unpredicted = [
         {"kind": kind, "name": row["id"], "model": row["model"], "reason": row["unpredicted"]}
-        for kind in FITTED
-        for row in json.loads(path.read_text()).get(kind, ())
+        for kind, of_kind in read_rows(path)[0].items()
+        for row in of_kind
         if "unpredicted" in row
     ]
-    medians = {}
+    medians, classes = {}, {}
     for kind, bound in BOUNDS.items():
-        judging, fitted = (
-            judged(points, kind),
-            [p for p in points if p.kind == kind and p.is_fitted],
-        )
+        judging = judged(points, kind)
+        if not judging:
+            continue
+        fitted = [point for point in points if point.kind == kind and point.is_fitted]
         medians[kind] = {
             "judged": median_error(judging, constants),
             "num_judged": len(judging),
-            "fitted": median_error(fitted, constants),
+            "fitted": median_error(fitted, constants) if fitted else None,
             "bound": bound,
         }
+    for point in points:
+        if not point.is_fitted:
+            classes.setdefault(class_of(point), []).append(point)
     return {
         "constants": asdict(constants),
         "medians": medians,
+        "classes": {
+            name: {"judged": median_error(of_class, constants), "num_judged": len(of_class)}
+            for name, of_class in classes.items()
+        },
         "rows": rows,
         "unpredicted": unpredicted,
     }
@@ -289,18 +413,23 @@ def report(path: Path) -> dict[str, Any]:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The report as text."""
-    heads = [
-        f"| {kind} | {one['judged']:.0%} of {one['num_judged']} | {one['fitted']:.0%} |"
-        f" {one['bound']:.0%} | {'yes' if one['judged'] <= one['bound'] else 'no'} |"
+    is_own = any(one["fitted"] is not None for one in result["medians"].values())
+    heads = (
+        (
+            kind, f"{one['judged']:.0%} of {one['num_judged']}",
+            *([f"{one['fitted']:.0%}"] if is_own else []),
+            f"{one['bound']:.0%}", "yes" if one["judged"] <= one["bound"] else "no",
+        )
         for kind, one in result["medians"].items()
-        if one["num_judged"]
-    ]
-    lines = [
-        "| kind | median error, judged half | fitted half | wanted | met |",
-        "| --- | --- | --- | --- | --- |",
-        *heads,
-        "",
-    ]
+    )  # fmt: skip
+    columns = ["kind", "median error", "wanted", "met"]
+    if is_own:
+        columns[1:2] = ["median error, judged half", "fitted half"]
+    classes = (
+        (name, f"{one['judged']:.0%} of {one['num_judged']}")
+        for name, one in result["classes"].items()
+    )
+    lines = [table(columns, heads), "", table(("class", "median error"), classes), ""]
     for kind in BOUNDS:
         rows = [row for row in result["rows"] if row["kind"] == kind]
         if rows:
@@ -312,7 +441,7 @@ def markdown(result: Mapping[str, Any]) -> str:
                 for row in rows
             )  # fmt: skip
             head = ("row", "model", "use", "published", "predicted", "error", "note")
-            lines += [f"{kind}:", "", table(head, cells), ""]
+            lines += [f"{kind} ({UNITS[kind]}):", "", table(head, cells), ""]
     if result["unpredicted"]:
         cells = ((row["name"], row["model"], row["reason"]) for row in result["unpredicted"])
         lines += ["Not predicted:", "", table(("row", "model", "reason"), cells), ""]

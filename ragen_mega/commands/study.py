@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ragen_mega.commands import study_scaling, study_signals, study_table
 from ragen_mega.commands.command_line import command, flag
-from ragen_mega.commands.plan import find_machine
+from ragen_mega.commands.plan_machine import find_machine
 from ragen_mega.commands.study_runs import (
     IDENTITY,
     Runner,
