@@ -9,37 +9,44 @@ phase, before anything is rented or built.
     ragen-mega plan --validate                # predicted beside published
     ragen-mega plan --calibrate machine.json  # measure this machine, in two minutes
 
-All other flags are those of training. Without any, a named model has those of its recipe, under
-the layout that --search finds best. Nothing here was measured on a GPU of ours: docs/predictor.md
+All other flags are those of training. They come after those of --recipe, which is planned as it is,
+or of the model's own recipe (for a directory that of the model nearest in size), whose layout is
+searched but for what flags say of it. Nothing here was measured on a GPU of ours: docs/predictor.md
 states the assumptions about time, ragen_mega/models/memory_plan.py those about memory. GB are GiB.
 Exit code 0 if every phase fits, 1 with remedies if one does not, 2 for bad input.
 """
 
 import argparse
-import json
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from ragen_mega.commands import plan_calibration, plan_cost, plan_validation
 from ragen_mega.commands.command_line import JSON, command, flag, target
-from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.commands.plan_machine import find_machine
+from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.cli import RECIPES, with_recipe
-from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine, find_hardware
-from ragen_mega.models.layout_search import FILL, best, ranked
+from ragen_mega.config.flags import read_settings
+from ragen_mega.config.schema import flag_of
+from ragen_mega.models.hardware import HARDWARE, Machine
+from ragen_mega.models.layout_search import FILL, HOST_GIB, LAYOUT, best, ranked, smallest
 from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan, remedies
-from ragen_mega.models.published import model_config
-from ragen_mega.models.shape import ModelShape, cut_error
+from ragen_mega.models.published import SHAPES, model_config
+from ragen_mega.models.shape import FAMILIES, ModelShape, cut_error
 from ragen_mega.models.time_plan import Play, default_play
 from ragen_mega.report.metrics import write_json
 
 FLAGS = (
     flag("--model", "a name from ragen_mega/models/model_shapes.json (default: what --load names)"),
-    flag("--recipe", "a recipe, whose flags come before the others", "none"),
+    flag(
+        "--recipe",
+        "a recipe as it is, whose flags come before the others, or none (default: that of --model,"
+        " under the layout that is fastest)",
+    ),
     flag("--num-gpus", "GPUs of the job (default: of the recipe, else 8)", type=int),
     flag("--hardware", f"kind of GPU: {', '.join(HARDWARE)}; or what --calibrate wrote", "H100"),
     flag("--gpu-memory-gb", "GiB of one GPU (default: of --hardware)", type=float),
@@ -85,16 +92,20 @@ FLAGS = (
 )
 
 
-def examine(hf: PretrainedConfig, setting: Setting, capacity: float) -> dict[str, Any]:
+def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:
     """The plan as it is printed and written: phases in GiB, host memory, whether it fits, and if
     not what may help. Raises ValueError if the model cannot be cut this way.
     """
     layout = setting.parallel
-    shape = ModelShape.of(hf)
     if error := cut_error(
         shape, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     ):
         raise ValueError(error)
+    if shape.num_heads % setting.engine_tp:
+        raise ValueError(
+            f"rollout_tensor_parallel_size ({setting.engine_tp}) must divide the model's attention"
+            f" heads ({shape.num_heads}); lower --rollout-tensor-parallel-size to a divisor"
+        )
     phases = plan(shape, setting)
     totals = {phase: sum(terms.values()) / GIB for phase, terms in phases.items()}
     tight = [phase for phase, total in totals.items() if total > capacity]
@@ -157,18 +168,20 @@ def described(report: dict[str, Any]) -> str:
     )
 
 
-def layout_flags(config: StarPOConfig) -> str:
-    """The flags that say how a run is laid out, as a recipe has them."""
-    layout, rollout = config.parallel, config.rollout
-    flags = [f"--tensor-model-parallel-size {layout.tensor_model_parallel_size}"]
-    if layout.pipeline_model_parallel_size > 1:
-        flags.append(f"--pipeline-model-parallel-size {layout.pipeline_model_parallel_size}")
-    flags += ["--sequence-parallel"] if layout.sequence_parallel else []
-    flags += ["--use-distributed-optimizer"] if layout.use_distributed_optimizer else []
-    flags += [f"--recompute {layout.recompute} --offload {layout.offload}"]
-    flags.append(f"--max-tokens-per-microbatch {config.train.max_tokens_per_microbatch}")
-    if rollout.rollout_tensor_parallel_size > 1:
-        flags.append(f"--rollout-tensor-parallel-size {rollout.rollout_tensor_parallel_size}")
+def layout_flags(config: StarPOConfig, given: Collection[str] = ()) -> str:
+    """The flags that lay a run out so, whatever a recipe before them says; without those `given`
+    anyway.
+    """
+    flags = []
+    for section, names in LAYOUT.items():
+        for name in names:
+            value, flag_name = getattr(getattr(config, section), name), flag_of(name)
+            if name in given or value is None:
+                continue
+            if isinstance(value, bool):
+                flags.append(flag_name if value else f"--no-{flag_name[2:]}")
+            else:
+                flags.append(f"{flag_name} {value}")
     return " ".join(flags)
 
 
@@ -196,52 +209,78 @@ def planned_gpus(recipe: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def find_machine(name: str) -> Machine:
-    """A row of the table, or what --calibrate wrote. Raises ValueError for neither."""
-    if not name.endswith(".json"):
-        return Machine(find_hardware(name))
-    try:
-        values = json.loads(Path(name).read_text())
-        return Machine(Hardware(**values["hardware"]), Constants(**values["constants"]))
-    except (KeyError, TypeError, ValueError) as error:
+def recipe_for(model: str, shape: ModelShape) -> str:
+    """The recipe of a named model; of a directory that of the model nearest in size."""
+    name = model.lower().rpartition("/")[2].removesuffix("-instruct").replace("-", "_")
+    if planned_gpus(name) is not None:
+        return name
+    misses = {
+        other: abs(math.log(ModelShape.from_config(values).num_parameters / shape.num_parameters))
+        for other, values in SHAPES.items()
+    }
+    return min(misses, key=misses.__getitem__).lower().replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is planned."""
+
+    recipe: str
+    words: Sequence[str]
+    """Flags of training that come after the recipe's."""
+    config: StarPOConfig
+    """Without the layout of the recipe, where that is searched."""
+    given: frozenset[str]
+    """Settings that flags of the command line decide, which no search changes."""
+    is_searched: bool
+
+    def flags(self, chosen: StarPOConfig) -> str:
+        """The flags of training under which it is `chosen`."""
+        words = shlex.join(("--recipe", self.recipe, *self.words))
+        return f"{words} {layout_flags(chosen, self.given)}".strip()
+
+
+def read_run(arguments: argparse.Namespace, machine: Machine, shape: ModelShape | None) -> Run:
+    """The recipe that is named, else that of the model, and the other flags over it. The layout of
+    the model's recipe was made for other GPUs: it is searched, but for what flags say of it.
+    """
+    words, is_own = list(arguments.others), arguments.recipe is None and shape is not None
+    recipe = recipe_for(arguments.model, shape) if is_own else arguments.recipe or "none"
+    given = {name for section in read_settings(words).values() for name in section}
+    if Path(arguments.model or "", "config.json").is_file() and "load" not in given:
+        words = ["--load", arguments.model, *words]
+    if is_own and not machine.hardware.fp8:
+        words = ["--fp8", "none", *words]
+    settings = read_settings(with_recipe(words, default=recipe))
+    is_apart = settings.get("parallel", {}).get("placement") == "separate"
+    if arguments.search and is_apart:
         raise ValueError(
-            f"--hardware {name} must be a file that --calibrate wrote ({error}); write it again"
-        ) from None
-
-
-def alone(config: StarPOConfig) -> StarPOConfig:
-    """`config` on one rank, where a search starts."""
-    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    return replace(config, parallel=replace(config.parallel, sequence_parallel=False, **sizes))
-
-
-def own_recipe(arguments: argparse.Namespace) -> str | None:
-    """The recipe of a named model; None where flags were given, or no recipe is the model's."""
-    name = (arguments.model or "").lower().rpartition("/")[2].removesuffix("-instruct")
-    name = name.replace("-", "_")
-    if arguments.others or arguments.recipe != "none" or planned_gpus(name) is None:
-        return None
-    return name
-
-
-def on_machine(recipe: str, machine: Machine) -> StarPOConfig:
-    """What a recipe says, for the precisions of the machine and on one rank."""
-    config = alone(parse(with_recipe([], default=recipe)))
-    if not machine.hardware.fp8:
-        config = replace(config, parallel=replace(config.parallel, fp8="none"))
-    return config
+            "--search knows placement colocated, not separate; drop --search, or --placement and"
+            " --rollout-ranks"
+        )
+    sampled = settings.get("rollout", {})
+    if given & {"rollout_engine"} and sampled["rollout_engine"] == "embedded":
+        for name in set(LAYOUT["rollout"]) & sampled.keys() - given:  # of the recipe's server
+            del sampled[name]
+            words += [flag_of(name), str(getattr(RolloutConfig(), name))]
+    is_searched = arguments.search or (is_own and not is_apart)
+    if is_searched:
+        for section in ("parallel", "train"):
+            for name in set(LAYOUT[section]) - given:
+                settings.get(section, {}).pop(name, None)
+    config = StarPOConfig.from_dict(settings)
+    return Run(recipe, words, config, frozenset(given), is_searched)
 
 
 def searched(
-    shape: ModelShape, hf: PretrainedConfig, config: StarPOConfig, machine: Machine,
-    num_gpus: int, capacity: float, play: Play,
-) -> tuple[dict[str, Any], str]:  # fmt: skip
+    shape: ModelShape, run: Run, machine: Machine, num_gpus: int, capacity: float, play: Play
+) -> tuple[dict[str, Any], str]:
     """The layouts that fit, with their seconds and what bounds them, and the list as text."""
-    found = []
-    for seconds, one in ranked(shape, config, num_gpus, capacity * GIB, machine, play):
+    found, room = [], capacity * GIB
+    for seconds, one in ranked(shape, run.config, num_gpus, room, machine, play, run.given):
         phases = plan_cost.step_seconds(machine, shape, one, num_gpus, play)
         setting = Setting.from_config(one, num_gpus, sharing=play.sharing)
-        report = examine(hf, setting, capacity)
+        report = examine(shape, setting, capacity)
         found.append((seconds, report | {"bound_by": plan_cost.bound(phases)}))
     layouts = [report | {"predicted_seconds": seconds} for seconds, report in found]
     return {"layouts": layouts, "fits": bool(found)}, listed(found)
@@ -249,7 +288,7 @@ def searched(
 
 def priced(
     arguments: argparse.Namespace, machine: Machine, shape: ModelShape, config: StarPOConfig,
-    num_gpus: int, capacity: float, play: Play,
+    num_gpus: int, capacity: float, play: Play, *, is_searched: bool,
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """What a step costs under a layout, and in words; draws it if asked to."""
     factor = plan_validation.uncertainty()
@@ -260,7 +299,8 @@ def priced(
     if arguments.plot:
         title = f"{arguments.model or config.model.load} on {num_gpus} {machine.hardware.name}"
         plan_cost.timeline(result, title, arguments.plot)
-    return result | {"helps": helps}, plan_cost.described(result, helps, factor)
+    text = plan_cost.described(result, helps, factor, is_searched=is_searched)
+    return result | {"helps": helps}, text
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
@@ -292,6 +332,11 @@ def check_flags(arguments: argparse.Namespace) -> None:
 def main(arguments: argparse.Namespace) -> int:
     check_flags(arguments)
     if arguments.validate or arguments.calibrate:
+        if arguments.others:
+            raise ValueError(
+                f"--validate and --calibrate take no flags of training: {arguments.others[0]};"
+                " drop them"
+            )
         if arguments.validate:
             result = plan_validation.report(arguments.validate)
             print(plan_validation.markdown(result))
@@ -301,47 +346,51 @@ def main(arguments: argparse.Namespace) -> int:
             write_json(arguments.json, result)
         return 0
     machine = find_machine(arguments.hardware)
-    recipe = own_recipe(arguments)
-    if recipe:
-        config = on_machine(recipe, machine)
-    else:
-        config = parse(with_recipe(arguments.others, default=arguments.recipe))
-    if arguments.search and config.parallel.placement != "colocated":
-        raise ValueError(
-            f"--search knows placement colocated, not {config.parallel.placement}; drop --search,"
-            " or --placement and --rollout-ranks"
-        )
-    hf = model_config(arguments.model or config.model.load or "")
-    if arguments.search:  # the search starts from one rank
-        config = alone(config)
-    num_gpus = arguments.num_gpus or planned_gpus(recipe or arguments.recipe) or 8
-    capacity, shape = arguments.gpu_memory_gb or machine.hardware.gpu_gib, ModelShape.of(hf)
+    shape = ModelShape.of(model_config(arguments.model)) if arguments.model else None
+    run = read_run(arguments, machine, shape)
+    shape = shape or ModelShape.of(model_config(run.config.model.load or ""))
+    num_gpus = arguments.num_gpus or planned_gpus(run.recipe) or 8
+    capacity = arguments.gpu_memory_gb or machine.hardware.gpu_gib
     play = default_play(
-        config,
+        run.config,
         arguments.response_tokens,
         environment_seconds=arguments.environment_seconds,
         sharing=arguments.sharing,
     )
-    result, chosen, lines = {"fits": True}, config, []
+    lines = [plan_cost.workload_text(plan_cost.workload(run.config, play))]
+    if shape.model_type not in FAMILIES:
+        lines.append(
+            f"a plan only: the trainer does not know models of type {shape.model_type}, but"
+            f" {' and '.join(FAMILIES)}"
+        )
+    result: dict[str, Any] = {"fits": True}
+    chosen: StarPOConfig | None = run.config
     if arguments.search:
-        result, text = searched(shape, hf, config, machine, num_gpus, capacity, play)
+        result, text = searched(shape, run, machine, num_gpus, capacity, play)
         lines.append(text)
-    if arguments.search or recipe:
-        chosen = best(shape, config, num_gpus, capacity * GIB, machine, play)
-        if chosen:
-            lines.append(f"best with room to spare: {layout_flags(chosen)}")
-        elif not arguments.search:
-            raise ValueError(
-                f"no layout of {arguments.model} on {num_gpus} GPUs fits into {FILL:.0%} of"
-                f" {capacity:g} GiB each; give more GPUs or larger ones, or --search to see more"
+    if run.is_searched:
+        room = capacity * GIB
+        chosen = best(shape, run.config, num_gpus, room, machine, play, run.given)
+        title = "best with room to spare"
+        if not chosen and not arguments.search:
+            chosen = smallest(shape, run.config, num_gpus, play.sharing, run.given) or run.config
+            title = (
+                f"no layout fits {FILL:.0%} of {capacity:g} GiB and {HOST_GIB:g} GiB of host memory"
+                " a GPU; the one that needs least of the GPU"
             )
+        if chosen:
+            flags = run.flags(chosen)
+            result["flags"] = flags
+            lines.append(f"{title}: {flags}")
     if not arguments.search:
         trainers = chosen.parallel.num_trainers(num_gpus)
         setting = Setting.from_config(chosen, trainers, sharing=play.sharing)
-        result = examine(hf, setting, capacity)
+        result |= examine(shape, setting, capacity)
         lines.append(described(result))
     if chosen:
-        price, text = priced(arguments, machine, shape, chosen, num_gpus, capacity, play)
+        price, text = priced(
+            arguments, machine, shape, chosen, num_gpus, capacity, play, is_searched=run.is_searched
+        )
         result, lines = result | {"cost": price}, [*lines, f"\n{text}"]
         if chosen.rollout.rollout_engine == "embedded" and not machine.hardware.cores:
             lines.append(

@@ -18,6 +18,8 @@ STEPS = 100
 WORTH = 0.02
 """Share of a step that a change must save to be listed."""
 NAMED = 3
+READING = {"weights": "reading weights", "key-value cache": "reading keys and values"}
+"""What terms of a rollout are called where they stand alone: nothing is sent there."""
 
 
 def total(phases: Mapping[str, Terms]) -> float:
@@ -29,6 +31,11 @@ def bound(phases: Mapping[str, Terms]) -> tuple[str, str]:
     """(the longest phase, what takes most of it)."""
     longest = max(phases, key=lambda phase: sum(phases[phase].values()))
     return longest, max(phases[longest], key=lambda term: phases[longest][term])
+
+
+def named(phase: str, term: str) -> str:
+    """A term as a reader sees it."""
+    return READING.get(term, term) if phase == "rollout" else term
 
 
 def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
@@ -45,6 +52,8 @@ def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
                 }
         if fp8 and not sampled.rollout_fp8:
             wanted["--rollout-fp8"] = {"rollout": {"rollout_fp8": True}}
+    if not layout.bf16:
+        wanted["--bf16"] = {"parallel": {"bf16": True}}
     if fp8 and layout.fp8 == "none" and layout.bf16:
         wanted["--fp8 hybrid"] = {"parallel": {"fp8": "hybrid"}}
     if layout.recompute != "none":
@@ -96,6 +105,49 @@ def advice(
     return [item for item in saved[:NAMED] if item[1] > WORTH * now]
 
 
+def workload(config: StarPOConfig, play: Play) -> dict[str, Any]:
+    """What a step plays and trains on, and in which precision: what its seconds are for."""
+    sampled, kept = config.rollout, config.filter.num_kept(config.rollout.num_groups)
+    trajectories = sampled.num_groups * sampled.group_size
+    trains, samples = ("bfloat16" if config.parallel.bf16 else "float32",) * 2
+    if config.parallel.fp8 != "none":
+        trains += f" with matrix products in FP8 ({config.parallel.fp8})"
+    if sampled.rollout_fp8:
+        samples += " with linear layers in FP8"
+    return {
+        "environments": config.environment.environments,
+        "groups": sampled.num_groups,
+        "group_size": sampled.group_size,
+        "trajectories": trajectories,
+        "turns": play.turns,
+        "tokens_per_trajectory": play.length,
+        "sampled_per_trajectory": play.sampled,
+        "tokens": trajectories * play.length,
+        "filter": config.filter.filter_strategy,
+        "groups_kept": kept,
+        "trajectories_trained": (kept or sampled.num_groups) * sampled.group_size,
+        "updates_per_rollout": config.train.updates_per_rollout,
+        "estimator": config.advantage.advantage_estimator,
+        "training": trains,
+        "sampling": f"{sampled.rollout_engine} in {samples}",
+    }
+
+
+def workload_text(said: Mapping[str, Any]) -> str:
+    """`workload` in two lines."""
+    times = said["updates_per_rollout"]
+    share = "keeps" if said["groups_kept"] else "is taken to keep"
+    return (
+        f"a step plays {said['trajectories']} trajectories ({said['groups']} groups of"
+        f" {said['group_size']}, {said['environments']}) of {said['turns']} turns and"
+        f" {said['tokens_per_trajectory']:.0f} tokens, {said['sampled_per_trajectory']:.0f} of them"
+        f" sampled: {said['tokens']:.0f} tokens a step\n"
+        f"the filter {said['filter']} {share} {said['trajectories_trained']} trajectories, trained"
+        f" on {'once' if times == 1 else f'{times} times'} ({said['estimator']}) in"
+        f" {said['training']}; sampled by {said['sampling']}"
+    )
+
+
 def cost(
     machine: Machine,
     shape: ModelShape,
@@ -106,65 +158,68 @@ def cost(
     factor: float,
 ) -> dict[str, Any]:
     """Seconds by phase and term, rates, GPU-hours and money of STEPS steps, with the interval from
-    1 / `factor` to `factor` of them. `update_mfu` counts the tokens that updates compute.
+    1 / `factor` to `factor` of them. `update_mfu` counts the tokens that updates compute,
+    against the peak of the precision `mfu_of` of their products.
     """
     phases = step_seconds(machine, shape, config, num_gpus, play)
     seconds = total(phases)
     hours = STEPS * seconds * num_gpus / 3600
-    sampled = config.rollout.num_groups * config.rollout.group_size
-    kept = config.filter.num_kept(config.rollout.num_groups) or config.rollout.num_groups
-    trained = kept * config.rollout.group_size * config.train.updates_per_rollout
+    said = workload(config, play)
+    trained = said["trajectories_trained"] * said["updates_per_rollout"]
     computed = computed_length(config, play)
     flops = Sizes.of(shape).flops(play.text_length, play.sampled / computed)
     flops *= trained * computed
     updating = sum(sum(phases[phase].values()) for phase in phases if phase == "update actor")
     trainers = config.parallel.num_trainers(num_gpus)
     phase, term = bound(phases)
+    is_fp8, is_half = config.parallel.fp8 != "none", config.parallel.bf16
+    peak = machine.hardware.peak(2 if is_half else 4, fp8=is_fp8)
     return {
+        "workload": said,
         "hardware": machine.hardware.name,
         "phases_seconds": phases,
         "seconds": seconds,
         "interval_seconds": [seconds / factor, seconds * factor],
         "bound_by": {"phase": phase, "term": term},
-        "tokens_per_second_per_gpu": sampled * play.length / seconds / num_gpus,
-        "update_mfu": flops
-        / updating
-        / trainers
-        / machine.hardware.peak(2 if config.parallel.bf16 else 4),
+        "tokens_per_second_per_gpu": said["tokens"] / seconds / num_gpus,
+        "update_mfu": flops / updating / trainers / peak,
+        "mfu_of": "FP8" if is_fp8 else "bfloat16" if is_half else "float32",
         "steps": STEPS,
         "gpu_hours": hours,
         "dollars": hours * dollars,
         "dollars_per_gpu_hour": dollars,
-        "tokens_per_trajectory": play.length,
     }
 
 
-def described(result: Mapping[str, Any], helps: list[tuple[str, float]], factor: float) -> str:
-    """The cost as text."""
+def described(
+    result: Mapping[str, Any], helps: list[tuple[str, float]], factor: float, *, is_searched: bool
+) -> str:
+    """The cost as text. `is_searched`: no other layout is much faster."""
     seconds, phases = result["seconds"], result["phases_seconds"]
     lines = [f"{'phase':<24}{'seconds':>9}{'share':>7}  mostly"]
     for phase, terms in phases.items():
         spent = sum(terms.values())
         largest = sorted(terms.items(), key=lambda item: -item[1])[:2]
-        mostly = ", ".join(f"{name} {time:.2f}" for name, time in largest if time > 0)
+        mostly = ", ".join(f"{named(phase, name)} {time:.2f}" for name, time in largest if time)
         lines.append(f"{phase:<24}{spent:9.2f}{spent / seconds:7.0%}  {mostly}")
     low, high = result["interval_seconds"]
     phase, term = result["bound_by"].values()
     spent = sum(phases[phase].values())
     saved = "; ".join(f"{name} saves {time:.1f} s" for name, time in helps)
+    others = "none of the flags tried; " + ("" if is_searched else "other layouts (--search), ")
     return "\n".join(
         (
             *lines,
             f"a step takes {seconds:.1f} s ({low:.1f} to {high:.1f} s: half of the published RL"
             f" steps lie within a factor of {factor:.2g} of their prediction);"
             f" {result['tokens_per_second_per_gpu']:.0f} tokens/s and GPU, MFU of the update"
-            f" {result['update_mfu']:.0%}",
+            f" {result['update_mfu']:.0%} of the {result['mfu_of']} peak",
             f"{result['steps']} steps cost {result['gpu_hours']:.1f} {result['hardware']} hours,"
             f" {result['dollars']:.0f} $ at {result['dollars_per_gpu_hour']:.2f} $ a GPU-hour"
             f" ({result['dollars'] / factor:.0f} to {result['dollars'] * factor:.0f} $)",
-            f"bound by: {phase}, {spent / seconds:.0%} of the step, of which {term}"
-            f" {phases[phase][term] / spent:.0%}",
-            f"what would help next: {saved or 'none of the flags tried; more GPUs'}",
+            f"bound by: {phase}, {spent / seconds:.0%} of the step, of which"
+            f" {named(phase, term)} {phases[phase][term] / spent:.0%}",
+            f"what would help next: {saved or f'{others}more GPUs'}",
         )
     )
 

@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,7 @@ from ragen_mega.models.memory_plan import (
     state_of,
 )
 from ragen_mega.models.published import SHAPES, model_config
-from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.models.time_plan import default_play, step_seconds
 from tests.support.plan_command import run_plan
 
@@ -50,7 +52,7 @@ def test_recipe(name: str) -> None:
     config, num_gpus = parse(["--recipe", name]), tool.planned_gpus(name)
     hf = model_config(config.model.load)
     setting = Setting.from_config(config, num_gpus)
-    report = tool.examine(hf, setting, 80.0)
+    report = tool.examine(ModelShape.of(hf), setting, 80.0)
     text = (tool.RECIPES / f"{name}.flags").read_text()
     cut = (
         f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
@@ -93,6 +95,8 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     base = (
         "--model",
         "Qwen2.5-7B",
+        "--recipe",
+        "none",
         "--bf16",
         "--tensor-model-parallel-size",
         "4",
@@ -156,20 +160,105 @@ def test_search_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "Qwen3-4B",
         "--num-gpus",
         "2",
-        "--bf16",
-        "--rollout-engine",
-        "sglang",
         "--search",
     )
     code, said = run_plan(capsys, *flags, "--json", str(report))
     layouts = json.loads(report.read_text())["layouts"]
-    listed = said.partition("best with room to spare")[0].splitlines()
+    listed = said.partition("best with room to spare")[0].partition("seconds  TP")[2].splitlines()
     assert code == 0 and len(listed) == len(layouts) + 1 and layouts
     seconds = [layout["predicted_seconds"] for layout in layouts]
-    assert seconds == sorted(seconds) and "best with room to spare: --tensor" in said
+    assert (
+        seconds == sorted(seconds) and "best with room to spare: --recipe qwen3_4b --tensor" in said
+    )
     assert all(layout["fits"] and layout["peak_gib"] <= 80 for layout in layouts)
     code, said = run_plan(capsys, *flags, "--gpu-memory-gb", "16")
     assert code == 1
+
+
+def told(
+    capsys: pytest.CaptureFixture[str], report: Path, *argv: str
+) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the JSON and what was printed."""
+    code, said = run_plan(capsys, *argv, "--json", str(report))
+    return code, json.loads(report.read_text()), said
+
+
+def test_flags_come_over_the_recipe_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that says what the recipe says changes nothing, one that says something else only that;
+    layouts are searched but for what flags say, and what is printed gives the same step.
+    """
+    report, model = tmp_path / "plan.json", ("--model", "Qwen2.5-1.5B", "--num-gpus", "2")
+    _, plain, _ = told(capsys, report, *model)
+    _, same, _ = told(capsys, report, *model, "--num-groups", "8")
+    assert same["cost"] == plain["cost"] and plain["cost"]["workload"]["training"] == "bfloat16"
+    code, other, said = told(
+        capsys, report, *model, "--num-groups", "16", "--tensor-model-parallel-size", "2"
+    )
+    work = other["cost"]["workload"]
+    assert code == 0 and other["tensor_parallel"] == 2 != plain["tensor_parallel"]
+    assert (work["groups"], work["training"]) == (16, "bfloat16")
+    line = re.search(r"^best with room to spare: (.*)$", said, re.M)[1]
+    assert line == other["flags"] and "--num-groups 16 --tensor-model-parallel-size 2" in line
+    _, again, _ = told(capsys, report, "--num-gpus", "2", *line.split())
+    assert again["cost"]["seconds"] == other["cost"]["seconds"]
+    code, alone, said = told(capsys, report, *model, "--gpu-memory-gb", "5")
+    assert code == 1 and not alone["fits"] and "no layout fits 90% of 5 GiB" in said
+    assert "does not fit: " in said
+
+
+def test_an_engine_of_its_own_takes_the_place_of_the_recipes_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And with it what is said about servers, e.g. the size of their caches."""
+    words = ("--model", "Qwen2.5-0.5B", "--num-gpus", "1", "--rollout-engine", "embedded")
+    code, result, _ = told(capsys, tmp_path / "plan.json", *words)
+    assert code == 0 and result["cost"]["workload"]["sampling"] == "embedded in bfloat16"
+    assert parse(result["flags"].split()).rollout.kv_cache_tokens is None
+
+
+@pytest.mark.parametrize("recipe", ["qwen2.5_14b", "qwen3_0.6b"])
+def test_flags_of_a_layout_win_over_any_recipe(recipe: str) -> None:
+    config = parse(["--recipe", "qwen3_8b"])
+    flags = tool.layout_flags(config).split()
+    other = parse(["--recipe", recipe, *flags])
+    assert replace(other.parallel, fp8=config.parallel.fp8) == config.parallel
+    assert other.train == config.train
+
+
+def test_a_layout_keeps_what_is_given() -> None:
+    config, shape = parse(["--bf16", "--recompute", "full", "--offload", "rollout"]), "Qwen3-8B"
+    found = list(layouts(shape_of(shape), config, 8, {"recompute", "offload"}))
+    assert {(one.parallel.recompute, one.parallel.offload) for one in found} == {
+        ("full", "rollout")
+    }
+    assert {one.parallel.tensor_model_parallel_size for one in found} == {1, 2, 4, 8}
+    long = parse(["--bf16", "--max-context-length", "32768"])
+    tokens = {one.train.max_tokens_per_microbatch for one in layouts(shape_of(shape), long, 8)}
+    assert tokens == {32768}, "a trajectory longer than what is usually tried"
+
+
+def test_a_directory_of_llama_is_planned_and_a_mixture_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Llama 3.1 8B has 8,030,261,248 parameters, as its model card says."""
+    values = {
+        "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "vocab_size": 128256, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = ("--model", str(tmp_path), "--num-gpus", "8")
+    code, result, said = told(capsys, tmp_path / "plan.json", *model)
+    assert code == 0 and result["parameters"] == 8_030_261_248
+    assert "a plan only: the trainer does not know models of type llama" in said
+    assert f"--recipe qwen3_8b --load {tmp_path}" in result["flags"], "the nearest in size"
+    with pytest.raises(ValueError, match="model_type must be one of qwen2, qwen3, not 'llama'"):
+        check_config(model_config(str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    code, said = run_plan(capsys, *model)
+    assert code == 2 and "(or, to plan only, llama, mistral), not 'mixtral'" in said
 
 
 def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:

@@ -560,6 +560,11 @@ def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFi
     assert cost["bound_by"]["phase"] == max(spent, key=spent.get)
     assert re.search(r"^100 steps cost \d+\.\d H100 hours, \d+ \$ at 2\.00 \$", said, re.M)
     assert "bound by: " in said and "what would help next: " in said
+    assert "of 5 turns and 2600 tokens, 1000 of them sampled: 332800 tokens a step" in said
+    assert (
+        "top_fraction keeps 32 trajectories, trained on once (gae) in bfloat16 with matrix" in said
+    )
+    assert cost["workload"]["tokens"] == 8 * 16 * 5 * (320 + 200)
     assert plot.read_text().count("rollout") >= 1
     seconds = [saved for _, saved in cost["helps"]]
     assert seconds == sorted(seconds, reverse=True) and all(0 < one < total for one in seconds)
@@ -578,7 +583,15 @@ def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFi
             ("--num-gpus", "32", "--response-tokens", "5000"),
             "--response-tokens (5000) must not be above --max-response-length (400), which",
         ),
-        (("--num-gpus", "1"), "no layout of Qwen2.5-72B on 1 GPUs fits into 90% of 80 GiB each;"),
+        (("--validate", "--bf16"), "--validate and --calibrate take no flags of training: --bf16;"),
+        (
+            ("--tensor-model-parallel-size", "3", "--num-gpus", "32"),
+            "tensor_model_parallel_size (3) x pipeline_model_parallel_size (1) must divide",
+        ),
+        (
+            ("--rollout-tensor-parallel-size", "3", "--num-gpus", "3"),
+            "rollout_tensor_parallel_size (3) must divide the model's attention heads (64)",
+        ),
         (
             ("--hardware", "A100", "--bf16", "--fp8", "hybrid", "--rollout-engine", "sglang"),
             "need a GPU that computes in FP8, and --hardware A100 does not; drop them",
@@ -628,6 +641,13 @@ def test_utilisation_counts_what_is_computed() -> None:
         seconds = sum(told["phases_seconds"]["update actor"].values())
         assert told["update_mfu"] == pytest.approx(flops / seconds / 8 / 989.4e12)
         assert told["update_mfu"] < H100.constants.product
+    in_fp8 = replace(config, parallel=replace(config.parallel, fp8="hybrid"))
+    for one, name, peak in ((config, "bfloat16", 989.4e12), (in_fp8, "FP8", 1978.9e12)):
+        told = plan_cost.cost(H100, shape, one, 8, play, 1.0, 1.0)
+        seconds = sum(told["phases_seconds"]["update actor"].values())
+        done = 1024 * (layers * play.length / (8.0 if one is config else 1.0) + head)
+        assert told["mfu_of"] == name
+        assert told["update_mfu"] == pytest.approx(done / seconds / 8 / peak)
 
 
 @pytest.mark.parametrize(
@@ -680,28 +700,68 @@ def test_rows_of_others_judge_and_bad_ones_are_refused(
     path.write_text(json.dumps(content | {"training": content["training"][:2], "rl": []}))
     result = validation.report(path)
     assert {row["use"] for row in result["rows"]} == {"judge"}
-    path.write_text(json.dumps({"models": {}, "training": [{"id": "1", "model": "none"}]}))
-    code, said = run_plan(capsys, "--validate", str(path))
-    assert code == 2 and "must have the form of published_steps.json" in said
+    assert {*result["medians"]} == {"training", "decode"}
+    assert all(one["fitted"] is None for one in result["medians"].values())
+    assert {*result["classes"]} >= {"training, dense, bfloat16", "decode, dense"}
     row = content["training"][0]
-    for change in ({"cut": {"tp": 5}}, {"cut": {"none": 1}}, {"measured": {"tflops": 0}}):
-        path.write_text(json.dumps(content | {"training": [row | change], "rl": []}))
-        code, said = run_plan(capsys, "--validate", str(path))
-        assert code == 2 and "row 1 cannot be predicted" in said and said.count("\n") == 1
-    for measured in ({"tflops": math.nan}, {"tflops": -3}, {"tflop": 3}, {"tflops": "fast"}):
-        path.write_text(json.dumps(content | {"training": [row | {"measured": measured}]}))
-        code, said = run_plan(capsys, "--validate", str(path))
-        assert code == 2 and "row 1 cannot be predicted" in said and said.count("\n") == 1
     nameless = {name: value for name, value in row.items() if name != "id"}
-    for wrong in (
-        json.dumps(content | {"training": [nameless]}),
-        json.dumps(content | {"decode": [nameless | {"unpredicted": "why"}]}),
-        json.dumps(content | {"training": [row | {"measured": [1]}]}),
-        '{"models": ',
+    for wrong, said in (
+        (json.dumps(content | {"training": [nameless]}), "row 1 of training has not: it must have"),
+        (json.dumps(content | {"decode": [nameless | {"unpredicted": "why"}]}), "and lacks id"),
+        (
+            json.dumps(content | {"models": {"A": {"layers": 2}}}),
+            "model A has not: it must have no",
+        ),
+        ('{"models": ', "the file has not: Expecting value"),
     ):
         path.write_text(wrong)
-        code, said = run_plan(capsys, "--validate", str(path))
-        assert code == 2 and f"{path} must have the form of" in said and said.count("\n") == 1
+        code, text = run_plan(capsys, "--validate", str(path))
+        assert code == 2 and f"{path} must have the form of" in text and said in text
+        assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cut": {"dp": 8}}, "cut.dp fills the GPUs of the row and must not be given; drop it"),
+        ({"cut": {"sp": 1}}, "cut must have no entry but tp, pp, cp,"),
+        ({"cut": {"tp": 5}}, "gpus (16) must be a multiple of the 5 of its cut"),
+        ({"cut": {"tp": 0}}, "cut.tp must be a whole number from 1, not 0"),
+        ({"cut": {"fp8": 1}}, "cut.fp8 must be true or false, not 1"),
+        ({"cut": {"recompute": "selectve"}}, "cut.recompute must be one of none, selective, full"),
+        ({"tunned": False}, "a row must have no entry but id, model,"),
+        ({"batch": 1000}, "or a rank would have 62.5 microbatches"),
+        ({"gpus": "16"}, "gpus must be a whole number from 1, not '16'"),
+        ({"model": "none"}, "model must be one of Llama-1B, Llama-8B"),
+        ({"hardware": "H9000"}, "--hardware must be one of A100"),
+        ({"measured": [1]}, "measured must be an object, not [1]"),
+        ({"measured": {"tflop": 3}}, "measured must have no entry but tokens_per_second, tflops"),
+        ({"measured": {"tflops": math.nan}}, "measured.tflops must be a positive finite number"),
+        ({"measured": {"tflops": -3}}, "measured.tflops must be a positive finite number, not -3"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_is_named(change: dict, said: str, tmp_path: Path) -> None:
+    content, path = json.loads(validation.ROWS.read_text()), tmp_path / "rows.json"
+    row = content["training"][0] | change
+    path.write_text(json.dumps(content | {"training": [row]}))
+    with pytest.raises(ValueError, match=r"row 1 of training has not: ") as error:
+        validation.read_points(path)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_row_may_name_a_file_of_hardware(tmp_path: Path) -> None:
+    """Without constants of its own it is predicted under the published ones."""
+    content, path = json.loads(validation.ROWS.read_text()), tmp_path / "rows.json"
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps({"hardware": asdict(HARDWARE["B200"])}))
+    for hardware in (str(machine), "B200"):
+        row = content["decode"][0] | {"hardware": hardware}
+        path.write_text(json.dumps({"models": {}, "decode": [row]}))
+        (point,) = validation.read_points(path)
+        context = row["prompt_tokens"] + row["output_tokens"] / 2
+        b200, sizes = Machine(HARDWARE["B200"]), Sizes.of(shape_of(row["model"]))
+        step = decode_step(b200, sizes, tp=row["tp"], batch=row["batch"], context=context)
+        assert validation.predicted(point, Constants()) == pytest.approx(row["batch"] / sum(step))
 
 
 @pytest.mark.parametrize(
@@ -720,6 +780,12 @@ def test_advice_keeps_to_the_rules(flags: tuple[str, ...]) -> None:
     assert found and len(found) < len(
         plan_cost.changes(parse(["--bf16", "--rollout-engine", "sglang"]), H100)
     )
+
+
+def test_full_precision_is_advised_to_be_halved() -> None:
+    config = parse(["--rollout-engine", "sglang"])
+    assert plan_cost.changes(config, H100)["--bf16"].parallel.bf16
+    assert "--bf16" not in plan_cost.changes(parse(["--bf16"]), H100)
 
 
 @pytest.mark.parametrize("change", [{"bf16": None}, {"memory": 0}, {"node": 0}, {"nvlink": -1}])
