@@ -20,7 +20,7 @@ def model_config(model: str, **changes: int) -> PretrainedConfig:
     name = model.rpartition("/")[2].lower().removesuffix("-instruct")
     if name not in shapes:
         raise ValueError(
-            f"{f'the size of {model} is not known' if model else 'no model is named'}; give --load"
-            f" a directory with a config.json, or --model one of {', '.join(SHAPES)}"
+            f"the size of {model or 'the model'} is not known; give --load a directory with a"
+            f" config.json, or --model one of {', '.join(SHAPES)}"
         )
     return AutoConfig.for_model(**shapes[name] | changes)
