@@ -839,6 +839,10 @@ class TrainConfig(Section):
     """
     lr: Positive = 1e-6
     """Learning rate of the policy."""
+    decoupled_lr: Positive | None = None
+    """Learning rate of the policy's embedding and LM head (default: that of its layers), as in
+    Megatron-LM. There a policy learns which words it prefers while its layers keep what they know.
+    """
     critic_lr: Positive = 1e-5
     """Learning rate of the critic."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"

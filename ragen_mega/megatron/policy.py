@@ -79,6 +79,7 @@ class MegatronPolicy:
             parallel,
             train,
             lr=train.lr,
+            decoupled_lr=train.decoupled_lr,
             adam_eps=train.adam_eps,
             with_muon=with_muon,
         )

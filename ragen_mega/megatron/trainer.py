@@ -60,6 +60,7 @@ class Trainer:
         train: TrainConfig,
         *,
         lr: float,
+        decoupled_lr: float | None = None,
         adam_eps: float = 1e-8,
         with_muon: bool = False,
     ) -> None:
@@ -90,6 +91,7 @@ class Trainer:
             optimizer="adam",
             lr=lr,
             min_lr=min_lr,
+            decoupled_lr=decoupled_lr,
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_beta1,
             adam_beta2=train.adam_beta2,
@@ -123,6 +125,8 @@ class Trainer:
             wd_incr_steps=train.num_steps,
             wd_incr_style="constant",
         )
+        # (highest, lowest) of each group's schedule
+        self._lrs = [(group["max_lr"], group["min_lr"]) for group in self.optimizer.param_groups]
         self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         if cpu.is_active():
             # torch's Adam then updates all parameters in one call, where it otherwise takes a dozen
@@ -134,9 +138,8 @@ class Trainer:
 
     def set_lr_factor(self, factor: float) -> None:
         """Let the learning rate be this share of what the schedule says, now and later."""
-        for group in self.optimizer.param_groups:
-            group["max_lr"] = self.schedule.max_lr * factor
-            group["min_lr"] = self.schedule.min_lr * factor
+        for group, (highest, lowest) in zip(self.optimizer.param_groups, self._lrs, strict=True):
+            group["max_lr"], group["min_lr"] = highest * factor, lowest * factor
         self.schedule.step(0)
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
@@ -229,6 +232,7 @@ class Trainer:
 
     @property
     def lr(self) -> float:
+        """That of the layers."""
         return self.optimizer.param_groups[0]["lr"]
 
     @property

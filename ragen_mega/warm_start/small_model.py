@@ -276,6 +276,7 @@ def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
     return replace(
         config.train,
         lr=config.warm_start.warm_start_lr,
+        decoupled_lr=None,
         critic_lr=config.warm_start.warm_start_critic_lr,
         lr_decay="cosine",
         lr_warmup=num_steps // 20,

@@ -37,7 +37,7 @@ FLAGS = """
     --eval-prompts 8 --eval-interval 2 --hidden-size 32 --ffn-hidden-size 64 --num-layers 2
     --num-groups 4 --group-size 4 --minibatch-size 4 --filter-strategy none
     --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 6 --save-interval 3 --keep-last 0
-    --kl-kind k3 --kl-coef 0.01
+    --kl-kind k3 --kl-coef 0.01 --decoupled-lr 3e-3
 """.split()
 WARM_START = """
     --warm-start-first-turn-steps 60 --warm-start-steps 30 --warm-start-trajectories 100

@@ -264,6 +264,8 @@ OPTIMIZERS = [
     {"lr_warmup": 2},
     {"lr_decay": "linear"},
     {"lr_decay": "cosine", "lr_warmup": 1},
+    {"decoupled_lr": 4e-2},
+    {"decoupled_lr": 1e-4, "lr_decay": "linear", "lr_warmup": 1},
 ]
 
 
@@ -287,11 +289,14 @@ def test_the_optimizer_is_adamw_with_these_settings(start: Path, batch) -> None:
         policy = make(MegatronPolicy, start, config, LossConfig(), temperature=TEMPERATURE)
         model = exact_model(start)
         parameters = list(model.parameters())
+        outer = [model.model.embed_tokens.weight, model.lm_head.weight]
         # Neither norms nor biases decay.
         decays = [
-            {"params": [p for p in parameters if p.dim() > 1]},
+            {"params": [p for p in model.model.layers.parameters() if p.dim() > 1]},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+            {"params": list({id(p): p for p in outer}.values())},
         ]
+        factors = 1.0, 1.0, (config.decoupled_lr or config.lr) / config.lr
         adam = torch.optim.AdamW(
             decays,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -305,8 +310,8 @@ def test_the_optimizer_is_adamw_with_these_settings(start: Path, batch) -> None:
             adam.zero_grad()
             (-exact_logprobs(model, trajectories)[0].mean()).backward()
             torch.nn.utils.clip_grad_norm_(parameters, config.clip_grad)
-            for group in adam.param_groups:
-                group["lr"] = learning_rate(config, step)
+            for group, factor in zip(adam.param_groups, factors, strict=True):
+                group["lr"] = learning_rate(config, step) * factor
             adam.step()
         expected, worst = model.state_dict(), 0.0
         for name, weight in policy.export_weights():
