@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from ragen_mega.commands.command_line import PROGRAM, run_ranks
@@ -181,15 +180,17 @@ def measure_decoding() -> list[Reading]:
             shape, random_weights(hf, 0).items(), max_context=256, dtype=torch.float32
         )
         cache = KVCache(shape, num_slots=batch, max_context=256, dtype=torch.float32)
-        tokens = torch.zeros(batch, dtype=torch.long)
-        seconds = shortest(_decode, decoder, cache, tokens, np.full(batch, context))
+        slots, places = np.arange(batch), np.full(batch, context)
+        cache.reserve(slots, places + 1)
+        seconds = shortest(_decode, decoder, cache, slots, places)
         readings.append(((layers, batch, context), seconds))
     return readings
 
 
-def _decode(decoder: Decoder, cache: KVCache, tokens: Tensor, places: NDArray[np.int64]) -> None:
-    attend = cache.decode(places, None)
-    hidden = decoder.forward(tokens, torch.from_numpy(places), attend)
+def _decode(
+    decoder: Decoder, cache: KVCache, slots: NDArray[np.int64], places: NDArray[np.int64]
+) -> None:
+    hidden = decoder.forward(np.zeros_like(slots), slots, places, cache)
     torch.multinomial(torch.softmax(decoder.logits(hidden), -1), 1)
 
 
