@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numba
@@ -25,10 +25,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
-BLOCK = 32
+Reals = NDArray[np.float32] | NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+BLOCK = 16
 """Positions in one block of the cache."""
-TILE = 8
+TILE = 16
 """Queries of one trajectory that read its keys together; bounds the scores that are held."""
 VOCABULARY_BLOCK = 1024
 """Tokens whose probabilities are scanned for one draw. A smaller vocabulary is one block."""
@@ -90,8 +94,8 @@ def _add_product(typing, x, x_at, x_step, m, m_at, y, y_at, y_step, rows, depth,
     """Add the product of x [rows, depth] and m [depth, columns] to y [rows, columns].
 
     Each lies in a flat array from its place `_at` on; rows of x and y are `_step` apart, depth and
-    columns are even. The sums of two rows and up to 32 columns stay in registers: numba's own loops
-    would go to memory for every k.
+    columns are even. The sums of four rows and up to 32 columns stay in registers: numba's own
+    loops would go to memory for every k.
     """
 
     def emit(context, builder, signature, arguments):
@@ -105,62 +109,80 @@ def _add_product(typing, x, x_at, x_step, m, m_at, y, y_at, y_step, rows, depth,
         x_at, x_step, m_at, y_at, y_step, rows, depth, columns = (
             arguments[i] for i in (1, 2, 4, 6, 7, 8, 9, 10)
         )
-        no_bits = {step: index(-step) for step in (1, 2, 4, 8, 16, 32)}
 
         def place(array, start, *steps):
             for step, count in steps:
                 start = builder.add(start, builder.mul(step, count))
             return builder.gep(array, [start])
 
+        def vector_at(array, start, width, *steps):
+            pointer = ir.VectorType(real, width).as_pointer()
+            return builder.bitcast(place(array, start, *steps), pointer)
+
         def steps(start, end, step):
             return cgutils.for_range_slice(builder, start, end, index(step), intp=index)
 
-        def add_tile(row, num_rows, column, width):
-            vector = ir.VectorType(real, width)
-            undefined = ir.Constant(vector, ir.Undefined)
+        def spread(number, width):
+            undefined = ir.Constant(ir.VectorType(real, width), ir.Undefined)
             first_lane = ir.Constant(ir.VectorType(lane, width), None)
-            zero = ir.Constant(vector, None)
-            # [rows][2]: even and odd k apart, for an addition takes several cycles
+            number = builder.insert_element(undefined, number, lane(0))
+            return builder.shuffle_vector(number, undefined, first_lane)
+
+        def add_tile(row, num_rows, column, widths):
+            """For `num_rows` rows from `row` on, and columns in vectors of `widths`."""
+            parts = [(index(sum(widths[:i])), width) for i, width in enumerate(widths)]
+            # [rows][vectors][2]: even and odd k apart, for an addition takes several cycles
             sums = [
-                [cgutils.alloca_once(builder, vector) for _ in range(2)] for _ in range(num_rows)
+                [
+                    [cgutils.alloca_once(builder, ir.VectorType(real, width)) for _ in range(2)]
+                    for width in widths
+                ]
+                for _ in range(num_rows)
             ]
-            for one in (one for of_row in sums for one in of_row):
-                builder.store(zero, one)
+            for i, j, odd in product(range(num_rows), range(len(widths)), range(2)):
+                builder.store(ir.Constant(ir.VectorType(real, widths[j]), None), sums[i][j][odd])
             with steps(index(0), depth, 2) as (even, _):
                 for odd in range(2):
                     k = builder.add(even, index(odd))
-                    line = place(m, builder.add(m_at, column), (columns, k))
-                    line = builder.load(builder.bitcast(line, vector.as_pointer()), align=size)
+                    start = builder.add(m_at, column)
+                    lines = [
+                        builder.load(
+                            vector_at(m, builder.add(start, at), width, (columns, k)), align=size
+                        )
+                        for at, width in parts
+                    ]
                     for i in range(num_rows):
-                        start = builder.add(x_at, k)
-                        factor = builder.load(
-                            place(x, start, (x_step, builder.add(row, index(i))))
-                        )
-                        factor = builder.insert_element(undefined, factor, lane(0))
-                        factor = builder.shuffle_vector(factor, undefined, first_lane)
-                        product = builder.fmul(line, factor, flags=["contract"])
-                        total = builder.fadd(
-                            product, builder.load(sums[i][odd]), flags=["contract"]
-                        )
-                        builder.store(total, sums[i][odd])
-            for i in range(num_rows):
-                target = place(
-                    y, builder.add(y_at, column), (y_step, builder.add(row, index(i)))
+                        at = builder.add(row, index(i))
+                        factor = builder.load(place(x, builder.add(x_at, k), (x_step, at)))
+                        for j, width in enumerate(widths):
+                            term = builder.fmul(
+                                lines[j], spread(factor, width), flags=["contract"]
+                            )
+                            total = builder.load(sums[i][j][odd])
+                            total = builder.fadd(term, total, flags=["contract"])
+                            builder.store(total, sums[i][j][odd])
+            for i, (j, (at, width)) in product(range(num_rows), enumerate(parts)):
+                start = builder.add(builder.add(y_at, column), at)
+                target = vector_at(y, start, width, (y_step, builder.add(row, index(i))))
+                total = builder.fadd(*map(builder.load, sums[i][j]))
+                builder.store(
+                    builder.fadd(builder.load(target, align=size), total), target, align=size
                 )
-                target = builder.bitcast(target, vector.as_pointer())
-                total = builder.fadd(*map(builder.load, sums[i]))
-                total = builder.fadd(builder.load(target, align=size), total)
-                builder.store(total, target, align=size)
 
         row_start = index(0)
-        for num_rows in (2, 1):
-            row_end = builder.and_(rows, no_bits[num_rows])
+        for num_rows in (4, 2, 1):
+            row_end = builder.and_(rows, index(-num_rows))
             with steps(row_start, row_end, num_rows) as (row, _):
                 column_start = index(0)
-                for width in (32, 16, 8, 4, 2):
-                    column_end = builder.and_(columns, no_bits[width])
+                for widths in ((16, 16), (16, 8), (16,), (8,), (4,), (2,)):
+                    width = sum(widths)
+                    left = builder.sub(columns, column_start)
+                    # the widest as often as it fits, of the others each at most once
+                    whole = builder.and_(left, index(-32)) if width == 32 else index(width)
+                    fits = builder.icmp_signed(">=", left, index(width))
+                    column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
                     with steps(column_start, column_end, width) as (column, _):
-                        add_tile(row, num_rows, column, width)
+                        add_tile(row, num_rows, column, widths)
                     column_start = column_end
             row_start = row_end
         return context.get_dummy_value()
@@ -268,7 +290,9 @@ def _largest(x, row, count):
 
 
 @_compiled(fastmath=_ANY_ORDER)
-def normalize(first, last, x, weight, epsilon, out):
+def normalize(
+    first: int, last: int, x: Reals, weight: Reals, epsilon: float, out: Reals
+) -> None:
     """out [T, hidden] <- the RMS norm of x [T, hidden] with weight [hidden]."""
     width = x.shape[1]
     for t in range(first, last):
@@ -281,7 +305,7 @@ def normalize(first, last, x, weight, epsilon, out):
 
 
 @_compiled(fastmath=_EXACT)
-def gate(first, last, gate_up, out):
+def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
     """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
     width = out.shape[1]
     for t in range(first, last):
@@ -296,8 +320,20 @@ def gate(first, last, gate_up, out):
 
 @_compiled(fastmath=_ANY_ORDER)
 def rotate_and_store(
-    first, last, qkv, bias, q_norm, k_norm, epsilon, cosines, sines, rows, positions, table, blocks
-):
+    first: int,
+    last: int,
+    qkv: Reals,
+    bias: Reals,
+    q_norm: Reals,
+    k_norm: Reals,
+    epsilon: float,
+    cosines: Reals,
+    sines: Reals,
+    rows: Integers,
+    positions: Integers,
+    table: Integers,
+    blocks: Reals,
+) -> None:
     """Add the bias to qkv [T, heads + 2 * kv_heads, 2, d / 2], norm and rotate q and k in place,
     scale q by d ** -0.5, and write k and v to where rows [T] have positions [T].
 
@@ -341,69 +377,87 @@ def rotate_and_store(
 
 
 @_compiled(fastmath=_EXACT)
-def attend(first, last, qkv, queries, rows, positions, table, blocks, out):
+def attend(
+    first: int,
+    last: int,
+    qkv: Reals,
+    queries: Integers,
+    rows: Integers,
+    positions: Integers,
+    table: Integers,
+    blocks: Reals,
+    out: Reals,
+) -> None:
     """out [W, heads, d] <- causal attention of the tokens queries [W] among those of
     `rotate_and_store`, of which those of a row stand in order.
     """
     kv_heads, d = blocks.shape[1], out.shape[2]
-    group = out.shape[1] // kv_heads
+    group, half = out.shape[1] // kv_heads, d // 2
     most = 0
     for n in range(first, last):
         most = max(most, positions[queries[n]])
     width = (most // BLOCK + 1) * BLOCK
+    q = np.empty((TILE * group, 2, half), out.dtype)
     scores = np.empty((TILE * group, width), out.dtype)
-    q = np.empty((TILE * group, 2, d // 2), out.dtype)
-    attended = np.empty((TILE * group, d), out.dtype)
-    flat_blocks, flat_scores = blocks.reshape(-1), scores.reshape(-1)
-    flat_q, flat_attended = q.reshape(-1), attended.reshape(-1)
+    sums = np.empty((TILE * group, d), out.dtype)
+    flat_blocks, size = blocks.reshape(-1), d * BLOCK  # of the keys of one head in a block
+    flat_q, flat_scores, flat_sums = q.reshape(-1), scores.reshape(-1), sums.reshape(-1)
     start = first
     while start < last:
         row, end = rows[queries[start]], start + 1
         while end < last and end - start < TILE and rows[queries[end]] == row:
             end += 1
         num_blocks = positions[queries[end - 1]] // BLOCK + 1
-        num_queries = (end - start) * group
+        num_queries = (end - start) * group  # of each key
         for h in range(kv_heads):
             for n in range(num_queries):
                 t, head = queries[start + n // group], h * group + n % group
-                for part in range(2):
-                    for i in range(d // 2):
-                        q[n, part, i] = qkv[t, head, part, i]
-                for i in range(d):
-                    attended[n, i] = 0
+                for i in range(half):
+                    q[n, 0, i], q[n, 1, i] = qkv[t, head, 0, i], qkv[t, head, 1, i]
                 for i in range(num_blocks * BLOCK):
                     scores[n, i] = 0
+                for i in range(d):
+                    sums[n, i] = 0
             for b in range(num_blocks):
-                keys = (table[row, b] * kv_heads + h) * 2 * d * BLOCK
+                keys = (table[row, b] * kv_heads + h) * 2 * size
                 _add_product(
                     flat_q, 0, d, flat_blocks, keys,
                     flat_scores, b * BLOCK, width, num_queries, d, BLOCK,
                 )  # fmt: skip
-                _fetch(flat_blocks, keys + d * BLOCK, d * BLOCK)  # the values
+                _fetch(flat_blocks, keys + size, size)  # the values
+            next_h = (h + 1) % kv_heads
+            next_row = row if next_h else rows[queries[min(end, last - 1)]]
             for n in range(num_queries):
-                count = positions[queries[start + n // group]] + 1
-                _exponentials(scores, n, count, _largest(scores, n, count))
-                for i in range(count, num_blocks * BLOCK):
+                for b in range(n, num_blocks, num_queries):  # the next keys, all queries together
+                    _fetch(flat_blocks, (table[next_row, b] * kv_heads + next_h) * 2 * size, size)
+                seen = positions[queries[start + n // group]] + 1
+                _exponentials(scores, n, seen, _largest(scores, n, seen))
+                for i in range(seen, num_blocks * BLOCK):
                     scores[n, i] = 0
-            next_row, next_h = (row, h + 1) if h + 1 < kv_heads else (rows[queries[min(end, last - 1)]], 0)
             for b in range(num_blocks):
-                _fetch(flat_blocks, (table[next_row, b] * kv_heads + next_h) * 2 * d * BLOCK, d * BLOCK)
-                values = (table[row, b] * kv_heads + h) * 2 * d * BLOCK + d * BLOCK
+                values = (table[row, b] * kv_heads + h) * 2 * size + size
                 _add_product(
                     flat_scores, b * BLOCK, width, flat_blocks, values,
-                    flat_attended, 0, d, num_queries, BLOCK, d,
+                    flat_sums, 0, d, num_queries, BLOCK, d,
                 )  # fmt: skip
             for n in range(num_queries):
-                count = positions[queries[start + n // group]] + 1
-                share = _ONE / _sum(scores, n, 0, count, out.dtype.type(0))
                 w, head = start + n // group, h * group + n % group
+                share = _ONE / _sum(scores, n, 0, positions[queries[w]] + 1, out.dtype.type(0))
                 for i in range(d):
-                    out[w, head, i] = attended[n, i] * share
+                    out[w, head, i] = sums[n, i] * share
         start = end
 
 
 @_compiled(fastmath=_EXACT)
-def exponentiate(first, last, logits, inverse_temperature, greedy, best, masses):
+def exponentiate(
+    first: int,
+    last: int,
+    logits: Reals,
+    inverse_temperature: Reals,
+    greedy: NDArray[np.bool_],
+    best: Integers,
+    masses: NDArray[np.float64],
+) -> None:
     """logits [n, V] <- proportional to the probabilities, at most 1; masses [n, blocks] <- sums of
     VOCABULARY_BLOCK of them, best [n] <- the first of the largest of greedy [n] rows.
     """
@@ -424,7 +478,14 @@ def exponentiate(first, last, logits, inverse_temperature, greedy, best, masses)
 
 
 @_compiled(fastmath=_EXACT)
-def draw(first, last, probabilities, masses, uniform, tokens):
+def draw(
+    first: int,
+    last: int,
+    probabilities: Reals,
+    masses: NDArray[np.float64],
+    uniform: NDArray[np.float64],
+    tokens: Integers,
+) -> None:
     """tokens [n] <- where the CDF of each row [V] reaches uniform [n] of its total: over the masses
     [n, blocks] of blocks, then within one of them.
     """

@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragen_mega.engines.embedded import compiled
-from ragen_mega.engines.embedded.compiled import in_parts
+from ragen_mega.engines.embedded.compiled import Integers, Reals, in_parts
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _REALS = {torch.float32: np.float32, torch.float64: np.float64}
-
-Reals = NDArray[np.float32] | NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +128,12 @@ class Decoder:
 
     def forward(
         self,
-        tokens: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        tokens: Integers,
+        rows: Integers,
+        positions: Integers,
         cache: KVCache,
         *,
-        wanted: NDArray[np.int64] | None = None,
+        wanted: Integers | None = None,
         workspace: Workspace | None = None,
     ) -> Tensor:
         """tokens [T] at positions [T] of rows [T] of the cache -> hidden states after the final norm

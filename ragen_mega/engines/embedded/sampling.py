@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragen_mega.engines.embedded import compiled
-
-Reals = NDArray[np.float32] | NDArray[np.float64]
+from ragen_mega.engines.embedded.compiled import Integers, Reals, in_parts
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
@@ -25,7 +24,7 @@ def sample(
     inverse_temperature: Reals,
     top_p: NDArray[np.float64],
     greedy: NDArray[np.bool_],
-) -> tuple[NDArray[np.int64], Reals]:
+) -> tuple[Integers, Reals]:
     """Draw one token per row: tokens [n] and their log-probabilities [n], after temperature and
     before `top_p`.
 
@@ -35,7 +34,7 @@ def sample(
     num_rows, vocab = logits.shape
     best, tokens = np.empty((2, num_rows), dtype=np.int64)
     masses = np.empty((num_rows, -(-vocab // compiled.VOCABULARY_BLOCK)))
-    compiled.in_parts(
+    in_parts(
         compiled.exponentiate, num_rows, logits, inverse_temperature, greedy, best, masses
     )
     total = masses.sum(axis=-1)
@@ -48,7 +47,7 @@ def sample(
         drawn_from = _nucleus(logits, total, top_p)
         starts = np.arange(0, vocab, compiled.VOCABULARY_BLOCK)
         masses = np.add.reduceat(drawn_from, starts, axis=-1, dtype=np.float64)
-    compiled.in_parts(compiled.draw, num_rows, drawn_from, masses, uniform, tokens)
+    in_parts(compiled.draw, num_rows, drawn_from, masses, uniform, tokens)
     if greedy.any():
         tokens = np.where(greedy, best, tokens)
     return tokens, np.log(logits[np.arange(num_rows), tokens] / total).astype(logits.dtype)

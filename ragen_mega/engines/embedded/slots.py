@@ -233,13 +233,15 @@ def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:
     a pass of its own.
     """
     chunk: list[_Suffix] = []
+    room = _MAX_PREFILL_TOKENS
     for slot, start, count, _ in suffixes:
         while count > _MAX_PREFILL_TOKENS:
             yield [_Suffix(slot, start, _MAX_PREFILL_TOKENS, is_whole=False)]
             start, count = start + _MAX_PREFILL_TOKENS, count - _MAX_PREFILL_TOKENS
-        if sum(part.count for part in chunk) + count > _MAX_PREFILL_TOKENS:
+        if count > room:
             yield chunk
-            chunk = []
+            chunk, room = [], _MAX_PREFILL_TOKENS
         chunk.append(_Suffix(slot, start, count))
+        room -= count
     if chunk:
         yield chunk
