@@ -454,23 +454,17 @@ def exponentiate(
     last: int,
     logits: Reals,
     inverse_temperature: Reals,
-    greedy: NDArray[np.bool_],
-    best: Integers,
     masses: NDArray[np.float64],
 ) -> None:
-    """logits [n, V] <- proportional to the probabilities, at most 1; masses [n, blocks] <- sums of
-    VOCABULARY_BLOCK of them, best [n] <- the first of the largest of greedy [n] rows.
+    """logits [n, V] <- what is proportional to the probabilities, 1 for the most likely token;
+    masses [n, blocks] <- sums of VOCABULARY_BLOCK of them.
     """
     vocabulary = logits.shape[1]
     for n in range(first, last):
         if inverse_temperature[n] != 1:
             for i in range(vocabulary):
                 logits[n, i] *= inverse_temperature[n]
-        largest = _largest(logits, n, vocabulary)
-        best[n] = 0
-        while greedy[n] and best[n] < vocabulary - 1 and logits[n, best[n]] < largest:
-            best[n] += 1
-        _exponentials(logits, n, vocabulary, largest)
+        _exponentials(logits, n, vocabulary, _largest(logits, n, vocabulary))
         for block in range(masses.shape[1]):
             start = block * VOCABULARY_BLOCK
             end = min(start + VOCABULARY_BLOCK, vocabulary)
@@ -481,16 +475,23 @@ def exponentiate(
 def draw(
     first: int,
     last: int,
-    probabilities: Reals,
+    weights: Reals,
     masses: NDArray[np.float64],
     uniform: NDArray[np.float64],
+    greedy: NDArray[np.bool_],
     tokens: Integers,
 ) -> None:
-    """tokens [n] <- where the CDF of each row [V] reaches uniform [n] of its total: over the masses
-    [n, blocks] of blocks, then within one of them.
+    """tokens [n] <- where the CDF of each row of weights [V] reaches uniform [n] of its total: over
+    the masses [n, blocks] of blocks, then within one of them. In greedy [n] rows the most likely
+    token, whose weight is 1.
     """
-    vocabulary, num_blocks = probabilities.shape[1], masses.shape[1]
+    vocabulary, num_blocks = weights.shape[1], masses.shape[1]
     for n in range(first, last):
+        if greedy[n]:
+            tokens[n] = 0
+            while weights[n, tokens[n]] != 1 and tokens[n] < vocabulary - 1:
+                tokens[n] += 1
+            continue
         share, block = uniform[n], 0
         if num_blocks > 1:
             reached = share * masses[n].sum()
@@ -500,11 +501,11 @@ def draw(
             share = reached / masses[n, block]
         start = block * VOCABULARY_BLOCK
         end = min(start + VOCABULARY_BLOCK, vocabulary)
-        reached, cdf = share * _sum(probabilities, n, start, end, 0.0), 0.0
-        # Rounding must not lead to the ends of the block, where tokens of probability 0 may be.
+        reached, cdf = share * _sum(weights, n, start, end, 0.0), 0.0
+        # Rounding must not lead to the ends of the block, where tokens of weight 0 may be.
         for i in range(start, end):
-            if probabilities[n, i] > 0:
-                cdf += probabilities[n, i]
+            if weights[n, i] > 0:
+                cdf += weights[n, i]
                 tokens[n] = i
                 if cdf > reached:
                     break

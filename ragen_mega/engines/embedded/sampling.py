@@ -5,11 +5,13 @@ that its seed names, so a sample does not depend on what else is in the batch. N
 al., arXiv:1904.09751, Eq. 2 and 3.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ragen_mega.engines.embedded import compiled
-from ragen_mega.engines.embedded.compiled import Integers, Reals, in_parts
+from ragen_mega.engines.embedded.compiled import VOCABULARY_BLOCK, Integers, Reals, in_parts
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
@@ -32,25 +34,22 @@ def sample(
     their uniform is.
     """
     num_rows, vocab = logits.shape
-    best, tokens = np.empty((2, num_rows), dtype=np.int64)
-    masses = np.empty((num_rows, -(-vocab // compiled.VOCABULARY_BLOCK)))
-    in_parts(
-        compiled.exponentiate, num_rows, logits, inverse_temperature, greedy, best, masses
-    )
+    tokens = np.empty(num_rows, dtype=np.int64)
+    masses = np.empty((num_rows, -(-vocab // VOCABULARY_BLOCK)))
+    in_parts(compiled.exponentiate, num_rows, logits, inverse_temperature, masses)
     total = masses.sum(axis=-1)
-    if not np.isfinite(total).all():
+    if not math.isfinite(total.sum()):
         raise FloatingPointError(
             "the rollout engine computed non-finite logits: the weights have diverged"
         )
     drawn_from = logits
     if (top_p < 1.0).any():
         drawn_from = _nucleus(logits, total, top_p)
-        starts = np.arange(0, vocab, compiled.VOCABULARY_BLOCK)
+        starts = np.arange(0, vocab, VOCABULARY_BLOCK)
         masses = np.add.reduceat(drawn_from, starts, axis=-1, dtype=np.float64)
-    in_parts(compiled.draw, num_rows, drawn_from, masses, uniform, tokens)
-    if greedy.any():
-        tokens = np.where(greedy, best, tokens)
-    return tokens, np.log(logits[np.arange(num_rows), tokens] / total).astype(logits.dtype)
+    in_parts(compiled.draw, num_rows, drawn_from, masses, uniform, greedy, tokens)
+    weights = logits[np.arange(num_rows), tokens]
+    return tokens, np.log(weights / total).astype(logits.dtype)
 
 
 def _nucleus(weights: Reals, total: NDArray[np.float64], top_p: NDArray[np.float64]) -> Reals:
