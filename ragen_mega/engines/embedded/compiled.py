@@ -5,10 +5,10 @@ Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, sec
 embeddings as in RoFormer (arXiv:2104.09864, Eq. 34); exp as in Cephes (expf). On a small model torch
 needs as long to start an operation as to do it, and each one reads and writes memory again.
 
-Every kernel works on the items [first, last) of its batch, and what it computes for one depends on
-no other, so `in_parts` may cut the batch for several threads. All are in this one file: numba's
-cache on disk knows a kernel by the file that it stands in, and would keep one whose helper changed
-elsewhere.
+What a kernel computes for one item of its batch depends on no other. Those that take most of the
+time work on items [first, last), so that `in_parts` may cut the batch for several threads. All are
+in this one file: numba's cache on disk knows a kernel by the file that it stands in, and would keep
+one whose helper changed elsewhere.
 """
 
 import math
@@ -290,12 +290,10 @@ def _largest(x, row, count):
 
 
 @_compiled(fastmath=_ANY_ORDER)
-def normalize(
-    first: int, last: int, x: Reals, weight: Reals, epsilon: float, out: Reals
-) -> None:
+def normalize(x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
     """out [T, hidden] <- the RMS norm of x [T, hidden] with weight [hidden]."""
     width = x.shape[1]
-    for t in range(first, last):
+    for t in range(len(x)):
         squares = x.dtype.type(0)
         for i in range(width):
             squares += x[t, i] * x[t, i]
@@ -305,10 +303,10 @@ def normalize(
 
 
 @_compiled(fastmath=_EXACT)
-def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
+def gate(gate_up: Reals, out: Reals) -> None:
     """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
     width = out.shape[1]
-    for t in range(first, last):
+    for t in range(len(out)):
         for i in range(width):
             out[t, i] = -abs(gate_up[t, 0, i])
         _exponentials(out, t, width, out.dtype.type(0))
@@ -320,8 +318,6 @@ def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
 
 @_compiled(fastmath=_ANY_ORDER)
 def rotate_and_store(
-    first: int,
-    last: int,
     qkv: Reals,
     bias: Reals,
     q_norm: Reals,
@@ -343,7 +339,7 @@ def rotate_and_store(
     kv_heads, half = blocks.shape[1], qkv.shape[3]
     heads = qkv.shape[1] - 2 * kv_heads
     scale = qkv.dtype.type(1.0 / math.sqrt(2.0 * half))
-    for t in range(first, last):
+    for t in range(len(qkv)):
         block, place = table[rows[t], positions[t] // BLOCK], positions[t] % BLOCK
         if len(bias):
             for h in range(qkv.shape[1]):
@@ -473,8 +469,6 @@ def exponentiate(
 
 @_compiled(fastmath=_EXACT)
 def draw(
-    first: int,
-    last: int,
     weights: Reals,
     masses: NDArray[np.float64],
     uniform: NDArray[np.float64],
@@ -486,7 +480,7 @@ def draw(
     token, whose weight is 1.
     """
     vocabulary, num_blocks = weights.shape[1], masses.shape[1]
-    for n in range(first, last):
+    for n in range(len(weights)):
         if greedy[n]:
             tokens[n] = 0
             while weights[n, tokens[n]] != 1 and tokens[n] < vocabulary - 1:

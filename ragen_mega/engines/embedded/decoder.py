@@ -143,17 +143,16 @@ class Decoder:
         wanted tokens are queries: of the others only keys and values are needed. `workspace` is for
         T tokens; None makes a new one.
         """
-        num_tokens, work = len(tokens), workspace or self.workspace(len(tokens))
-        queries = np.arange(num_tokens)
+        work = workspace or self.workspace(len(tokens))
+        queries = np.arange(len(tokens))
         torch.index_select(self.embedding, 0, torch.from_numpy(tokens), out=work.hidden)
         for layer, blocks in zip(self._layers, cache.layers, strict=True):
             self._normalize(work, layer.input_norm)
             torch.mm(work.normalized, layer.qkv, out=work.qkv)
             qkv = work.qkv_array
-            in_parts(
-                compiled.rotate_and_store, num_tokens, qkv, layer.qkv_bias, layer.q_norm,
-                layer.k_norm, self._epsilon, self._cosines, self._sines, rows, positions,
-                cache.table, blocks,
+            compiled.rotate_and_store(
+                qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, self._epsilon, self._cosines,
+                self._sines, rows, positions, cache.table, blocks,
             )  # fmt: skip
             if wanted is not None and layer is self._layers[-1]:
                 queries, hidden = wanted, work.hidden[torch.from_numpy(wanted)]
@@ -166,7 +165,7 @@ class Decoder:
             work.hidden.addmm_(work.attended, layer.output)
             self._normalize(work, layer.mlp_norm)
             torch.mm(work.normalized, layer.gate_up, out=work.gate_up)
-            in_parts(compiled.gate, len(queries), work.gate_up_array, work.gated_array)
+            compiled.gate(work.gate_up_array, work.gated_array)
             work.hidden.addmm_(work.gated, layer.down)
         self._normalize(work, self._norm)
         return work.normalized
@@ -176,10 +175,7 @@ class Decoder:
         return torch.mm(hidden, self._head, out=None if out is None else out[: len(hidden)])
 
     def _normalize(self, work: Workspace, weight: Reals) -> None:
-        in_parts(
-            compiled.normalize, work.num_tokens, work.hidden_array, weight, self._epsilon,
-            work.normalized_array,
-        )  # fmt: skip
+        compiled.normalize(work.hidden_array, weight, self._epsilon, work.normalized_array)
 
 
 def _receive(

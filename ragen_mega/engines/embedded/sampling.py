@@ -47,7 +47,7 @@ def sample(
         drawn_from = _nucleus(logits, total, top_p)
         starts = np.arange(0, vocab, VOCABULARY_BLOCK)
         masses = np.add.reduceat(drawn_from, starts, axis=-1, dtype=np.float64)
-    in_parts(compiled.draw, num_rows, drawn_from, masses, uniform, greedy, tokens)
+    compiled.draw(drawn_from, masses, uniform, greedy, tokens)
     weights = logits[np.arange(num_rows), tokens]
     return tokens, np.log(weights / total).astype(logits.dtype)
 
