@@ -1,9 +1,9 @@
-"""What a decoding step does between its matrix products, compiled: norms, rotary embedding, keys and
-values, attention, SwiGLU, and the draw from the logits.
+"""What a decoding step does between its matrix products, compiled: norms, rotary embedding, keys
+and values, attention, SwiGLU, and the draw from the logits.
 
 Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2); rotary
-embeddings as in RoFormer (arXiv:2104.09864, Eq. 34); exp as in Cephes (expf). On a small model torch
-needs as long to start an operation as to do it, and each one reads and writes memory again.
+embeddings as in RoFormer (arXiv:2104.09864, Eq. 34); exp as in Cephes (expf). On a small model
+torch needs as long to start an operation as to do it, and each one reads and writes memory again.
 
 What a kernel computes for one item of its batch depends on no other. Those that take most of the
 time work on items [first, last), so that `in_parts` may cut the batch for several threads. All are
@@ -94,101 +94,108 @@ def _add_product(typing, x, x_at, x_step, m, m_at, y, y_at, y_step, rows, depth,
     """Add the product of x [rows, depth] and m [depth, columns] to y [rows, columns].
 
     Each lies in a flat array from its place `_at` on; rows of x and y are `_step` apart, depth and
-    columns are even. The sums of four rows and up to 32 columns stay in registers: numba's own
-    loops would go to memory for every k.
+    columns are even.
     """
 
     def emit(context, builder, signature, arguments):
-        real = context.get_data_type(signature.args[0].dtype)
-        size = context.get_abi_sizeof(real)
-        index, lane = arguments[1].type, ir.IntType(32)
-        x, m, y = (
-            context.make_array(signature.args[i])(context, builder, arguments[i]).data
-            for i in (0, 3, 5)
-        )
-        x_at, x_step, m_at, y_at, y_step, rows, depth, columns = (
-            arguments[i] for i in (1, 2, 4, 6, 7, 8, 9, 10)
-        )
-
-        def place(array, start, *steps):
-            for step, count in steps:
-                start = builder.add(start, builder.mul(step, count))
-            return builder.gep(array, [start])
-
-        def vector_at(array, start, width, *steps):
-            pointer = ir.VectorType(real, width).as_pointer()
-            return builder.bitcast(place(array, start, *steps), pointer)
-
-        def steps(start, end, step):
-            return cgutils.for_range_slice(builder, start, end, index(step), intp=index)
-
-        def spread(number, width):
-            undefined = ir.Constant(ir.VectorType(real, width), ir.Undefined)
-            first_lane = ir.Constant(ir.VectorType(lane, width), None)
-            number = builder.insert_element(undefined, number, lane(0))
-            return builder.shuffle_vector(number, undefined, first_lane)
-
-        def add_tile(row, num_rows, column, widths):
-            """For `num_rows` rows from `row` on, and columns in vectors of `widths`."""
-            parts = [(index(sum(widths[:i])), width) for i, width in enumerate(widths)]
-            # [rows][vectors][2]: even and odd k apart, for an addition takes several cycles
-            sums = [
-                [
-                    [cgutils.alloca_once(builder, ir.VectorType(real, width)) for _ in range(2)]
-                    for width in widths
-                ]
-                for _ in range(num_rows)
-            ]
-            for i, j, odd in product(range(num_rows), range(len(widths)), range(2)):
-                builder.store(ir.Constant(ir.VectorType(real, widths[j]), None), sums[i][j][odd])
-            with steps(index(0), depth, 2) as (even, _):
-                for odd in range(2):
-                    k = builder.add(even, index(odd))
-                    start = builder.add(m_at, column)
-                    lines = [
-                        builder.load(
-                            vector_at(m, builder.add(start, at), width, (columns, k)), align=size
-                        )
-                        for at, width in parts
-                    ]
-                    for i in range(num_rows):
-                        at = builder.add(row, index(i))
-                        factor = builder.load(place(x, builder.add(x_at, k), (x_step, at)))
-                        for j, width in enumerate(widths):
-                            term = builder.fmul(
-                                lines[j], spread(factor, width), flags=["contract"]
-                            )
-                            total = builder.load(sums[i][j][odd])
-                            total = builder.fadd(term, total, flags=["contract"])
-                            builder.store(total, sums[i][j][odd])
-            for i, (j, (at, width)) in product(range(num_rows), enumerate(parts)):
-                start = builder.add(builder.add(y_at, column), at)
-                target = vector_at(y, start, width, (y_step, builder.add(row, index(i))))
-                total = builder.fadd(*map(builder.load, sums[i][j]))
-                builder.store(
-                    builder.fadd(builder.load(target, align=size), total), target, align=size
-                )
-
-        row_start = index(0)
-        for num_rows in (4, 2, 1):
-            row_end = builder.and_(rows, index(-num_rows))
-            with steps(row_start, row_end, num_rows) as (row, _):
-                column_start = index(0)
-                for widths in ((16, 16), (16, 8), (16,), (8,), (4,), (2,)):
-                    width = sum(widths)
-                    left = builder.sub(columns, column_start)
-                    # the widest as often as it fits, of the others each at most once
-                    whole = builder.and_(left, index(-32)) if width == 32 else index(width)
-                    fits = builder.icmp_signed(">=", left, index(width))
-                    column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
-                    with steps(column_start, column_end, width) as (column, _):
-                        add_tile(row, num_rows, column, widths)
-                    column_start = column_end
-            row_start = row_end
+        _ProductCode(context, builder, signature, arguments).emit()
         return context.get_dummy_value()
 
     at = types.intp
     return types.void(x, at, at, m, at, y, at, at, at, at, at), emit
+
+
+class _ProductCode:
+    """The instructions of `_add_product`, in which the sums of up to four rows and 32 columns stay
+    in registers: numba's own loops would go to memory for every k.
+    """
+
+    def __init__(self, context, builder, signature, arguments):
+        self.builder = builder
+        self.real = context.get_data_type(signature.args[0].dtype)
+        self.size = context.get_abi_sizeof(self.real)
+        self.index = arguments[1].type
+        self.x, self.m, self.y = (
+            context.make_array(signature.args[i])(context, builder, arguments[i]).data
+            for i in (0, 3, 5)
+        )
+        self.x_at, self.x_step, self.m_at, self.y_at, self.y_step = (
+            arguments[i] for i in (1, 2, 4, 6, 7)
+        )
+        self.rows, self.depth, self.columns = arguments[8:]
+
+    def emit(self):
+        builder, index = self.builder, self.index
+        row_start = index(0)
+        for num_rows in (4, 2, 1):
+            row_end = builder.and_(self.rows, index(-num_rows))
+            with self._steps(row_start, row_end, num_rows) as (row, _):
+                column_start = index(0)
+                for widths in ((16, 16), (16, 8), (16,), (8,), (4,), (2,)):
+                    width = sum(widths)
+                    left = builder.sub(self.columns, column_start)
+                    # the widest as often as it fits, of the others each at most once
+                    whole = builder.and_(left, index(-32)) if width == 32 else index(width)
+                    fits = builder.icmp_signed(">=", left, index(width))
+                    column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
+                    with self._steps(column_start, column_end, width) as (column, _):
+                        self._tile(row, num_rows, column, widths)
+                    column_start = column_end
+            row_start = row_end
+
+    def _tile(self, row, num_rows, column, widths):
+        """Of `num_rows` rows from `row` on, and of columns in vectors of `widths`."""
+        builder = self.builder
+        rows = [builder.add(row, self.index(i)) for i in range(num_rows)]
+        starts = [builder.add(column, self.index(sum(widths[:j]))) for j in range(len(widths))]
+        # For even and odd k apart, as an addition takes several cycles.
+        sums = {
+            key: cgutils.alloca_once(builder, ir.VectorType(self.real, widths[key[1]]))
+            for key in product(range(num_rows), range(len(widths)), range(2))
+        }
+        for total in sums.values():
+            builder.store(ir.Constant(total.type.pointee, None), total)
+        with self._steps(self.index(0), self.depth, 2) as (even, _):
+            for odd in range(2):
+                k = builder.add(even, self.index(odd))
+                pointers = [
+                    self._vector(self.m, width, self.m_at, start, self.columns, k)
+                    for start, width in zip(starts, widths)
+                ]
+                lines = [builder.load(pointer, align=self.size) for pointer in pointers]
+                for i, at in enumerate(rows):
+                    factor = builder.load(self._place(self.x, self.x_at, k, self.x_step, at))
+                    for j, line in enumerate(lines):
+                        factors = self._spread(factor, widths[j])
+                        term = builder.fmul(line, factors, flags=("contract",))
+                        total = builder.load(sums[i, j, odd])
+                        total = builder.fadd(term, total, flags=("contract",))
+                        builder.store(total, sums[i, j, odd])
+        for (i, at), (j, start) in product(enumerate(rows), enumerate(starts)):
+            target = self._vector(self.y, widths[j], self.y_at, start, self.y_step, at)
+            total = builder.fadd(builder.load(sums[i, j, 0]), builder.load(sums[i, j, 1]))
+            total = builder.fadd(builder.load(target, align=self.size), total)
+            builder.store(total, target, align=self.size)
+
+    def _steps(self, start, end, step):
+        return cgutils.for_range_slice(self.builder, start, end, self.index(step), self.index)
+
+    def _place(self, array, start, offset, step, count):
+        builder = self.builder
+        offset = builder.add(builder.add(start, offset), builder.mul(step, count))
+        return builder.gep(array, [offset])
+
+    def _vector(self, array, width, *place):
+        pointer = ir.VectorType(self.real, width).as_pointer()
+        return self.builder.bitcast(self._place(array, *place), pointer)
+
+    def _spread(self, number, width):
+        """The number in every lane."""
+        lane = ir.IntType(32)
+        undefined = ir.Constant(ir.VectorType(self.real, width), ir.Undefined)
+        first_lane = ir.Constant(ir.VectorType(lane, width), None)
+        number = self.builder.insert_element(undefined, number, lane(0))
+        return self.builder.shuffle_vector(number, undefined, first_lane)
 
 
 @intrinsic

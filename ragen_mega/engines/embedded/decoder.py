@@ -136,8 +136,8 @@ class Decoder:
         wanted: Integers | None = None,
         workspace: Workspace | None = None,
     ) -> Tensor:
-        """tokens [T] at positions [T] of rows [T] of the cache -> hidden states after the final norm
-        [T, hidden], or of the `wanted` tokens [W].
+        """tokens [T] at positions [T] of rows [T] of the cache -> hidden states after the final
+        norm [T, hidden], or of the `wanted` tokens [W].
 
         The cache has room for them, and tokens of one row stand in order. In the last layer only
         wanted tokens are queries: of the others only keys and values are needed. `workspace` is for
