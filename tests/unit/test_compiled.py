@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from numba.core import caching
 from numpy.typing import NDArray
 
 from ragen_mega.engines.embedded import compiled
@@ -183,3 +184,11 @@ def test_exponentials(real: type, threads: int) -> None:
     parts = np.array_split(np.exp(distance), range(VOCABULARY_BLOCK, size, VOCABULARY_BLOCK), 1)
     exact = np.stack([part.sum(-1) for part in parts], axis=1)
     assert np.abs(masses / exact - 1).max() < 64 * np.finfo(real).eps
+
+
+def test_where_no_cache_can_be_written_kernels_are_compiled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    double = compiled._compiled(fastmath=())(lambda x: 2 * x)
+    assert double(21) == 42
