@@ -31,6 +31,7 @@ REQUIRED = (
     "tokenizers",
     "safetensors",
     "numpy",
+    "numba",
     "gymnasium",
     "rich",
 )

@@ -20,14 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from ragen_mega.commands.command_line import PROGRAM, run_ranks
 from ragen_mega.commands.plan_validation import solve
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.engines.embedded.decoder import Decoder
-from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.shape import ModelShape
@@ -173,6 +170,14 @@ def measure_launch(device: str, dtype: torch.dtype) -> float:
 
 def measure_decoding() -> list[Reading]:
     """Decode steps of the embedded engine, which computes on the processor."""
+    # Only here, for they bring a compiler (numba).
+    from ragen_mega.engines.embedded.decoder import Decoder
+    from ragen_mega.engines.embedded.kv_cache import KVCache
+
+    def decode(slots: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        hidden = decoder.forward(np.zeros_like(slots), slots, places, cache)
+        torch.multinomial(torch.softmax(decoder.logits(hidden), -1), 1)
+
     readings = []
     for layers, batch, context in DECODED:
         hf = small(layers)
@@ -181,16 +186,11 @@ def measure_decoding() -> list[Reading]:
             shape, random_weights(hf, 0).items(), max_context=256, dtype=torch.float32
         )
         cache = KVCache(shape, num_slots=batch, max_context=256, dtype=torch.float32)
-        tokens = torch.zeros(batch, dtype=torch.long)
-        seconds = shortest(_decode, decoder, cache, tokens, np.full(batch, context))
+        slots, places = np.arange(batch), np.full(batch, context)
+        cache.reserve(slots, places + 1)
+        seconds = shortest(decode, slots, places)
         readings.append(((layers, batch, context), seconds))
     return readings
-
-
-def _decode(decoder: Decoder, cache: KVCache, tokens: Tensor, places: NDArray[np.int64]) -> None:
-    attend = cache.decode(places, None)
-    hidden = decoder.forward(tokens, torch.from_numpy(places), attend)
-    torch.multinomial(torch.softmax(decoder.logits(hidden), -1), 1)
 
 
 def measure_collectives(device: str) -> tuple[float, float]:

@@ -15,7 +15,6 @@ from transformers import PretrainedConfig
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
-from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang.server import ServerSettings
@@ -240,6 +239,9 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
     """
     rollout = config.rollout
     if rollout.rollout_engine == "embedded":
+        # Only here, for it brings a compiler (numba), which a server's ranks need not load.
+        from ragen_mega.engines.embedded.engine import EmbeddedEngine
+
         num_sessions = rollout.sessions_per_engine(num_engines(config))
         return EmbeddedEngine(hf, max_context=rollout.max_context_length, max_sessions=num_sessions)
     settings = server_settings(config)

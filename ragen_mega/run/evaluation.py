@@ -12,7 +12,6 @@ from typing import Any
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.config.schema import json_object
 from ragen_mega.data import distributed
-from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import CONFIG_FILE
@@ -92,6 +91,9 @@ def evaluate_sets(
     reader = open_model(directory)
     num_tasks = max(len(one.prompts) for one in sets.values()) * samples_per_prompt
     per_rank = -(-num_tasks // distributed.world_size())
+    # Only here, for it brings a compiler (numba).
+    from ragen_mega.engines.embedded.engine import EmbeddedEngine
+
     engine = EmbeddedEngine(
         load_config(str(directory)),
         max_context=rollout.max_context_length,

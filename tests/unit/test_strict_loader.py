@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +27,7 @@ from ragen_mega.commands import convert_checkpoint as tool
 from ragen_mega.config import ParallelConfig, parse
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.weights import export_weights, load_weights
@@ -272,15 +274,6 @@ def transformers_logits(directory: Path, **options) -> Tensor:
     return model.eval()(TOKENS[None], return_dict=True).logits[0]
 
 
-def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Over the whole sequence; q is scaled already."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k)
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
-
-
 @torch.no_grad()
 def our_logits(directory: Path) -> Tensor:
     """By the trainer's load and export and the embedded decoder, in float64."""
@@ -291,11 +284,12 @@ def our_logits(directory: Path) -> Tensor:
     exported = dict(export_weights(model, groups))
     for name, tensor in exported.items():  # every tensor went in and came out
         assert torch.equal(tensor, read(name).float())
-    decoder = Decoder(
-        ModelShape.of(hf), exported.items(), max_context=len(TOKENS), dtype=torch.float64
-    )
-    hidden = decoder.forward(TOKENS, torch.arange(len(TOKENS)), causal_attention)
-    return decoder.logits(hidden)
+    shape, num_tokens = ModelShape.of(hf), len(TOKENS)
+    decoder = Decoder(shape, exported.items(), max_context=num_tokens, dtype=torch.float64)
+    cache = KVCache(shape, num_slots=1, max_context=num_tokens, dtype=torch.float64)
+    rows = np.zeros(num_tokens, dtype=np.int64)
+    cache.reserve(rows[:1], np.array([num_tokens]))
+    return decoder.logits(decoder.forward(TOKENS.numpy(), rows, np.arange(num_tokens), cache))
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:

@@ -1,72 +1,72 @@
-"""The Qwen2, Qwen2.5 and Qwen3 dense decoder for inference in plain torch, with fused projections.
+"""The Qwen2, Qwen2.5 and Qwen3 dense decoder for inference: matrix products by torch, everything
+between them compiled.
 
-Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2); rotary
-embeddings as in RoFormer (arXiv:2104.09864, Eq. 34). Attention itself is a callback, so that one
-decoder serves prefill and decode.
+Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ragen_mega.engines.embedded import compiled
+from ragen_mega.engines.embedded.compiled import Integers, Reals, in_parts
+from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [W, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [W, heads * d]. q is scaled
-by d ** -0.5.
-"""
-
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+_REALS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Matrices are transposed: views of the stored [out, in]."""
+    """Matrices are stored transposed, as [in, out]."""
 
-    qkv: Tensor  # [hidden, (heads + 2 * kv_heads) * d], after the input norm
-    qkv_bias: Tensor | None
-    qk_norm: tuple[Tensor, Tensor] | None  # of q and of k, [d]
+    input_norm: Reals  # [hidden]
+    qkv: Tensor  # [hidden, (heads + 2 * kv_heads) * d]
+    qkv_bias: Reals  # [heads + 2 * kv_heads, 2, d / 2], or [0, 2, d / 2]
+    q_norm: Reals  # [1, 2, d / 2], or [0, 2, d / 2]
+    k_norm: Reals
     output: Tensor  # [heads * d, hidden]
-    gate_up: Tensor  # [hidden, 2 * intermediate], after the post-attention norm
-    down: Tensor  # [intermediate, hidden]
+    mlp_norm: Reals  # [hidden]
+    gate_up: Tensor  # [hidden, 2 * ffn]
+    down: Tensor  # [ffn, hidden]
 
 
 class Workspace:
-    """Where a pass over T tokens puts what it computes.
+    """Where a pass over T tokens puts what it computes: tensors for the matrix products, and the
+    same memory as arrays for what is compiled.
 
     Steps of one size share it: on a small model allocations and views take as long as the
     arithmetic.
     """
 
     def __init__(self, shape: ModelShape, num_tokens: int, dtype: torch.dtype) -> None:
-        num_qk = shape.num_heads + shape.num_kv_heads
+        def rows(width: int) -> Tensor:
+            return torch.empty(num_tokens, width, dtype=dtype)
+
         self.num_tokens = num_tokens
-        self.norm = torch.empty(num_tokens, 1, dtype=dtype)
-        self.normalized = torch.empty(num_tokens, shape.hidden_size, dtype=dtype)
-        self.qkv = torch.empty(num_tokens, shape.q_size + 2 * shape.kv_size, dtype=dtype)
-        heads = self.qkv.view(num_tokens, -1, shape.head_dim)
-        num_heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-        self.q, self.k, self.v = heads.split(num_heads, dim=1)  # [T, _, d]
-        # q and k as complex pairs
-        self.rotated = self.qkv.view(_COMPLEX[dtype])[:, : num_qk * shape.head_dim // 2]
-        self.rotations = torch.empty(self.rotated.shape, dtype=_COMPLEX[dtype])
-        self.gate_up = torch.empty(num_tokens, 2 * shape.ffn_size, dtype=dtype)
-        self.gate, self.up = self.gate_up.chunk(2, dim=1)
+        self.hidden = rows(shape.hidden_size)
+        self.normalized = rows(shape.hidden_size)
+        self.qkv = rows(shape.q_size + 2 * shape.kv_size)
+        self.attended = rows(shape.q_size)
+        self.gate_up = rows(2 * shape.ffn_size)
+        self.gated = rows(shape.ffn_size)
+        self.hidden_array = self.hidden.numpy()
+        self.normalized_array = self.normalized.numpy()
+        halves = (num_tokens, -1, 2, shape.head_dim // 2)
+        self.qkv_array = self.qkv.numpy().reshape(halves)
+        self.attended_array = self.attended.numpy().reshape(num_tokens, -1, shape.head_dim)
+        self.gate_up_array = self.gate_up.numpy().reshape(num_tokens, 2, -1)
+        self.gated_array = self.gated.numpy()
 
 
 class Decoder:
-    """The weights of one version, fused, and the forward pass over them.
-
-    Rows of q and k are reordered so that the two halves which a rotary embedding mixes are
-    neighbours: a rotation is then one complex product. Scores do not change, because q and k are
-    reordered alike. The norms' weights are multiplied into the columns of the matrices that follow
-    them, so that only a norm's division is left.
-    """
+    """The weights of one version, fused, and the forward pass over them."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Decoder:
         max_context: int,
         dtype: torch.dtype,
     ) -> None:
-        if dtype not in _COMPLEX:
+        if dtype not in _REALS:
             raise ValueError(
                 f"dtype must be torch.float32 or torch.float64, not {dtype}; on a CPU others are"
                 " slower"
@@ -84,13 +84,9 @@ class Decoder:
         self.shape = shape
         received = _receive(shape, weights, dtype)
         self.embedding = received[_EMBEDDING]
-        self.head = received[_HEAD]
-        # Not into the head, which may be the embedding.
-        self._norm = received["model.norm.weight"] * shape.hidden_size**0.5
-        self._norm_floor, self._qk_norm_floor = (
-            torch.tensor((size * shape.rms_norm_eps) ** 0.5, dtype=dtype)
-            for size in (shape.hidden_size, shape.head_dim)
-        )
+        self._head = received[_HEAD].t()
+        self._norm = received["model.norm.weight"].numpy()
+        self._epsilon = _REALS[dtype](shape.rms_norm_eps)
         self._layers = [self._fuse(received, f"model.layers.{i}.") for i in range(shape.num_layers)]
         # The frequencies in float32, as transformers and megatron-core hold them: at theta 1e6 the
         # rounding is visible.
@@ -98,39 +94,32 @@ class Decoder:
         angles = torch.outer(
             torch.arange(max_context, dtype=torch.float32), 1.0 / shape.rope_theta**exponents
         )
-        rotations = torch.polar(torch.ones_like(angles), angles).to(_COMPLEX[dtype])
-        # [max_context, (heads + kv_heads) * d / 2]
-        self._rotations = rotations.repeat(1, shape.num_heads + shape.num_kv_heads)
+        # [max_context, d / 2]
+        self._cosines, self._sines = (x.to(dtype).numpy() for x in (angles.cos(), angles.sin()))
 
     def _fuse(self, received: dict[str, Tensor], prefix: str) -> _Layer:
-        shape = self.shape
-        scale = shape.head_dim**-0.5
-        has_qk_norm = shape.family.has("self_attention.q_layernorm.weight")
-        has_bias = shape.family.has("self_attention.linear_qkv.bias")
+        half = self.shape.head_dim // 2
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
-        def stack(kind: str) -> Tensor:
-            q, k, v = (received[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
-            # With a q norm the scale comes after the norm.
-            q = _pair_halves(q, shape.num_heads) * (1.0 if has_qk_norm else scale)
-            return torch.cat([q, _pair_halves(k, shape.num_kv_heads), v])
+        def transposed(*names: str) -> Tensor:
+            return torch.cat([received[f"{name}_proj.weight"] for name in names]).t().contiguous()
 
-        qk_norm = None
-        if has_qk_norm:
-            q_norm, k_norm = (
-                _pair_halves(received[f"{prefix}self_attn.{x}_norm.weight"], 1) for x in "qk"
-            )
-            # The norm's sqrt(d); for q it cancels against the scale.
-            qk_norm = (q_norm, k_norm * shape.head_dim**0.5)
-        gate_up = torch.cat(
-            [received[f"{prefix}mlp.gate_proj.weight"], received[f"{prefix}mlp.up_proj.weight"]]
-        )
+        def halves(*names: str) -> Reals:
+            """[..., 2, d / 2]; nothing of it if the family has no such parameters."""
+            found = [received[name] for name in names if name in received]
+            return torch.cat([self.embedding.new_empty(0), *found]).numpy().reshape(-1, 2, half)
+
+        projections = [f"{attention}{x}" for x in "qkv"]
         return _Layer(
-            qkv=_behind_norm(stack("weight"), received[f"{prefix}input_layernorm.weight"]).t(),
-            qkv_bias=stack("bias") if has_bias else None,
-            qk_norm=qk_norm,
-            output=received[f"{prefix}self_attn.o_proj.weight"].t(),
-            gate_up=_behind_norm(gate_up, received[f"{prefix}post_attention_layernorm.weight"]).t(),
-            down=received[f"{prefix}mlp.down_proj.weight"].t(),
+            input_norm=received[f"{prefix}input_layernorm.weight"].numpy(),
+            qkv=transposed(*projections),
+            qkv_bias=halves(*(f"{name}_proj.bias" for name in projections)),
+            q_norm=halves(f"{attention}q_norm.weight"),
+            k_norm=halves(f"{attention}k_norm.weight"),
+            output=transposed(f"{attention}o"),
+            mlp_norm=received[f"{prefix}post_attention_layernorm.weight"].numpy(),
+            gate_up=transposed(f"{mlp}gate", f"{mlp}up"),
+            down=transposed(f"{mlp}down"),
         )
 
     def workspace(self, num_tokens: int) -> Workspace:
@@ -139,68 +128,54 @@ class Decoder:
 
     def forward(
         self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
+        tokens: Integers,
+        rows: Integers,
+        positions: Integers,
+        cache: KVCache,
         *,
-        wanted: Tensor | None = None,
+        wanted: Integers | None = None,
         workspace: Workspace | None = None,
     ) -> Tensor:
-        """tokens [T], positions [T] -> hidden states before the final norm [T, hidden], or of the
-        `wanted` tokens [W].
+        """tokens [T] at positions [T] of rows [T] of the cache -> hidden states after the final
+        norm [T, hidden], or of the `wanted` tokens [W].
 
-        In the last layer only wanted tokens are queries: of the others only keys and values are
-        needed. `workspace` is for T tokens; None makes a new one.
+        The cache has room for them, and tokens of one row stand in order. In the last layer only
+        wanted tokens are queries: of the others only keys and values are needed. `workspace` is for
+        T tokens; None makes a new one.
         """
-        work = workspace or self.workspace(tokens.shape[0])
-        torch.index_select(self._rotations, 0, positions, out=work.rotations)
-        x = self.embedding.index_select(0, tokens)  # [T, hidden]
-        for index, layer in enumerate(self._layers):
-            self._normalize(x, work)
-            if layer.qkv_bias is None:
-                torch.mm(work.normalized, layer.qkv, out=work.qkv)
-            else:
-                torch.addmm(layer.qkv_bias, work.normalized, layer.qkv, out=work.qkv)
-            q, k, v = work.q, work.k, work.v
-            if layer.qk_norm is not None:
-                for heads, weight in zip((q, k), layer.qk_norm, strict=True):
-                    norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
-                    heads.div_(norm.hypot_(self._qk_norm_floor)).mul_(weight)
-            work.rotated.mul_(work.rotations)
-            if wanted is not None and index == self.shape.num_layers - 1:
-                x, q = x[wanted], q[wanted]
-                work = self.workspace(x.shape[0])
-            x.addmm_(attend(index, q, k, v), layer.output)
-            self._normalize(x, work)
+        work = workspace or self.workspace(len(tokens))
+        queries = np.arange(len(tokens))
+        torch.index_select(self.embedding, 0, torch.from_numpy(tokens), out=work.hidden)
+        for layer, blocks in zip(self._layers, cache.layers, strict=True):
+            self._normalize(work, layer.input_norm)
+            torch.mm(work.normalized, layer.qkv, out=work.qkv)
+            qkv = work.qkv_array
+            compiled.rotate_and_store(
+                qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, self._epsilon, self._cosines,
+                self._sines, rows, positions, cache.table, blocks,
+            )  # fmt: skip
+            if wanted is not None and layer is self._layers[-1]:
+                queries, hidden = wanted, work.hidden[torch.from_numpy(wanted)]
+                work = self.workspace(len(wanted))
+                work.hidden.copy_(hidden)
+            in_parts(
+                compiled.attend, len(queries), qkv, queries, rows, positions, cache.table, blocks,
+                work.attended_array,
+            )  # fmt: skip
+            work.hidden.addmm_(work.attended, layer.output)
+            self._normalize(work, layer.mlp_norm)
             torch.mm(work.normalized, layer.gate_up, out=work.gate_up)
-            F.silu(work.gate, inplace=True).mul_(work.up)
-            x.addmm_(work.gate, layer.down)
-        return x
+            compiled.gate(work.gate_up_array, work.gated_array)
+            work.hidden.addmm_(work.gated, layer.down)
+        self._normalize(work, self._norm)
+        return work.normalized
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[T, hidden] -> [T, vocab], in the first rows of `out` if there is one."""
-        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).hypot_(self._norm_floor)
-        normalized = (hidden / norm).mul_(self._norm)
-        return torch.mm(normalized, self.head.t(), out=None if out is None else out[: len(hidden)])
+        return torch.mm(hidden, self._head, out=None if out is None else out[: len(hidden)])
 
-    def _normalize(self, x: Tensor, work: Workspace) -> None:
-        """x / |(x, floor)|: the RMS norm but for its weight and sqrt(hidden), which are in the
-        matrix that follows.
-        """
-        torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=work.norm).hypot_(self._norm_floor)
-        torch.div(x, work.norm, out=work.normalized)
-
-
-def _behind_norm(matrix: Tensor, norm: Tensor) -> Tensor:
-    """[rows, hidden] that takes x / |x| instead of the RMS norm of x with the weight `norm`
-    [hidden].
-    """
-    return matrix * (norm * norm.shape[0] ** 0.5)
-
-
-def _pair_halves(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head from [a0 a1 .. b0 b1 ..] to [a0 b0 a1 b1 ..]."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    def _normalize(self, work: Workspace, weight: Reals) -> None:
+        compiled.normalize(work.hidden_array, weight, self._epsilon, work.normalized_array)
 
 
 def _receive(

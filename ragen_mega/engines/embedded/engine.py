@@ -80,7 +80,8 @@ class EmbeddedEngine(RolloutEngine):
         self._decoder: Decoder | None = None
         self._slots: SlotTable | None = None
         self._slot_of: dict[int, int] = {}
-        self._sessions: list[int] = []  # session of every slot in use
+        self._session_in: dict[int, int] = {}  # by slot in use
+        self._free = list(range(max_sessions))[::-1]  # slots
         self._waiting: dict[int, _Request] = {}  # by session, in order of arrival
         self._running: dict[int, _Request] = {}  # by session
         self._absences: deque[_Absence] = deque()  # in order of their start
@@ -116,9 +117,9 @@ class EmbeddedEngine(RolloutEngine):
             raise RuntimeError(
                 "the engine is asleep; call load_weights inside `with engine.awake()`"
             )
-        if self._sessions and not again:
+        if self._slot_of and not again:
             raise RuntimeError(
-                f"{len(self._sessions)} sessions hold a cache of the old weights; release them"
+                f"{len(self._slot_of)} sessions hold a cache of the old weights; release them"
                 " before load_weights"
             )
         # The old weights go before the new ones come, and a failed load leaves none.
@@ -200,13 +201,9 @@ class EmbeddedEngine(RolloutEngine):
         slot = self._slot_of.pop(session, None)
         if slot is None or self._slots is None:
             return
-        # The rows in use stay contiguous, so that a step works on views of them: the last row fills
-        # the gap.
-        last = self._sessions.pop()
         self._slots.remove(slot)
-        if last != session:
-            self._sessions[slot] = last
-            self._slot_of[last] = slot
+        del self._session_in[slot]
+        self._free.append(slot)
         if self._waiting:
             self._wake_scheduler()
 
@@ -218,7 +215,8 @@ class EmbeddedEngine(RolloutEngine):
             self._forget(session)
         self._absences.clear()
         self._slot_of.clear()
-        self._sessions.clear()
+        self._session_in.clear()
+        self._free = list(range(self._max_sessions))[::-1]
         self._last_step = math.inf
         self._scheduler = self._decoder = self._slots = None
 
@@ -291,10 +289,10 @@ class EmbeddedEngine(RolloutEngine):
         admitted: list[_Request] = []
         for session, request in list(self._waiting.items()):
             if session not in self._slot_of:
-                if len(self._sessions) == self._max_sessions:
+                if not self._free:
                     continue
-                self._slot_of[session] = len(self._sessions)
-                self._sessions.append(session)
+                slot = self._slot_of[session] = self._free.pop()
+                self._session_in[slot] = session
             self._running[session] = self._waiting.pop(session)
             admitted.append(request)
         if not admitted:
@@ -304,7 +302,7 @@ class EmbeddedEngine(RolloutEngine):
             for request in admitted
         ]
         before = self._slots.computed_tokens
-        self._answer(self._slots.prefill(self._decoder, prefills, num_slots=len(self._sessions)))
+        self._answer(self._slots.prefill(self._decoder, prefills))
         num_prompt = sum(len(request.token_ids) for request in admitted)
         self.counts.prompt_tokens += num_prompt
         self.counts.cached_tokens += num_prompt - (self._slots.computed_tokens - before)
@@ -313,6 +311,6 @@ class EmbeddedEngine(RolloutEngine):
     def _answer(self, finished: list[tuple[int, Completion]]) -> None:
         self.counts.completions += len(finished)
         for slot, completion in finished:
-            request = self._running.pop(self._sessions[slot])
+            request = self._running.pop(self._session_in[slot])
             if not request.future.done():
                 request.future.set_result(completion)

@@ -2,7 +2,7 @@
 over them.
 
 Everything about a token is addressed by its position in the trajectory, so a step is a handful of
-tensor operations over all rows and work per row is only done at the end of a completion.
+array operations over all rows and work per row is only done at the end of a completion.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from torch import Tensor
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import sampling as sampler
 from ragen_mega.engines.embedded.decoder import Decoder, Workspace
-from ragen_mega.engines.embedded.kv_cache import KVCache, SharedPrefix, shared_length
+from ragen_mega.engines.embedded.kv_cache import KVCache, shared_length
 from ragen_mega.models.shape import ModelShape
 
 _MIN_COPIED = 16
 """A shared beginning has to be this much longer before it is worth waiting for the row that
 computes it.
 """
-_MAX_PREFILL_PLACES = 1024
-"""Padded tokens in one prefill pass; bounds its scores, and longer passes are hardly faster."""
+_MAX_PREFILL_TOKENS = 1024
+"""Of one pass; bounds its memory, and longer passes are hardly faster."""
 
 
 class Prefill(NamedTuple):
@@ -53,7 +53,7 @@ class _Rows:
     """
 
     def __init__(self, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> None:
-        places = (num_slots, max_context + 1)  # the last column takes what idle rows sample
+        places = (num_slots, max_context)
         real = np.float64 if dtype == torch.float64 else np.float32
         self.ids = np.zeros(places, dtype=np.int64)
         self.logprobs = np.zeros(places, dtype=real)
@@ -72,13 +72,9 @@ class _Rows:
         self.greedy = np.zeros(num_slots, dtype=np.bool_)
         self.stops = np.zeros((num_slots, vocab), dtype=np.bool_)
 
-    def move(self, source: int, target: int) -> None:
-        for array in vars(self).values():
-            array[target] = array[source]
-
 
 class SlotTable:
-    """Slots [0, n) are in use, whether they run or wait for their environment."""
+    """The slots, of which those in use run or wait for their environment."""
 
     @torch.inference_mode()
     def __init__(
@@ -89,89 +85,67 @@ class SlotTable:
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
         # [slots, V]; in fresh memory every step would fault in all its pages.
         self._logits = torch.empty(num_slots, shape.vocab_size, dtype=dtype)
-        self._num_slots = 0
         self.computed_tokens = 0
         """Prompt tokens computed so far; the others were in the cache."""
         self._workspace: Workspace | None = None
-        self._prefix: SharedPrefix | None = None
-        self._prefix_is_stale = True
 
     def stop(self, slot: int) -> None:
         """The slot's completion is no longer wanted; its cache stays."""
         self._rows.running[slot] = False
 
-    @torch.inference_mode()
     def remove(self, slot: int) -> None:
-        """Free a slot; the last slot in use takes its place."""
-        self._num_slots -= 1
-        last = self._num_slots
-        if slot != last:
-            self._cache.copy_row(last, slot, int(self._rows.length[last]))
-            self._rows.move(last, slot)
-        self._rows.length[last] = 0
-        self._rows.running[last] = self._rows.sealed[last] = False
-        self._prefix_is_stale = True
+        """Free a slot."""
+        self._cache.cut(slot, 0)
+        self._rows.length[slot] = 0
+        self._rows.running[slot] = self._rows.sealed[slot] = False
 
     def seal(self) -> None:
         """Keep what is cached to the rows that have it: other weights come."""
-        self._rows.sealed[: self._num_slots] = True
-        self._prefix_is_stale = True
+        self._rows.sealed[:] = self._rows.length > 0
 
     @torch.inference_mode()
     def decode(self, decoder: Decoder) -> list[tuple[int, Completion]]:
         """Decode one token for every running slot. Returns the completions that end with it."""
-        rows, num_rows = self._rows, self._num_slots
-        if self._prefix_is_stale:
-            length = int(rows.length[:num_rows].min())
-            is_sealed = rows.sealed[:num_rows].any()
-            self._prefix = None if is_sealed else self._cache.share(rows.ids[:num_rows], length)
-            self._prefix_is_stale = False
-        index = np.arange(num_rows)
-        positions = rows.length[:num_rows].copy()
-        attend = self._cache.decode(positions, self._prefix)
-        tokens = torch.from_numpy(rows.ids[index, positions])
-        if self._workspace is None or self._workspace.num_tokens != num_rows:
-            self._workspace = decoder.workspace(num_rows)
+        rows = self._rows
+        slots = np.flatnonzero(rows.running)
+        positions = rows.length[slots]
+        rows.length[slots] += 1
+        self._cache.reserve(slots, rows.length[slots])
+        if self._workspace is None or self._workspace.num_tokens != len(slots):
+            self._workspace = decoder.workspace(len(slots))
         hidden = decoder.forward(
-            tokens, torch.from_numpy(positions), attend, workspace=self._workspace
+            rows.ids[slots, positions], slots, positions, self._cache, workspace=self._workspace
         )
-        # Idle rows are computed too, which changes nothing: their token is fed again when their
-        # next turn comes.
-        rows.length[:num_rows] += rows.running[:num_rows]
-        return self._accept(index, decoder.logits(hidden, out=self._logits))
+        return self._accept(slots, decoder.logits(hidden, out=self._logits))
 
     @torch.inference_mode()
-    def prefill(
-        self, decoder: Decoder, requests: list[Prefill], *, num_slots: int
-    ) -> list[tuple[int, Completion]]:
+    def prefill(self, decoder: Decoder, requests: list[Prefill]) -> list[tuple[int, Completion]]:
         """Compute the new tokens of the requests and sample their first. Returns the completions
         that end with it.
         """
-        self._prefix_is_stale |= num_slots != self._num_slots
-        self._num_slots = num_slots
         finished = []
         while requests:
             suffixes, requests = self._plan(requests)
             for chunk in _chunks(suffixes):
-                index = np.array([part.slot for part in chunk])
-                starts, counts = (
-                    np.array([getattr(part, x) for part in chunk]) for x in ("start", "count")
+                slots, starts, counts = (
+                    np.array([getattr(part, x) for part in chunk])
+                    for x in ("slot", "start", "count")
                 )
-                row_of_token = np.repeat(index, counts)  # [T]
-                positions = np.concatenate(
-                    [np.arange(part.start, part.start + part.count) for part in chunk]
-                )
-                tokens = self._rows.ids[row_of_token, positions]
-                self.computed_tokens += len(tokens)
+                ends = starts + counts
+                self._cache.reserve(slots, ends)
+                row_of_token = np.repeat(slots, counts)  # [T]
+                positions = np.concatenate([*map(np.arange, starts, ends)])
+                self.computed_tokens += len(positions)
                 hidden = decoder.forward(
-                    torch.from_numpy(tokens),
-                    torch.from_numpy(positions),
-                    self._cache.prefill(index, starts, counts),
-                    wanted=torch.from_numpy(counts.cumsum() - 1),
+                    self._rows.ids[row_of_token, positions],
+                    row_of_token,
+                    positions,
+                    self._cache,
+                    wanted=counts.cumsum() - 1,
                 )
-                self._rows.length[index] = starts + counts
+                self._rows.length[slots] = ends
                 if chunk[0].is_whole:
-                    finished += self._accept(index, decoder.logits(hidden, out=self._logits))
+                    finished += self._accept(slots, decoder.logits(hidden, out=self._logits))
         return finished
 
     def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
@@ -179,29 +153,29 @@ class SlotTable:
         prefix.
         """
         suffixes, deferred = [], []
-        ids, length, sealed = (
-            array[: self._num_slots]
-            for array in (self._rows.ids, self._rows.length, self._rows.sealed)
-        )
+        ids, length, sealed = self._rows.ids, self._rows.length, self._rows.sealed
         planned = length.copy()  # cached once the suffixes are computed
         for request in requests:
             source = slot = request.slot
             num_tokens = len(request.tokens)
             cached = int(min(shared_length(ids[slot], request.tokens), length[slot]))
-            if cached < length[slot]:  # a changed history: the rest of its cache is nobody's prefix
-                length[slot] = planned[slot] = cached
-                self._prefix_is_stale = True
+            # What a changed history leaves behind is nobody's prefix.
+            self._cache.cut(slot, cached)
+            length[slot] = planned[slot] = cached
             if cached == 0:  # a new trajectory
-                shared = shared_length(ids, request.tokens) * ~sealed  # [n]
-                reusable = np.minimum(shared, length)
-                source = int(reusable.argmax())
-                cached = int(reusable[source])
-                if np.minimum(shared, planned).max() >= cached + _MIN_COPIED:
+                others = np.flatnonzero((planned > 0) & ~sealed)
+                shared = shared_length(ids[others], request.tokens)  # [n]
+                reusable = np.minimum(shared, length[others])
+                cached = int(reusable.max(initial=0))
+                if np.minimum(shared, planned[others]).max(initial=0) >= cached + _MIN_COPIED:
                     deferred.append(request)
                     continue
+                source = int(others[reusable.argmax()]) if cached else slot
             start = min(cached, num_tokens - 1)  # the last token's logits are always needed
-            if source != slot:
-                self._cache.copy_row(source, slot, start)
+            if source == slot:
+                self._cache.cut(slot, start)
+            else:
+                self._cache.share(source, slot, start)
             self._begin(request)
             planned[slot] = num_tokens
             suffixes.append(_Suffix(slot, start, num_tokens - start))
@@ -224,30 +198,25 @@ class SlotTable:
         rows.stops[slot] = False
         rows.stops[slot, list(sampling.stop_token_ids)] = True
 
-    def _accept(self, index: NDArray[np.int64], logits: Tensor) -> list[tuple[int, Completion]]:
-        """Sample from logits [m, V] into slots index [m]. Returns the completions that end here."""
+    def _accept(self, slots: NDArray[np.int64], logits: Tensor) -> list[tuple[int, Completion]]:
+        """Sample from logits [m, V] into slots [m], whose keys are all cached. Returns the
+        completions that end here.
+        """
         rows = self._rows
-        running = rows.running[index]
-        positions = np.where(running, rows.length[index], self._max_context)
-        sampled, logprobs = sampler.sample(
-            logits,
-            torch.from_numpy(rows.uniforms[index, positions]),
-            inverse_temperature=(
-                torch.from_numpy(rows.inverse_temperature[index])
-                if (rows.inverse_temperature != 1.0).any()
-                else None
-            ),
-            top_p=torch.from_numpy(rows.top_p[index]) if (rows.top_p < 1.0).any() else None,
-            greedy=torch.from_numpy(rows.greedy[index]) if rows.greedy.any() else None,
+        positions = rows.length[slots]
+        tokens, logprobs = sampler.sample(
+            logits.numpy(),
+            rows.uniforms[slots, positions],
+            inverse_temperature=rows.inverse_temperature[slots],
+            top_p=rows.top_p[slots],
+            greedy=rows.greedy[slots],
         )
-        tokens = sampled.numpy()
-        rows.ids[index, positions] = tokens
-        rows.logprobs[index, positions] = logprobs.numpy()
-        stopped = rows.stops[index, tokens]
-        ended = running & (stopped | (positions + 1 >= rows.limit[index]))
+        rows.ids[slots, positions] = tokens
+        rows.logprobs[slots, positions] = logprobs
+        stopped = rows.stops[slots, tokens]
         finished = []
-        for place in np.flatnonzero(ended).tolist():
-            slot = int(index[place])
+        for place in np.flatnonzero(stopped | (positions + 1 >= rows.limit[slots])).tolist():
+            slot = int(slots[place])
             span = slice(rows.prompt_length[slot], rows.length[slot] + 1)
             rows.running[slot] = False
             completion = Completion(
@@ -260,19 +229,19 @@ class SlotTable:
 
 
 def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:
-    """Split into passes of similar counts, so that padding to the longest of a pass stays small.
-
-    A suffix too long for one pass is split; its parts come in order, each in a pass of its own.
+    """Split into passes. A suffix too long for one pass is split; its parts come in order, each in
+    a pass of its own.
     """
     chunk: list[_Suffix] = []
-    for suffix in sorted(suffixes, key=lambda suffix: suffix.count, reverse=True):
-        slot, start, count, _ = suffix
-        while count > _MAX_PREFILL_PLACES:
-            yield [_Suffix(slot, start, _MAX_PREFILL_PLACES, is_whole=False)]
-            start, count = start + _MAX_PREFILL_PLACES, count - _MAX_PREFILL_PLACES
-        if chunk and (len(chunk) + 1) * max(chunk[0].count, count) > _MAX_PREFILL_PLACES:
+    room = _MAX_PREFILL_TOKENS
+    for slot, start, count, _ in suffixes:
+        while count > _MAX_PREFILL_TOKENS:
+            yield [_Suffix(slot, start, _MAX_PREFILL_TOKENS, is_whole=False)]
+            start, count = start + _MAX_PREFILL_TOKENS, count - _MAX_PREFILL_TOKENS
+        if count > room:
             yield chunk
-            chunk = []
+            chunk, room = [], _MAX_PREFILL_TOKENS
         chunk.append(_Suffix(slot, start, count))
+        room -= count
     if chunk:
         yield chunk

@@ -1,0 +1,512 @@
+"""What a decoding step does between its matrix products, compiled: norms, rotary embedding, keys
+and values, attention, SwiGLU, and the draw from the logits.
+
+Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2); rotary
+embeddings as in RoFormer (arXiv:2104.09864, Eq. 34); exp as in Cephes (expf). On a small model
+torch needs as long to start an operation as to do it, and each one reads and writes memory again.
+
+What a kernel computes for one item of its batch depends on no other. Those that take most of the
+time work on items [first, last), so that `in_parts` may cut the batch for several threads. All are
+in this one file: numba's cache on disk knows a kernel by the file that it stands in, and would keep
+one whose helper changed elsewhere.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise, product
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+Reals = NDArray[np.float32] | NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+BLOCK = 16
+"""Positions in one block of the cache."""
+TILE = 16
+"""Queries of one trajectory that read its keys together; bounds the scores that are held."""
+VOCABULARY_BLOCK = 1024
+"""Tokens whose probabilities are scanned for one draw. A smaller vocabulary is one block."""
+
+# Of exp in float32: the interval, log 2 in two parts, and the polynomial.
+_ZERO, _ONE, _LEAST = np.float32(0.0), np.float32(1.0), np.float32(-87.0)
+_LOG2_E = np.float32(1.4426950408889634)
+_ROUNDER, _BITS_OF_ONE = np.float32(1.5 * 2**23), 0x3F800000
+_LOG_2_HIGH, _LOG_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_P0, _P1, _P2 = np.float32(0.50000001201), np.float32(0.16666665459), np.float32(0.041665795894)
+_P3, _P4 = np.float32(0.0083334519073), np.float32(0.0013981999507)
+_P5 = np.float32(0.00019875691500)
+
+_CACHE_LINE = 64
+_EXACT = {"contract"}
+_ANY_ORDER = {"contract", "reassoc", "nsz", "arcp"}
+"""Sums may be taken in any order. Not finite-only: a NaN has to reach the logits."""
+
+
+def _compiled(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
+    """Compile at the first call, once for each dtype, and keep the result next to this file or in
+    the user's cache; where neither can be written, for this process only.
+    """
+
+    def compile_lazily(function: Callable) -> Callable:
+        options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
+        try:
+            return numba.njit(function, cache=True, **options)
+        except RuntimeError:  # numba: "no locator available"
+            return numba.njit(function, **options)
+
+    return compile_lazily
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="embedded-engine")
+
+
+def in_parts(kernel: Callable[..., None], count: int, *arguments: Any) -> None:
+    """kernel(first, last, *arguments) over the items [0, count), in as many threads as torch
+    has.
+    """
+    parts = min(torch.get_num_threads(), count)
+    if parts <= 1:
+        kernel(0, count, *arguments)
+        return
+    runs = list(pairwise(count * part // parts for part in range(parts + 1)))
+    others: list[Future[None]] = [
+        _threads(parts - 1).submit(kernel, *run, *arguments) for run in runs[1:]
+    ]
+    kernel(*runs[0], *arguments)
+    for other in others:
+        other.result()
+
+
+@intrinsic
+def _add_product(typing, x, x_at, x_step, m, m_at, y, y_at, y_step, rows, depth, columns):
+    """Add the product of x [rows, depth] and m [depth, columns] to y [rows, columns].
+
+    Each lies in a flat array from its place `_at` on; rows of x and y are `_step` apart, depth and
+    columns are even.
+    """
+
+    def emit(context, builder, signature, arguments):
+        _ProductCode(context, builder, signature, arguments).emit()
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(x, at, at, m, at, y, at, at, at, at, at), emit
+
+
+class _ProductCode:
+    """The instructions of `_add_product`, in which the sums of up to four rows and 32 columns stay
+    in registers: numba's own loops would go to memory for every k.
+    """
+
+    def __init__(self, context, builder, signature, arguments):
+        self.builder = builder
+        self.real = context.get_data_type(signature.args[0].dtype)
+        self.size = context.get_abi_sizeof(self.real)
+        self.index = arguments[1].type
+        self.x, self.m, self.y = (
+            context.make_array(signature.args[i])(context, builder, arguments[i]).data
+            for i in (0, 3, 5)
+        )
+        self.x_at, self.x_step, self.m_at, self.y_at, self.y_step = (
+            arguments[i] for i in (1, 2, 4, 6, 7)
+        )
+        self.rows, self.depth, self.columns = arguments[8:]
+
+    def emit(self):
+        builder, index = self.builder, self.index
+        row_start = index(0)
+        for num_rows in (4, 2, 1):
+            row_end = builder.and_(self.rows, index(-num_rows))
+            with self._steps(row_start, row_end, num_rows) as (row, _):
+                column_start = index(0)
+                for widths in ((16, 16), (16, 8), (16,), (8,), (4,), (2,)):
+                    width = sum(widths)
+                    left = builder.sub(self.columns, column_start)
+                    # the widest as often as it fits, of the others each at most once
+                    whole = builder.and_(left, index(-32)) if width == 32 else index(width)
+                    fits = builder.icmp_signed(">=", left, index(width))
+                    column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
+                    with self._steps(column_start, column_end, width) as (column, _):
+                        self._tile(row, num_rows, column, widths)
+                    column_start = column_end
+            row_start = row_end
+
+    def _tile(self, row, num_rows, column, widths):
+        """Of `num_rows` rows from `row` on, and of columns in vectors of `widths`."""
+        builder = self.builder
+        rows = [builder.add(row, self.index(i)) for i in range(num_rows)]
+        starts = [builder.add(column, self.index(sum(widths[:j]))) for j in range(len(widths))]
+        # For even and odd k apart, as an addition takes several cycles.
+        sums = {
+            key: cgutils.alloca_once(builder, ir.VectorType(self.real, widths[key[1]]))
+            for key in product(range(num_rows), range(len(widths)), range(2))
+        }
+        for total in sums.values():
+            builder.store(ir.Constant(total.type.pointee, None), total)
+        with self._steps(self.index(0), self.depth, 2) as (even, _):
+            for odd in range(2):
+                k = builder.add(even, self.index(odd))
+                pointers = [
+                    self._vector(self.m, width, self.m_at, start, self.columns, k)
+                    for start, width in zip(starts, widths)
+                ]
+                lines = [builder.load(pointer, align=self.size) for pointer in pointers]
+                for i, at in enumerate(rows):
+                    factor = builder.load(self._place(self.x, self.x_at, k, self.x_step, at))
+                    for j, line in enumerate(lines):
+                        factors = self._spread(factor, widths[j])
+                        term = builder.fmul(line, factors, flags=("contract",))
+                        total = builder.load(sums[i, j, odd])
+                        total = builder.fadd(term, total, flags=("contract",))
+                        builder.store(total, sums[i, j, odd])
+        for (i, at), (j, start) in product(enumerate(rows), enumerate(starts)):
+            target = self._vector(self.y, widths[j], self.y_at, start, self.y_step, at)
+            total = builder.fadd(builder.load(sums[i, j, 0]), builder.load(sums[i, j, 1]))
+            total = builder.fadd(builder.load(target, align=self.size), total)
+            builder.store(total, target, align=self.size)
+
+    def _steps(self, start, end, step):
+        return cgutils.for_range_slice(self.builder, start, end, self.index(step), self.index)
+
+    def _place(self, array, start, offset, step, count):
+        builder = self.builder
+        offset = builder.add(builder.add(start, offset), builder.mul(step, count))
+        return builder.gep(array, [offset])
+
+    def _vector(self, array, width, *place):
+        pointer = ir.VectorType(self.real, width).as_pointer()
+        return self.builder.bitcast(self._place(array, *place), pointer)
+
+    def _spread(self, number, width):
+        """The number in every lane."""
+        lane = ir.IntType(32)
+        undefined = ir.Constant(ir.VectorType(self.real, width), ir.Undefined)
+        first_lane = ir.Constant(ir.VectorType(lane, width), None)
+        number = self.builder.insert_element(undefined, number, lane(0))
+        return self.builder.shuffle_vector(number, undefined, first_lane)
+
+
+@intrinsic
+def _fetch(typing, array, at, count):
+    """Ask for array[at : at + count] before it is needed: a block is too short for the processor to
+    see where the next lines will be.
+    """
+
+    def emit(context, builder, signature, arguments):
+        real, number = context.get_data_type(signature.args[0].dtype), ir.IntType(32)
+        base = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer = ir.IntType(8).as_pointer()
+        prefetch = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer, number, number, number]),
+            "llvm.prefetch.p0",
+        )
+        start, index = arguments[1], arguments[1].type
+        line = index(_CACHE_LINE // context.get_abi_sizeof(real))
+        end = builder.add(start, arguments[2])
+        with cgutils.for_range_slice(builder, start, end, line, intp=index) as (place, _):
+            target = builder.bitcast(builder.gep(base, [place]), pointer)
+            # to read; into the second-level cache; data
+            builder.call(prefetch, [target, number(0), number(2), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), emit
+
+
+@intrinsic
+def _bits_of(typing, real):
+    """The bits of a float as an integer of its size."""
+    integer = {types.float32: types.int32, types.float64: types.int64}[real]
+    return integer(real), _reinterpret
+
+
+@intrinsic
+def _real_of(typing, integer):
+    """The reverse of `_bits_of`."""
+    real = {types.int32: types.float32, types.int64: types.float64}[integer]
+    return real(integer), _reinterpret
+
+
+def _reinterpret(context, builder, signature, arguments):
+    return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+
+@_compiled(fastmath=_EXACT)
+def _exponentials(x, row, count, top):
+    """x[row, :count] <- exp(x[row, :count] - top), where nothing exceeds `top`; in float32 0 for
+    what is below 1e-37.
+    """
+    if x.itemsize == 8:
+        for i in range(count):
+            x[row, i] = math.exp(x[row, i] - top)
+        return
+    for i in range(count):
+        distance = x[row, i] - top
+        is_lost = distance < _LEAST  # not so a NaN
+        y = _LEAST if is_lost else distance
+        # y = n log 2 + r; adding the rounder rounds, and leaves n in the last bits
+        shifted = y * _LOG2_E + _ROUNDER
+        power = _real_of(np.int32((_bits_of(np.float32(shifted)) << 23) + _BITS_OF_ONE))
+        n = shifted - _ROUNDER
+        r = y - n * _LOG_2_HIGH - n * _LOG_2_LOW
+        p = ((((_P5 * r + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _P0
+        x[row, i] = _ZERO if is_lost else (p * (r * r) + r + _ONE) * power
+
+
+@_compiled(fastmath=_ANY_ORDER)
+def _sum(x, row, first, last, total):
+    """`total`, whose type it is taken in, plus x[row, first:last]."""
+    for i in range(first, last):
+        total += x[row, i]
+    return total
+
+
+@intrinsic
+def _larger(typing, a, b):
+    """Of two floats; either if one is a NaN. `max` and comparisons are not taken in lanes."""
+
+    def emit(context, builder, signature, arguments):
+        real = arguments[0].type
+        maxnum = builder.module.declare_intrinsic(
+            "llvm.maxnum", [real], ir.FunctionType(real, [real, real])
+        )
+        return builder.call(maxnum, arguments, fastmath=("nnan", "nsz"))
+
+    return a(a, b), emit
+
+
+@_compiled(fastmath=_ANY_ORDER | {"nnan"})
+def _largest(x, row, count):
+    """Of x[row, :count]; any number if there is a NaN."""
+    largest = x[row, 0]
+    for i in range(count):
+        largest = _larger(largest, x[row, i])
+    return largest
+
+
+@_compiled(fastmath=_ANY_ORDER)
+def normalize(x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
+    """out [T, hidden] <- the RMS norm of x [T, hidden] with weight [hidden]."""
+    width = x.shape[1]
+    for t in range(len(x)):
+        squares = x.dtype.type(0)
+        for i in range(width):
+            squares += x[t, i] * x[t, i]
+        factor = x.dtype.type(1.0 / math.sqrt(squares / width + epsilon))
+        for i in range(width):
+            out[t, i] = x[t, i] * factor * weight[i]
+
+
+@_compiled(fastmath=_EXACT)
+def gate(gate_up: Reals, out: Reals) -> None:
+    """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
+    width = out.shape[1]
+    for t in range(len(out)):
+        for i in range(width):
+            out[t, i] = -abs(gate_up[t, 0, i])
+        _exponentials(out, t, width, out.dtype.type(0))
+        for i in range(width):
+            x, e = gate_up[t, 0, i], out[t, i]
+            sigmoid = (e if x < 0 else _ONE) / (e + _ONE)
+            out[t, i] = x * sigmoid * gate_up[t, 1, i]
+
+
+@_compiled(fastmath=_ANY_ORDER)
+def rotate_and_store(
+    qkv: Reals,
+    bias: Reals,
+    q_norm: Reals,
+    k_norm: Reals,
+    epsilon: float,
+    cosines: Reals,
+    sines: Reals,
+    rows: Integers,
+    positions: Integers,
+    table: Integers,
+    blocks: Reals,
+) -> None:
+    """Add the bias to qkv [T, heads + 2 * kv_heads, 2, d / 2], norm and rotate q and k in place,
+    scale q by d ** -0.5, and write k and v to where rows [T] have positions [T].
+
+    bias [heads + 2 * kv_heads, 2, d / 2], q_norm and k_norm [1, 2, d / 2], or [0, 2, d / 2];
+    cosines and sines [max_context, d / 2]; table and blocks are the cache's.
+    """
+    kv_heads, half = blocks.shape[1], qkv.shape[3]
+    heads = qkv.shape[1] - 2 * kv_heads
+    scale = qkv.dtype.type(1.0 / math.sqrt(2.0 * half))
+    for t in range(len(qkv)):
+        block, place = table[rows[t], positions[t] // BLOCK], positions[t] % BLOCK
+        if len(bias):
+            for h in range(qkv.shape[1]):
+                for part in range(2):
+                    for i in range(half):
+                        qkv[t, h, part, i] += bias[h, part, i]
+        for h in range(heads + kv_heads):
+            norm = q_norm if h < heads else k_norm
+            factor = scale if h < heads else qkv.dtype.type(1)
+            if len(norm):
+                squares = qkv.dtype.type(0)
+                for part in range(2):
+                    for i in range(half):
+                        squares += qkv[t, h, part, i] * qkv[t, h, part, i]
+                factor *= qkv.dtype.type(1.0 / math.sqrt(squares / (2 * half) + epsilon))
+                for part in range(2):
+                    for i in range(half):
+                        qkv[t, h, part, i] *= norm[0, part, i]
+            for i in range(half):
+                a, b = qkv[t, h, 0, i] * factor, qkv[t, h, 1, i] * factor
+                cosine, sine = cosines[positions[t], i], sines[positions[t], i]
+                qkv[t, h, 0, i] = a * cosine - b * sine
+                qkv[t, h, 1, i] = b * cosine + a * sine
+        for h in range(kv_heads):
+            for part in range(2):
+                for i in range(half):
+                    channel = part * half + i
+                    blocks[block, h, 0, channel * BLOCK + place] = qkv[t, heads + h, part, i]
+                    v = qkv[t, heads + kv_heads + h, part, i]
+                    blocks[block, h, 1, place * 2 * half + channel] = v
+
+
+@_compiled(fastmath=_EXACT)
+def attend(
+    first: int,
+    last: int,
+    qkv: Reals,
+    queries: Integers,
+    rows: Integers,
+    positions: Integers,
+    table: Integers,
+    blocks: Reals,
+    out: Reals,
+) -> None:
+    """out [W, heads, d] <- causal attention of the tokens queries [W] among those of
+    `rotate_and_store`, of which those of a row stand in order.
+    """
+    kv_heads, d = blocks.shape[1], out.shape[2]
+    group, half = out.shape[1] // kv_heads, d // 2
+    most = 0
+    for n in range(first, last):
+        most = max(most, positions[queries[n]])
+    width = (most // BLOCK + 1) * BLOCK
+    q = np.empty((TILE * group, 2, half), out.dtype)
+    scores = np.empty((TILE * group, width), out.dtype)
+    sums = np.empty((TILE * group, d), out.dtype)
+    flat_blocks, size = blocks.reshape(-1), d * BLOCK  # of the keys of one head in a block
+    flat_q, flat_scores, flat_sums = q.reshape(-1), scores.reshape(-1), sums.reshape(-1)
+    start = first
+    while start < last:
+        row, end = rows[queries[start]], start + 1
+        while end < last and end - start < TILE and rows[queries[end]] == row:
+            end += 1
+        num_blocks = positions[queries[end - 1]] // BLOCK + 1
+        num_queries = (end - start) * group  # of each key
+        for h in range(kv_heads):
+            for n in range(num_queries):
+                t, head = queries[start + n // group], h * group + n % group
+                for i in range(half):
+                    q[n, 0, i], q[n, 1, i] = qkv[t, head, 0, i], qkv[t, head, 1, i]
+                for i in range(num_blocks * BLOCK):
+                    scores[n, i] = 0
+                for i in range(d):
+                    sums[n, i] = 0
+            for b in range(num_blocks):
+                keys = (table[row, b] * kv_heads + h) * 2 * size
+                _add_product(
+                    flat_q, 0, d, flat_blocks, keys,
+                    flat_scores, b * BLOCK, width, num_queries, d, BLOCK,
+                )  # fmt: skip
+                _fetch(flat_blocks, keys + size, size)  # the values
+            next_h = (h + 1) % kv_heads
+            next_row = row if next_h else rows[queries[min(end, last - 1)]]
+            for n in range(num_queries):
+                for b in range(n, num_blocks, num_queries):  # the next keys, all queries together
+                    _fetch(flat_blocks, (table[next_row, b] * kv_heads + next_h) * 2 * size, size)
+                seen = positions[queries[start + n // group]] + 1
+                _exponentials(scores, n, seen, _largest(scores, n, seen))
+                for i in range(seen, num_blocks * BLOCK):
+                    scores[n, i] = 0
+            for b in range(num_blocks):
+                values = (table[row, b] * kv_heads + h) * 2 * size + size
+                _add_product(
+                    flat_scores, b * BLOCK, width, flat_blocks, values,
+                    flat_sums, 0, d, num_queries, BLOCK, d,
+                )  # fmt: skip
+            for n in range(num_queries):
+                w, head = start + n // group, h * group + n % group
+                share = _ONE / _sum(scores, n, 0, positions[queries[w]] + 1, out.dtype.type(0))
+                for i in range(d):
+                    out[w, head, i] = sums[n, i] * share
+        start = end
+
+
+@_compiled(fastmath=_EXACT)
+def exponentiate(
+    first: int,
+    last: int,
+    logits: Reals,
+    inverse_temperature: Reals,
+    masses: NDArray[np.float64],
+) -> None:
+    """logits [n, V] <- what is proportional to the probabilities, 1 for the most likely token;
+    masses [n, blocks] <- sums of VOCABULARY_BLOCK of them.
+    """
+    vocabulary = logits.shape[1]
+    for n in range(first, last):
+        if inverse_temperature[n] != 1:
+            for i in range(vocabulary):
+                logits[n, i] *= inverse_temperature[n]
+        _exponentials(logits, n, vocabulary, _largest(logits, n, vocabulary))
+        for block in range(masses.shape[1]):
+            start = block * VOCABULARY_BLOCK
+            end = min(start + VOCABULARY_BLOCK, vocabulary)
+            masses[n, block] = _sum(logits, n, start, end, logits.dtype.type(0))
+
+
+@_compiled(fastmath=_EXACT)
+def draw(
+    weights: Reals,
+    masses: NDArray[np.float64],
+    uniform: NDArray[np.float64],
+    greedy: NDArray[np.bool_],
+    tokens: Integers,
+) -> None:
+    """tokens [n] <- where the CDF of each row of weights [V] reaches uniform [n] of its total: over
+    the masses [n, blocks] of blocks, then within one of them. In greedy [n] rows the most likely
+    token, whose weight is 1.
+    """
+    vocabulary, num_blocks = weights.shape[1], masses.shape[1]
+    for n in range(len(weights)):
+        if greedy[n]:
+            tokens[n] = 0
+            while weights[n, tokens[n]] != 1 and tokens[n] < vocabulary - 1:
+                tokens[n] += 1
+            continue
+        share, block = uniform[n], 0
+        if num_blocks > 1:
+            reached = share * masses[n].sum()
+            while reached >= masses[n, block] and block < num_blocks - 1:
+                reached -= masses[n, block]
+                block += 1
+            share = reached / masses[n, block]
+        start = block * VOCABULARY_BLOCK
+        end = min(start + VOCABULARY_BLOCK, vocabulary)
+        reached, cdf = share * _sum(weights, n, start, end, 0.0), 0.0
+        # Rounding must not lead to the ends of the block, where tokens of weight 0 may be.
+        for i in range(start, end):
+            if weights[n, i] > 0:
+                cdf += weights[n, i]
+                tokens[n] = i
+                if cdf > reached:
+                    break

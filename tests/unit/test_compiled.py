@@ -1,0 +1,194 @@
+"""Compiled kernels of the embedded engine against brute force in float64; what one item gives does
+not depend on the others, nor on the number of threads.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numba.core import caching
+from numpy.typing import NDArray
+
+from ragen_mega.engines.embedded import compiled
+from ragen_mega.engines.embedded.compiled import BLOCK, TILE, VOCABULARY_BLOCK, in_parts
+
+Reals = NDArray[np.float64]
+REALS = (np.float32, np.float64)
+THETA, EPSILON, CONTEXT = 1e4, 1e-6, 200
+SLOTS = 7
+# (kv_heads, queries of each, d): widths of one vector, of several, and of what is left over
+HEADS = [(2, 2, 24), (1, 1, 2), (3, 3, 14), (1, 7, 64), (2, 4, 38), (2, 8, 128)]
+
+
+def close(ours: NDArray, exact: Reals) -> bool:
+    error = np.abs(ours - exact).max()
+    return error <= 32 * np.finfo(ours.dtype).eps * max(1.0, np.abs(exact).max())
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_norm_and_gate(real: type) -> None:
+    generator = np.random.default_rng(0)
+    x, weight = generator.normal(size=(5, 37)).astype(real), generator.normal(size=37).astype(real)
+    out = np.empty_like(x)
+    compiled.normalize(x, weight, real(EPSILON), out)
+    exact = x.astype(np.float64)
+    assert close(out, exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPSILON) * weight)
+    gate_up, out = (30 * generator.normal(size=(5, 2, 37))).astype(real), np.empty((5, 37), real)
+    gate_up[0, 0, :4] = -1000.0, 1000.0, 0.0, -88.0
+    compiled.gate(gate_up, out)
+    gate, up = gate_up.astype(np.float64).swapaxes(0, 1)
+    assert close(out, gate * np.exp(-np.logaddexp(0.0, -gate)) * up)
+
+
+class Batch:
+    """Tokens of three rows, and what a token's head sees, by brute force in float64."""
+
+    def __init__(self, heads: tuple[int, int, int], real: type, *, has_bias: bool, has_norm: bool):
+        self.kv_heads, self.group, self.d = heads
+        self.real = real
+        generator = np.random.default_rng(1)
+        counts, starts = np.array([1, TILE + 5, 9]), np.array([BLOCK, 0, 3 * BLOCK - 5])
+        self.rows = np.repeat([4, 2, 0], counts)
+        self.positions = np.concatenate([*map(np.arange, starts, starts + counts)])
+        self.last = counts.cumsum() - 1
+        per_slot = 4
+        self.table = generator.permutation(SLOTS * per_slot).reshape(SLOTS, per_slot)
+        size = (SLOTS * per_slot, self.kv_heads, 2, self.d * BLOCK)
+        self.blocks = generator.normal(size=size).astype(real)
+        num_heads, half = self.kv_heads * (self.group + 2), (2, self.d // 2)
+
+        def normal(*size: int) -> NDArray:
+            return generator.normal(size=(*size, *half)).astype(real)
+
+        self.qkv = normal(len(self.rows), num_heads)
+        self.bias = normal(num_heads if has_bias else 0)
+        self.q_norm, self.k_norm = (normal(1 if has_norm else 0) for _ in range(2))
+        angles = np.outer(np.arange(CONTEXT), THETA ** -(np.arange(0, self.d, 2) / self.d))
+        self.cosines, self.sines = np.cos(angles).astype(real), np.sin(angles).astype(real)
+        self.angles = angles[self.positions][:, None]  # [T, 1, d / 2]
+
+    def exact_heads(self) -> Reals:
+        """q, k and v after bias, norm, rotation and scale [T, heads + 2 * kv_heads, d]."""
+        x = self.qkv.astype(np.float64)  # before the kernel changes it
+        x = x + self.bias if len(self.bias) else x
+        num_q = self.kv_heads * self.group
+        num_qk = num_q + self.kv_heads
+        if len(self.q_norm):
+            normed = x / np.sqrt((x**2).mean((-1, -2), keepdims=True) + EPSILON)
+            x[:, :num_q] = normed[:, :num_q] * self.q_norm[0]
+            x[:, num_q:num_qk] = normed[:, num_q:num_qk] * self.k_norm[0]
+        pairs = (x[:, :num_qk, 0] + 1j * x[:, :num_qk, 1]) * np.exp(1j * self.angles)
+        x[:, :num_qk, 0], x[:, :num_qk, 1] = pairs.real, pairs.imag
+        x[:, :num_q] *= self.d**-0.5
+        return x.reshape(*x.shape[:2], self.d)
+
+    def store(self) -> None:
+        compiled.rotate_and_store(
+            self.qkv, self.bias, self.q_norm, self.k_norm, self.real(EPSILON), self.cosines,
+            self.sines, self.rows, self.positions, self.table, self.blocks,
+        )  # fmt: skip
+
+    def attend(self, queries: NDArray[np.int64]) -> NDArray:
+        out = np.empty((len(queries), self.kv_heads * self.group, self.d), self.real)
+        in_parts(
+            compiled.attend, len(queries), self.qkv, queries, self.rows, self.positions,
+            self.table, self.blocks, out,
+        )  # fmt: skip
+        return out
+
+    def cached(self, token: int) -> tuple[Reals, Reals]:
+        """Keys and values [kv_heads, positions, d] that the token sees, read block by block."""
+        blocks = self.blocks[self.table[self.rows[token]]].astype(np.float64)
+        keys = blocks[:, :, 0].reshape(len(blocks), self.kv_heads, self.d, BLOCK)
+        values = blocks[:, :, 1].reshape(len(blocks), self.kv_heads, BLOCK, self.d)
+        end = self.positions[token] + 1
+        keys = np.concatenate(keys.swapaxes(2, 3), axis=1)[:, :end]
+        return keys, np.concatenate(values, axis=1)[:, :end]
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(True, False), (False, True), (False, False)])
+def test_attention(
+    heads: tuple[int, int, int], real: type, threads: int, has_bias: bool, has_norm: bool
+) -> None:
+    batch = Batch(heads, real, has_bias=has_bias, has_norm=has_norm)
+    kv_heads, group, d = heads
+    exact, before = batch.exact_heads(), batch.blocks.copy()
+    batch.store()
+    num_q = kv_heads * group
+    assert close(batch.qkv.reshape(exact.shape)[:, :num_q], exact[:, :num_q])
+    written = np.zeros(before.shape, dtype=bool)
+    for token, (row, position) in enumerate(zip(batch.rows, batch.positions, strict=True)):
+        keys, values = batch.cached(token)
+        assert close(keys[:, -1].astype(real), exact[token, num_q : num_q + kv_heads])
+        assert close(values[:, -1].astype(real), exact[token, num_q + kv_heads :])
+        block, place = batch.table[row, position // BLOCK], position % BLOCK
+        written[block, :, 0].reshape(kv_heads, d, BLOCK)[..., place] = True
+        written[block, :, 1].reshape(kv_heads, BLOCK, d)[:, place] = True
+    assert np.array_equal(batch.blocks[~written], before[~written])  # nothing else
+
+    out = batch.attend(np.arange(len(batch.rows)))
+    for token in range(len(batch.rows)):
+        keys, values = batch.cached(token)
+        q = exact[token, :num_q].reshape(kv_heads, group, d)
+        scores = np.einsum("hgd,hld->hgl", q, keys)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        assert close(out[token], np.einsum("hgl,hld->hgd", weights, values).reshape(num_q, d))
+    # To the bit the same without the other queries.
+    assert np.array_equal(batch.attend(batch.last), out[batch.last])
+    alone = [batch.attend(np.array([token]))[0] for token in range(len(out))]
+    assert np.array_equal(alone, out)
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_a_number_that_is_none_stays_one(real: type) -> None:
+    """Diverged weights must show in the logits."""
+    batch = Batch((2, 2, 24), real, has_bias=False, has_norm=False)
+    batch.qkv[3, 0, 0, 1] = np.nan
+    batch.store()
+    out = batch.attend(np.arange(len(batch.rows)))
+    assert np.isnan(out[3, 0]).all() and np.isfinite(out[3, 1:]).all()
+    gate_up, out = np.zeros((1, 2, 20), real), np.empty((1, 20), real)
+    gate_up[0, 0, 5] = np.nan
+    compiled.gate(gate_up, out)
+    assert np.isnan(out[0, 5]) and np.isfinite(np.delete(out[0], 5)).all()
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_exponentials(real: type, threads: int) -> None:
+    """Of all differences that a softmax meets, with a temperature, and summed by blocks."""
+    size = 2 * VOCABULARY_BLOCK + 77
+    logits = np.stack([np.linspace(-90.0, 3.0, size), np.linspace(5.0, 4.999, size)]).astype(real)
+    weights, masses = logits.copy(), np.empty((2, 3))
+    inverse_temperature = np.array([1.0, 2.0], real)
+    in_parts(compiled.exponentiate, 2, weights, inverse_temperature, masses)
+    scaled = (logits * inverse_temperature[:, None]).astype(np.float64)
+    distance = scaled - scaled.max(-1, keepdims=True)
+    lost = distance < -87.0
+    # A difference is rounded as its size is.
+    bound = (4 + np.abs(distance)) * np.finfo(real).eps
+    relative = np.abs(weights / np.exp(distance) - 1)
+    assert (relative[~lost] <= bound[~lost]).all()
+    assert (weights[lost] <= np.exp(-87.0)).all()
+    parts = np.array_split(np.exp(distance), range(VOCABULARY_BLOCK, size, VOCABULARY_BLOCK), 1)
+    exact = np.stack([part.sum(-1) for part in parts], axis=1)
+    assert np.abs(masses / exact - 1).max() < 64 * np.finfo(real).eps
+
+
+def test_where_no_cache_can_be_written_kernels_are_compiled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    double = compiled._compiled(fastmath=())(lambda x: 2 * x)
+    assert double(21) == 42
