@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -133,10 +132,8 @@ def read_settings(
     newer than the run have their defaults. Also the recorded start that the step belongs to,
     None for an older run. Raises ValueError if the directory holds no run.
     """
-    from ragen_mega.report.metrics import CONFIG_FILE
+    from ragen_mega.config.recorded import read_recorded
     from ragen_mega.report.provenance import settings_at, with_defaults
 
-    if not (run / CONFIG_FILE).exists():
-        raise ValueError(f"{run} holds no run (no {CONFIG_FILE}); give a run directory")
-    settings, start = settings_at(json.loads((run / CONFIG_FILE).read_text()), step)
+    settings, start = settings_at(read_recorded(run), step)
     return with_defaults(settings), start

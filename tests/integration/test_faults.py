@@ -342,6 +342,29 @@ def test_a_start_that_is_refused_late_leaves_nothing_to_overwrite(
     run.close()
 
 
+@pytest.mark.parametrize("flags", [("--resume", "--num-steps", "5"), ("--overwrite",)])
+def test_a_start_that_is_refused_late_takes_nothing_away(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    shutil.copytree(output / "straight", tmp_path / "mine")
+    model = ("--load", str(start_of(output)))
+
+    def content() -> dict[Path, bytes]:
+        files = (path for path in (tmp_path / "mine").rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in files if path.name != "config.json"}
+
+    before = content()
+    with monkeypatch.context() as patched:
+        patched.setattr("ragen_mega.run.build.build_models", _refuse)
+        with pytest.raises(ValueError, match="refused"):
+            open_run(tmp_path, "mine", *model, *flags)
+    assert content() == before
+    if "--overwrite" in flags:
+        open_run(tmp_path, "mine", *model, *flags).close()
+        assert not (tmp_path / "mine" / "summary.json").exists()
+        assert {path.name for path in tmp_path.iterdir()} == {"mine", ".mine.lock"}
+
+
 def _refuse(*args: object) -> None:
     raise ValueError("refused")
 
