@@ -35,7 +35,7 @@ from ragen_mega.report.provenance import describe_start
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import TaskSampler, evaluation_prompts
+from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
 from ragen_mega.run.check import check, sizes_without_effect
 from ragen_mega.run.nodes import meet
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
@@ -117,6 +117,7 @@ def build_run(
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    on_main(lambda: check_first_prompts(config, prompts, renderer))
     start = Start(base, None)
     if config.model.load is None:
         start = find_warm_start(config) or warm_start(config, hf, groups, renderer, console)

@@ -369,6 +369,14 @@ def _refuse(*args: object) -> None:
     raise ValueError("refused")
 
 
+def test_a_first_prompt_that_fills_the_context_is_found_before_the_warm_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen_mega.run.build.warm_start", _refuse)
+    with pytest.raises(ValueError, match="first prompt of bandit has .*max_context_length is 13"):
+        open_run(tmp_path, "start", "--max-context-length", "13")
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
