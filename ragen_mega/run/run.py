@@ -138,7 +138,10 @@ class Run:
                 say=self.console.say,
             )
         self.traces = TraceWriter(
-            directory / TRACES, self.renderer.tokenizer.decode, config.environment
+            directory / TRACES,
+            self.renderer.tokenizer.decode,
+            config.environment,
+            self.console.say,
         )
         self.guard = UpdateGuard(
             directory / FAULTS,
