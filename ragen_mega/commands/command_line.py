@@ -42,6 +42,15 @@ def target(text: str) -> Path:
 JSON = flag("--json", "write the result here", type=target, metavar="OUT")
 
 
+def report_folder(pages: str, beside: Path) -> Path:
+    """Where a report goes unless told: to these pages of the repository where that is the working
+    directory, anywhere else beside what it is about.
+    """
+    from ragen_mega.report.provenance import REPOSITORY
+
+    return Path(pages) if Path.cwd() == REPOSITORY else beside
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see --help\n")
