@@ -348,6 +348,12 @@ class TestLaunch:
         assert process.returncode == 128 + signal.SIGKILL
         assert process.stderr.startswith("error: rank 0 was killed by SIGKILL")
 
+    def test_an_end_that_a_rank_has_not_explained_is_reported(self, tmp_path):
+        script = program(tmp_path, "import os; os._exit(3)")
+        process = execute(*LAUNCH, script)
+        assert process.returncode == 3
+        assert process.stderr.startswith("error: rank 0 ended with exit code 3 and without")
+
     def test_every_signal_reaches_every_rank_once_and_their_time_is_their_own(self, tmp_path):
         """Ctrl-C in a terminal, twice: the second does not wait for the first."""
         script = program(
