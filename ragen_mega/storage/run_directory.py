@@ -65,9 +65,8 @@ def holds_work(path: Path) -> bool:
     if not path.is_dir():
         return path.exists()
     names, config = {entry.name for entry in path.iterdir()}, path / CONFIG_FILE
-    is_start = CONFIG_FILE in names <= {CONFIG_FILE, BASE} and _SECTION in config.read_text(
-        errors="replace"
-    )
+    has_only_begun = CONFIG_FILE in names <= {CONFIG_FILE, BASE}
+    is_start = has_only_begun and _SECTION in config.read_text(errors="replace")
     return bool(names) and not is_start
 
 

@@ -402,7 +402,7 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_start(section, flag,
     with pytest.raises(ValueError, match=f"{name} is called with {called}.*extending") as caught:
         section(**{flag: name})
     assert "\n" not in str(caught.value) and not isinstance(caught.value, PlugInError)
-    AdvantageConfig(reward="environment - 2*builtins:len")  # says nothing of its parameters, or fits
+    AdvantageConfig(reward="environment - 2*builtins:len")
 
 
 def test_a_taken_name_is_refused():
