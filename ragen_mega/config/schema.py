@@ -961,6 +961,8 @@ class CheckpointConfig(Section):
     """
     resume: bool = False
     """Go on from the newest intact checkpoint of the run of this name; begin it if there is none.
+    --resume RUN_DIR goes on with that run under the flags that it has recorded, and those given
+    now.
     """
 
 
