@@ -4,12 +4,12 @@ and wins.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from ragen_mega.config.flags import all_flags, help_text, read_settings
@@ -35,9 +35,11 @@ _BELONGS_TO = {
 }
 """Flags with a value, and switches, that mean nothing, or something else, under another choice."""
 _LIMITS = (
-    "max_turns", "max_actions_per_turn", "max_actions", "format_penalty", "max_response_length",
-)  # fmt: skip
-"""Of an episode; an environment may declare them itself."""
+    ("max_turns", "max_actions_per_turn", "max_actions"),
+    ("format_penalty",),
+    ("max_response_length",),
+)
+"""Of an episode; an environment may declare them itself. Those of a group bound each other."""
 _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 """Settings that say how a run was begun, and nothing of what goes on."""
 
@@ -131,7 +133,7 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
         return {name: value for name, value in options.items() if name in names}
 
     kept = list(flags)
-    for index, (flag, value) in enumerate(pairwise(flags), start=1):
+    for index, (flag, value) in enumerate(itertools.pairwise(flags), start=1):
         if flag == "--environment-options":
             kept[index] = json.dumps(keep(json.loads(value)))
         elif flag == "--curriculum":
@@ -145,17 +147,22 @@ def _less_declared(flags: list[str], rest: Sequence[str], played: str) -> list[s
     recipe is not about: they were chosen for another one.
     """
     about = parse_shares(_value("--environments", flags) or EnvironmentConfig.environments)
+    limits = [group for group in _LIMITS if {flag_of(name) for name in group} & {*flags}]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    declared: set[str] = set()
-    for name in parse_shares(played).keys() - about.keys():
+    for name in parse_shares(played).keys() - about.keys() if limits else ():
         # what cannot be built is said where all settings are known
         with contextlib.suppress(ValueError):
             given = _value("--environment-options", rest) or "{}"
             build = partial(make, name, **json_object("environment_options", given).get(name, {}))
             with briefly(name, build, EnvironmentConfig.environment_timeout) as environment:
-                declared |= {one for one in _LIMITS if getattr(environment, one, None) is not None}
-    for name in declared:
-        parser.add_argument(flag_of(name), nargs="?")
+                own = [
+                    group
+                    for group in limits
+                    if any(getattr(environment, limit, None) is not None for limit in group)
+                ]
+            limits = [group for group in limits if group not in own]
+            for limit in itertools.chain(*own):
+                parser.add_argument(flag_of(limit), nargs="?")
     return parser.parse_known_args(flags)[1]
 
 

@@ -9,6 +9,7 @@ never returns keeps its thread until the process exits, which it does not delay.
 
 import asyncio
 import contextlib
+import os
 import queue
 import sysconfig
 import threading
@@ -25,9 +26,9 @@ from ragen_mega.environments import calls
 MAX_THREADS = 256
 """Most environments of one kind that are open at a time, if each has its own thread."""
 
-_PACKAGE = Path(__file__).parents[1]
-_WORLDS = tuple(str(Path(__file__).parent / folder) for folder in ("worlds", "adapters"))
-_LIBRARIES = (str(_PACKAGE), *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
+_PACKAGE = os.path.join(Path(__file__).parents[1], "")
+_WORLDS = tuple(os.path.join(Path(__file__).parent, name, "") for name in ("worlds", "adapters"))
+_LIBRARIES = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def where(error: BaseException) -> str:
 def _is_ours(code: CodeType) -> bool:
     """Whether it is of what calls environments; worlds of the package are environments."""
     name = code.co_filename
-    return name.startswith(str(_PACKAGE)) and not name.startswith(_WORLDS)
+    return name.startswith(_PACKAGE) and not name.startswith(_WORLDS)
 
 
 def is_instant(environment: object) -> bool:

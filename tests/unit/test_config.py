@@ -230,7 +230,7 @@ class Patient:
     """Declares limits of its own."""
 
     actions = ("go",)
-    max_turns, max_response_length = 9, 300
+    max_turns, max_response_length = 9, 60
 
     def reset(self, seed):
         return "Go."
@@ -243,7 +243,8 @@ def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() ->
     name = f"{__name__}:Patient"
     config = parse(["--environments", f"{name}:2"], recipe="bandit")
     assert config.environment.max_turns is None and config.rollout.max_response_length is None
-    assert config.environment.max_actions == 1, "which it does not declare"
+    assert config.environment.max_actions is None, "one action would end it in its first turn"
+    assert config.rollout.max_context_length == 128, "which it does not declare"
     given = parse(["--max-turns", "4", "--environments", name], recipe="bandit")
     assert given.environment.max_turns == 4
     own = parse([], recipe="bandit")
