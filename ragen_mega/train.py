@@ -30,7 +30,12 @@ from ragen_mega.run.nodes import watched
 from ragen_mega.run.placement import Phase
 from ragen_mega.run.run import Run, count_sampled
 from ragen_mega.run.separate import Sampler
-from ragen_mega.run.stop import end_with_launcher, fail_if_rank_lost, leave_when_told
+from ragen_mega.run.stop import (
+    end_with_launcher,
+    fail_if_rank_lost,
+    leave_when_told,
+    silent_ends_told,
+)
 from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.run_directory import Finished
 
@@ -155,7 +160,7 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     threading.excepthook = _report_thread
     output = "."
     try:
-        with watched():
+        with watched(), silent_ends_told():
             config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
             output = config.logging.output
             run = build(config)

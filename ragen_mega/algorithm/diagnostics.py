@@ -123,7 +123,9 @@ class EchoTrapThresholds:
     decays steadily.
     """
     grad_norm_spike: float = 5.0
-    """Warn when the gradient norm exceeds this multiple of its median over past steps."""
+    """Warn when the gradient norm exceeds this multiple of its median over past steps, and the
+    median of its early ones: where a task is solved hardly any gradient is left to compare with.
+    """
     grad_norm_window: int = 50
     """Number of past steps of that median."""
 
@@ -242,7 +244,8 @@ class EchoTrapMonitor:
         if len(self._recent["grad_norm"]) <= self.thresholds.window:
             return []
         *past, last = self._recent["grad_norm"]
-        limit = self.thresholds.grad_norm_spike * median(past)
+        spike = self.thresholds.grad_norm_spike * median(past)
+        limit = max(spike, median(self._early["grad_norm"]))
         return [EchoTrapWarning("grad_norm_spike", last, limit)] if last > limit else []
 
     def _has_level(self, name: str) -> bool:

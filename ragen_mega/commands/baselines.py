@@ -26,7 +26,7 @@ from ragen_mega.environments.boards import (
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.protocol import Budget, Environment
-from ragen_mega.environments.reference_players import Baselines, baselines
+from ragen_mega.environments.reference_players import EPISODES_PER_PROMPT, Baselines, baselines
 from ragen_mega.environments.registry import held_out_options, make, names
 from ragen_mega.report.metrics import write_json
 
@@ -96,7 +96,7 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
         else f"{result.random_ci_low:.1%} to {result.random_ci_high:.1%}"
     )
     rows = (
-        ("random", result.random, f"one trajectory per prompt, 95%: {interval}"),
+        ("random", result.random, f"{_how(result)}; of one trajectory per prompt, 95%: {interval}"),
         ("optimum", result.optimum, "seeing the state once per turn"),
         ("optimum, closed loop", result.optimum_closed_loop, "seeing the state after every action"),
     )
@@ -109,6 +109,14 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
         f" of at most {budget.max_actions_per_turn} actions, {budget.max_actions} in total"
     )
     return "\n".join((head, *lines))
+
+
+def _how(result: Baselines) -> str:
+    """How the rate of the random player was found."""
+    if result.is_exact:
+        return "exact"
+    is_played = result.optimum is None  # else a solver has sampled it
+    return f"{EPISODES_PER_PROMPT} episodes per prompt" if is_played else "sampled"
 
 
 @command(__doc__, *FLAGS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -41,6 +40,15 @@ def target(text: str) -> Path:
 
 
 JSON = flag("--json", "write the result here", type=target, metavar="OUT")
+
+
+def report_folder(pages: str, beside: Path) -> Path:
+    """Where a report goes unless told: to these pages of the repository where that is the working
+    directory, anywhere else beside what it is about.
+    """
+    from ragen_mega.report.provenance import REPOSITORY
+
+    return Path(pages) if Path.cwd() == REPOSITORY else beside
 
 
 class _Parser(argparse.ArgumentParser):
@@ -133,10 +141,8 @@ def read_settings(
     newer than the run have their defaults. Also the recorded start that the step belongs to,
     None for an older run. Raises ValueError if the directory holds no run.
     """
-    from ragen_mega.report.metrics import CONFIG_FILE
+    from ragen_mega.config.recorded import read_recorded
     from ragen_mega.report.provenance import settings_at, with_defaults
 
-    if not (run / CONFIG_FILE).exists():
-        raise ValueError(f"{run} holds no run (no {CONFIG_FILE}); give a run directory")
-    settings, start = settings_at(json.loads((run / CONFIG_FILE).read_text()), step)
+    settings, start = settings_at(read_recorded(run), step)
     return with_defaults(settings), start

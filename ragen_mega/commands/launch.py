@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
+_EXPLAINED = (1, 2)
+"""Exit codes of an exception that nobody caught, and of an error in one line."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """torch's switch. A page is faulted in by every fresh tensor, and 512 small ones cost more than a
 large one; where the kernel has none, nothing changes.
@@ -73,6 +75,12 @@ def main(argv: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
+            if failure.exitcode not in _EXPLAINED and failure.exitcode < 128:
+                print(
+                    f"error: rank {rank} ended with exit code {failure.exitcode} and without a"
+                    " Python exception: a library, or an environment, has ended the process",
+                    file=sys.stderr,
+                )
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
         hint = "; the machine may be out of memory (see dmesg)" if name == "SIGKILL" else ""

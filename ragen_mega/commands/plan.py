@@ -7,7 +7,7 @@ phase, before anything is rented or built.
     ragen-mega plan --model Qwen2.5-7B --num-gpus 8 --bf16 --tensor-model-parallel-size 4 \\
         --rollout-engine sglang
     ragen-mega plan --validate                # predicted beside published
-    ragen-mega plan --calibrate machine.json  # measure this machine, in two minutes
+    ragen-mega plan --calibrate machine.json  # measure this machine, in some minutes
 
 All other flags are those of training. They come after those of --recipe, which is planned as it is,
 or of the model's own recipe (for a directory that of the model nearest in size), whose layout is

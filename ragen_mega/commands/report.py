@@ -29,7 +29,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from ragen_mega.commands.command_line import command, flag
+from ragen_mega.commands.command_line import command, flag, report_folder
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import SUMMARY_FILE, write_json
 from ragen_mega.report.viewer.data import read_run
@@ -223,7 +223,7 @@ def _player(text: str) -> tuple[str, float]:
 @command(
     __doc__,
     ("runs", {"nargs": "+", "type": Path, "help": "run directories"}),
-    flag("--output", "folder of the report", Path("docs/results")),
+    flag("--output", "folder of the report (default: reports/ beside that of the runs)", type=Path),
     flag("--title", "name of the files and heading of the report", required=True),
     flag(
         "--return-of",
@@ -253,9 +253,11 @@ def main(arguments: argparse.Namespace) -> None:
                 f"--return-of needs mean returns, and {SUMMARY_FILE} of {row['run']} has no reward"
                 f" of {row['set']}; leave the run or --return-of out"
             )
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    beside = arguments.runs[0].parent.parent / "reports"
+    folder = arguments.output or report_folder("docs/results", beside)
+    folder.mkdir(parents=True, exist_ok=True)
     text = markdown(arguments.title, rows, players) + warnings(runs)
-    target = arguments.output / arguments.title
+    target = folder / arguments.title
     Path(f"{target}.md").write_text(text)
     shown = [{key: row[key] for key in row if key != "alike"} for row in rows]
     hardware = ", ".join({row["hardware"]: None for row in rows})
@@ -265,3 +267,4 @@ def main(arguments: argparse.Namespace) -> None:
     write_json(f"{target}.json", report)
     plot(runs, rows, Path(f"{target}.svg"), players)
     print(text)
+    print(f"written to {target}.md, .json and .svg")

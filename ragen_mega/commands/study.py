@@ -23,17 +23,19 @@ sampled trajectories; none takes the number of steps from the arms.
 import argparse
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ragen_mega.commands import study_scaling, study_signals, study_table
-from ragen_mega.commands.command_line import command, flag
+from ragen_mega.commands.command_line import command, flag, report_folder
 from ragen_mega.commands.plan_machine import find_machine
 from ragen_mega.commands.study_runs import (
     IDENTITY,
     Runner,
+    Terminated,
     check_ranks,
     claim_folder,
     find_jobs,
@@ -142,7 +144,7 @@ def predict(
     flag("--predict", "only predict what the study takes and costs, and run nothing", False),
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
     flag("--output", "folder of the runs (default: studies/NAME-PRESET)", type=Path),
-    flag("--reports", "folder of the report", Path("docs/results/studies")),
+    flag("--reports", "folder of the report (default: report/ in that of the runs)", type=Path),
     flag("--mixed", "go on although code or study has changed", False),
     flag("--report", "only report what has finished", False),
     flag("--signals", "only correlate signals with outcomes, over the studies in here", type=Path),
@@ -150,7 +152,8 @@ def predict(
 )
 def main(arguments: argparse.Namespace) -> int | None:
     if arguments.signals:
-        return study_signals.write(arguments.signals, arguments.reports)
+        beside = report_folder("docs/results/studies", arguments.signals / "report")
+        return study_signals.write(arguments.signals, arguments.reports or beside)
     if arguments.list or not arguments.study:
         for path in sorted(STUDIES.glob("*.toml")):
             study = Study.read(path)
@@ -168,6 +171,9 @@ def main(arguments: argparse.Namespace) -> int | None:
     layouts = arguments.layouts or ("all" if arguments.predict and scales else None)
     arms = chosen(study, arguments.models, layouts)
     folder = arguments.output or Path("studies") / f"{study.name}-{study.preset}"
+    arguments.reports = arguments.reports or report_folder(
+        "docs/results/studies", folder / "report"
+    )
     match, only_reports = arguments.match or "none", arguments.report and not arguments.predict
     if only_reports:
         study, match, mixed = recorded(folder, study, arguments.match, mixed=arguments.mixed)
@@ -193,8 +199,8 @@ def main(arguments: argparse.Namespace) -> int | None:
     print(f"{len(jobs)} runs to go, {arguments.jobs} at a time, in {folder}", flush=True)
     try:
         runner.run(arguments.jobs)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("stopped; the same command goes on from the checkpoints", file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
     write_report(study, folder, arguments.reports, seeds, mixed, machine)
     return 1 if runner.failed else 0

@@ -14,15 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ragen_mega.commands.command_line import PROGRAM, ranks_command
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config.recorded import read_recorded
 from ragen_mega.data.packing import count_minibatches
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
 from ragen_mega.report.study import Arm, Study
-from ragen_mega.storage.run_directory import CONFIG_FILE
 
 IDENTITY = "study.json"
 
@@ -234,7 +235,7 @@ def warm_starts_beside(folder: Path) -> dict[str, Path]:
         if path.parent == folder or told["code"] != code or told["is_mixed"]:
             continue
         for run in filter(has_warm_start, sorted(path.parent.iterdir())):
-            config = StarPOConfig.from_dict(json.loads((run / CONFIG_FILE).read_text()))
+            config = StarPOConfig.from_dict(read_recorded(run))
             if config.model.load is None:
                 found.setdefault(warm_start_key(config), run)
     return found
@@ -255,6 +256,10 @@ def warm_start_key(config: StarPOConfig) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: as Ctrl-C, with another exit code."""
+
+
 class Runner:
     """Works through jobs, some at a time."""
 
@@ -272,9 +277,9 @@ class Runner:
 
     def run(self, at_a_time: int) -> None:
         """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
-        raises KeyboardInterrupt.
+        raises KeyboardInterrupt, `Terminated` on SIGTERM.
         """
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _terminate)
         workers = [threading.Thread(target=self._work) for _ in range(at_a_time)]
         try:
             for worker in workers:
@@ -326,6 +331,10 @@ class Runner:
             print(f"{name} {failure}", flush=True)
         left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
         print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _told(log: Path) -> str:

@@ -3,16 +3,27 @@ and wins.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import shlex
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 
 from ragen_mega.config.flags import all_flags, help_text, read_settings
-from ragen_mega.config.schema import StarPOConfig, flag_of, parse_shares
+from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.schema import (
+    EnvironmentConfig,
+    StarPOConfig,
+    flag_of,
+    json_object,
+    parse_shares,
+)
 from ragen_mega.data.registry import did_you_mean
+from ragen_mega.environments.pool import briefly
+from ragen_mega.environments.registry import make
 
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
@@ -23,6 +34,14 @@ _BELONGS_TO = {
     "--filter-strategy": (("--filter-value", "--filter-start"), ("--filter-keep-zero",)),
 }
 """Flags with a value, and switches, that mean nothing, or something else, under another choice."""
+_LIMITS = (
+    ("max_turns", "max_actions_per_turn", "max_actions"),
+    ("format_penalty",),
+    ("max_response_length",),
+)
+"""Of an episode; an environment may declare them itself. Those of a group bound each other."""
+_OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
+"""Settings that say how a run was begun, and nothing of what goes on."""
 
 
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
@@ -33,22 +52,52 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
     recipe.
     """
     name, rest = split_recipe(argv, default)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--environments", nargs="?", const="")
-    chosen, rest = parser.parse_known_args(rest)
-    played = chosen.environments
-    if played is not None:
-        rest += ["--environments", played]
-    if name == "none":
-        return rest
     known = recipe_names(directory)
     if name not in known:
         raise ValueError(
             f"--recipe must name one of {', '.join(known)}, not {name!r}"
             f"{did_you_mean(name, known)}; files are in {directory}"
         )
-    flags = _of_choices(read_flags(directory / f"{name}.flags"), rest)
-    return [*(flags if played is None else _of_played(flags, played)), *rest]
+    return _under([] if name == "none" else read_flags(directory / f"{name}.flags"), rest)
+
+
+def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:
+    """The flags that a run has recorded, then `argv`, which go on with it. Raises ValueError if
+    there is no run, or if `argv` says where another one is.
+    """
+    given = {name for section in read_settings(argv).values() for name in section}
+    if taken := sorted(given & {"recipe", "name", "output"}):
+        raise ValueError(
+            f"--resume {run} says which run goes on, under the flags that it has recorded; drop"
+            f" {', '.join(map(flag_of, taken))}, or give --resume without a directory"
+        )
+    recorded, flags = read_recorded(run), []
+    for one in all_flags():
+        value = recorded.get(one.section, {}).get(one.name, one.default)
+        if value == one.default or one.name in _OF_A_START:
+            continue
+        flag, text = flag_of(one.name), str(value)
+        if one.is_switch:
+            flags.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            flags += [f"{flag}={text}"] if text.startswith("--") else [flag, text]
+    run = run if run.name else run.resolve()
+    return [*_under(flags, argv), "--resume", "--output", str(run.parent), "--name", run.name]
+
+
+def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
+    """Flags of a recipe or a run, less those that mean nothing beside `rest`, then `rest`."""
+    flags, played = _of_choices(flags, rest), _value("--environments", rest)
+    if played is not None:
+        flags = _of_played(_less_declared(flags, rest, played), played)
+    return [*flags, *rest]
+
+
+def _value(flag: str, words: Sequence[str]) -> str | None:
+    """What a flag is given among `words`, the last time; None if it is not there."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, nargs="?", const="", dest="value")
+    return parser.parse_known_args(words)[0].value
 
 
 def split_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
@@ -57,6 +106,18 @@ def split_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     parser.add_argument("--recipe", nargs="?", default=default, const="")
     chosen, rest = parser.parse_known_args(argv)
     return chosen.recipe, rest
+
+
+def split_resumed(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The directory of the run that `--resume RUN_DIR` names and the other words; None and all
+    words without a directory.
+    """
+    run = _value("--resume", argv)
+    if not run:
+        return None, [*argv]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?")
+    return Path(run), parser.parse_known_args(argv)[1]
 
 
 def recipe_names(directory: Path = RECIPES) -> list[str]:
@@ -72,13 +133,37 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
         return {name: value for name, value in options.items() if name in names}
 
     kept = list(flags)
-    for index, (flag, value) in enumerate(pairwise(flags), start=1):
+    for index, (flag, value) in enumerate(itertools.pairwise(flags), start=1):
         if flag == "--environment-options":
             kept[index] = json.dumps(keep(json.loads(value)))
         elif flag == "--curriculum":
             steps = json.loads(value)
             kept[index] = json.dumps({step: keep(options) for step, options in steps.items()})
     return kept
+
+
+def _less_declared(flags: list[str], rest: Sequence[str], played: str) -> list[str]:
+    """The flags of a recipe, less the limits of an episode that an environment declares which the
+    recipe is not about: they were chosen for another one.
+    """
+    about = parse_shares(_value("--environments", flags) or EnvironmentConfig.environments)
+    limits = [group for group in _LIMITS if {flag_of(name) for name in group} & {*flags}]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in parse_shares(played).keys() - about.keys() if limits else ():
+        # what cannot be built is said where all settings are known
+        with contextlib.suppress(ValueError):
+            given = _value("--environment-options", rest) or "{}"
+            build = partial(make, name, **json_object("environment_options", given).get(name, {}))
+            with briefly(name, build, EnvironmentConfig.environment_timeout) as environment:
+                own = [
+                    group
+                    for group in limits
+                    if any(getattr(environment, limit, None) is not None for limit in group)
+                ]
+            limits = [group for group in limits if group not in own]
+            for limit in itertools.chain(*own):
+                parser.add_argument(flag_of(limit), nargs="?")
+    return parser.parse_known_args(flags)[1]
 
 
 def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
@@ -111,12 +196,17 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
 
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
+    resumed, argv = split_resumed(argv)
     name, rest = split_recipe(argv, recipe)
     if {"-h", "--help"} & set(rest):
         if os.environ.get("RANK", "0") == "0":  # which every rank was asked for
             chosen = read_settings(with_recipe([], default=name))
             print(help_text(name, chosen, recipe_names()), end="")
         raise SystemExit(0)
-    settings = read_settings(with_recipe(rest, default=name))
+    if resumed is not None:
+        settings = read_settings(with_recorded(resumed, argv))
+        name = read_recorded(resumed).get("logging", {}).get("recipe", "none")
+    else:
+        settings = read_settings(with_recipe(rest, default=name))
     settings.setdefault("logging", {})["recipe"] = name
     return StarPOConfig.from_dict(settings)

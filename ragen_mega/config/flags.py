@@ -154,7 +154,8 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
     """
     width = min(shutil.get_terminal_size().columns, 100)
     lines = [
-        "usage: bash examples/pretrain_starpo.sh [--recipe NAME] [flags]",
+        "usage: ragen-mega train [--recipe NAME] [flags]",
+        "   or: bash examples/pretrain_starpo.sh [--recipe NAME] [flags]    (in a clone)",
         "",
         *textwrap.wrap(
             f"{StarPOConfig.__doc__} A later flag wins, and any flag over the recipe's.", width

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from ragen_mega.algorithm.tables import (
-    METRICS,
     Estimator,
+    check_estimator,
+    check_filter,
+    check_metric,
     find_estimator,
     find_filter,
     parse_reward,
@@ -561,6 +563,7 @@ class FilterConfig(Section):
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         name, declared = self.filter_strategy, find_filter(self.filter_strategy)
+        check_filter(name)
         return (
             (
                 declared.value == "none" and self.filter_value is not None,
@@ -640,6 +643,7 @@ class AdvantageConfig(Section):
     def rules(self) -> Sequence[tuple[bool, str]]:
         parse_reward(self.reward)
         name, declared = self.advantage_estimator, self.estimator
+        check_estimator(name)
         return (
             *(
                 (
@@ -961,6 +965,8 @@ class CheckpointConfig(Section):
     """
     resume: bool = False
     """Go on from the newest intact checkpoint of the run of this name; begin it if there is none.
+    --resume RUN_DIR goes on with that run under the flags that it has recorded, and those given
+    now.
     """
 
 
@@ -1024,7 +1030,7 @@ class LoggingConfig(Section):
 
     def rules(self) -> Sequence[tuple[bool, str]]:
         for name in self.metric_names:
-            METRICS.check(name)
+            check_metric(name)
         return (
             (
                 self.name is not None and self.name in ("", ".", "..") or "/" in (self.name or ""),

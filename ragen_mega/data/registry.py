@@ -70,12 +70,11 @@ class Registry:
         named = {name for name in self._known if ":" not in name}
         return sorted(named | {entry.name for entry in entry_points(group=self.group)})
 
-    def check(self, name: str) -> None:
-        """Raise ValueError, in one line, unless `name` stands for something. Imports nothing of the
-        package itself.
+    def check(self, name: str) -> Any:
+        """What `name` stands for, as an import path where that is of the package itself: nothing of
+        it is imported. Raises ValueError, in one line, if there is no such thing.
         """
-        if name not in self._known:
-            self.get(name)
+        return self._known[name] if name in self._known else self.get(name)
 
     def get(self, name: str) -> Any:
         """What `name` stands for. Raises ValueError, in one line, if there is no such thing or it

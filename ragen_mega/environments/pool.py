@@ -9,11 +9,16 @@ never returns keeps its thread until the process exits, which it does not delay.
 
 import asyncio
 import contextlib
+import os
 import queue
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar
 
 from ragen_mega.environments import calls
@@ -21,11 +26,17 @@ from ragen_mega.environments import calls
 MAX_THREADS = 256
 """Most environments of one kind that are open at a time, if each has its own thread."""
 
+_PACKAGE = os.path.join(Path(__file__).parents[1], "")
+_WORLDS = tuple(os.path.join(Path(__file__).parent, name, "") for name in ("worlds", "adapters"))
+_LIBRARIES = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
+
 T = TypeVar("T")
 
 
 class EnvironmentFailed(Exception):
-    """A call into an environment raised or exceeded its time limit; the text says which."""
+    """A call into an environment raised or exceeded its time limit; the text says which, and
+    where.
+    """
 
 
 def guarded(function: Callable[[], T]) -> T:
@@ -35,7 +46,26 @@ def guarded(function: Callable[[], T]) -> T:
     except (KeyboardInterrupt, GeneratorExit):  # of the process, not of the environment
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+        raise EnvironmentFailed(f"{type(error).__name__}: {error}{where(error)}") from error
+
+
+def where(error: BaseException) -> str:
+    """` (in step, my_world.py:12)`: the method of the environment that raised, and the innermost
+    line that is no library's. Nothing where our own checks raised: their text names the method.
+    """
+    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    entered = 1 + max((at for at, (code, _) in enumerate(lines) if _is_ours(code)), default=-1)
+    if not (inside := lines[entered:]):
+        return ""
+    own = [line for line in inside if not line[0].co_filename.startswith(_LIBRARIES)]
+    code, number = (own or inside)[-1]
+    return f" (in {inside[0][0].co_name}, {code.co_filename}:{number})"
+
+
+def _is_ours(code: CodeType) -> bool:
+    """Whether it is of what calls environments; worlds of the package are environments."""
+    name = code.co_filename
+    return name.startswith(_PACKAGE) and not name.startswith(_WORLDS)
 
 
 def is_instant(environment: object) -> bool:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.pool import EnvironmentFailed, guarded
+from ragen_mega.environments.pool import EnvironmentFailed, guarded, where
 from ragen_mega.environments.protocol import Observation, StepResult
 from ragen_mega.environments.registry import make
 
@@ -145,8 +145,10 @@ def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any
 
 
 def _portable(error: BaseException) -> Exception:
-    """The error in a form that the other process can unpickle, with the same meaning."""
+    """The error in a form that the other process can unpickle, with the same meaning, and with the
+    place, which only this process knows.
+    """
     for kind in (AttributeError, ValueError, TypeError, FloatingPointError):
         if isinstance(error, kind):
-            return kind(str(error))
-    return RuntimeError(f"{type(error).__name__}: {error}")
+            return kind(f"{error}{where(error)}")
+    return RuntimeError(f"{type(error).__name__}: {error}{where(error)}")

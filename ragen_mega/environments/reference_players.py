@@ -29,7 +29,8 @@ from ragen_mega.environments.protocol import (
 from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
 from ragen_mega.environments.registry import make
 
-_EPISODES_PER_PROMPT = 32  # of the random player in environments without a solver
+EPISODES_PER_PROMPT = 32
+"""Of the random player in environments without a solver."""
 _RESETS = 5  # of an environment that fails now and then
 MAX_SECONDS = 10.0
 """If measuring the random player takes longer, its rate is unknown."""
@@ -193,20 +194,20 @@ def _measure_random(
         successes = 0
         for seed, rows in prompts:
             rng = np.random.default_rng(stable_seed(seed, "random player"))
-            for _ in range(_EPISODES_PER_PROMPT):
+            for _ in range(EPISODES_PER_PROMPT):
                 if time.monotonic() > deadline:
                     return None
                 try:
                     successes += guarded(partial(_play_randomly, episode, seed, rows, rng))
                 except EnvironmentFailed as error:
                     failures.append(error)
-        return successes / (_EPISODES_PER_PROMPT * len(prompts))
+        return successes / (EPISODES_PER_PROMPT * len(prompts))
 
     try:
         rate = worker.wait(measure)
     except EnvironmentFailed:  # a call does not return
         rate = None
-    if len(failures) == _EPISODES_PER_PROMPT * len(prompts):
+    if len(failures) == EPISODES_PER_PROMPT * len(prompts):
         raise ValueError(f"environment {name} fails whatever is done: {failures[0]}")
     return rate
 

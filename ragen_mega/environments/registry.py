@@ -7,12 +7,12 @@ entry point group `ragen_mega.environments`.
 
 import inspect
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ragen_mega.data.registry import Registry
-from ragen_mega.environments.actions import ACTION_SEPARATOR
+from ragen_mega.environments.actions import ACTION_SEPARATOR, parse_response
 from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import Environment
 
@@ -127,6 +127,8 @@ def _check_members(name: str, environment: Any) -> None:
             f"environment {name} has no {' and no '.join(missing)}; an environment is a class with"
             " reset(seed) and step(action) (docs/environments.md)"
         )
+    for method, taken in (("reset", "seed"), ("step", "action")):
+        _check_signature(name, method, taken, getattr(environment, method))
     for member, kind, rule in (
         ("actions", str, "names; leave them out for free text"),
         ("tools", dict, "JSON schemas; leave them out if there are none"),
@@ -141,10 +143,11 @@ def _check_members(name: str, environment: Any) -> None:
             raise ValueError(
                 f"{member} of environment {name} must be a sequence of {rule}, not {values!r:.60}"
             )
-    if parted := [name for name in getattr(environment, "actions", ()) if ACTION_SEPARATOR in name]:
+    if unread := [word for word in getattr(environment, "actions", ()) if not _can_be_read(word)]:
         raise ValueError(
-            f"action {parted[0]!r} of environment {name} holds {ACTION_SEPARATOR}, which stands"
-            " between the actions of an answer; rename it"
+            f"action {unread[0]!r} of environment {name} cannot be read from an answer: a name must"
+            f" hold no {ACTION_SEPARATOR}, which stands between actions, no tag such as </answer>,"
+            " and not only space; rename it"
         )
     for tool in getattr(environment, "tools", ()):
         function = tool.get("function", tool)
@@ -153,6 +156,35 @@ def _check_members(name: str, environment: Any) -> None:
                 f"every schema in tools of environment {name} must have a name, itself or under"
                 f" function; {tool!r:.60} has none"
             )
+
+
+def _check_signature(name: str, method: str, taken: str, function: Any) -> None:
+    """Raise ValueError if `function(taken)` is no call that it could answer."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # compiled, and it does not say
+        return
+    try:
+        signature.bind(taken)
+    except TypeError as error:
+        remedy = "change its parameters"
+        if "options" in signature.parameters:
+            remedy = (
+                "that is Gymnasium's: register it there and name it gymnasium:my_module:MyEnv-v0"
+                " (docs/adapters.md)"
+            )
+        raise ValueError(
+            f"{method} of environment {name} is called as {method}({taken}), and"
+            f" {method}{signature} does not take that ({error}); {remedy}"
+        ) from None
+
+
+@cache
+def _can_be_read(action: str) -> bool:
+    """Whether an answer that names this action is read as it."""
+    answer = f"<answer> {action} </answer>"
+    parsed = parse_response(answer, legal_actions=[action], think=False, max_actions=2)
+    return parsed.actions == (action,) and not parsed.has_invalid_action
 
 
 def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list[str]:

@@ -8,16 +8,23 @@ import json
 import math
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.report.markdown import table
 from ragen_mega.report.provenance import STARTS, append_start
 from ragen_mega.storage.integrity import write_whole
-from ragen_mega.storage.run_directory import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, claim
+from ragen_mega.storage.run_directory import (
+    METRICS_FILE,
+    SUMMARY_FILE,
+    begin,
+    claim,
+    put_back,
+)
 
 HEADLINES = ("eval/success", "rollout/success")
 """Metrics that TensorBoard shows in its table of hyperparameters."""
@@ -179,27 +186,49 @@ class RunLogger:
                 "run pip install wandb or drop --wandb-project"
             )
         claim(self.directory, resume=resume, overwrite=overwrite)
-        if wandb_project is not None:
-            import wandb
+        with self._unless_refused():
+            if wandb_project is not None:
+                self._open_wandb(wandb_project, resume)
 
-            id_file = self.directory / WANDB_ID
-            if not id_file.exists():  # names of runs are not unique
-                write_whole(id_file, secrets.token_hex(8).encode())
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Around what may still refuse the run: what this one replaces is deleted if nothing does,
+        and is there again if something raises.
+        """
+        with self._unless_refused():
+            yield
+        if self._is_writer:
+            begin(self.directory)
 
-            self._wandb = wandb.init(
-                project=wandb_project,
-                name=self.directory.name,
-                id=id_file.read_text(),
-                dir=str(self.directory),
-                resume="allow" if resume else None,
-            )
-            self._open_files.callback(self._wandb.finish)
+    @contextmanager
+    def _unless_refused(self) -> Iterator[None]:
+        with ExitStack() as refused:
+            if self._is_writer:
+                refused.callback(put_back, self.directory)
+                refused.callback(self.close)
+            yield
+            refused.pop_all()
+
+    def _open_wandb(self, project: str, resume: bool) -> None:
+        import wandb
+
+        id_file = self.directory / WANDB_ID
+        if not id_file.exists():  # names of runs are not unique
+            write_whole(id_file, secrets.token_hex(8).encode())
+        self._wandb = wandb.init(
+            project=project,
+            name=self.directory.name,
+            id=id_file.read_text(),
+            dir=str(self.directory),
+            resume="allow" if resume else None,
+        )
+        self._open_files.callback(self._wandb.finish)
 
     def write_config(self, settings: Settings, start: Mapping[str, Any]) -> None:
         """Write the settings, and append this start of the run to the earlier ones."""
         if self._is_writer:
             path = self.directory / CONFIG_FILE
-            before = json.loads(path.read_text()) if path.exists() else {}
+            before = read_recorded(self.directory) if path.exists() else {}
             write_json(path, append_start(before, settings, start))
             self._settings = settings
             if self._wandb is not None:

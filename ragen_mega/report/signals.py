@@ -4,7 +4,6 @@ Spearman's correlation within strata: ranks are taken within each stratum and ce
 that what whole strata differ by (their recipe, their seed, their step) does not count.
 """
 
-import json
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import read_object, read_recorded
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from ragen_mega.report.provenance import known_config
-from ragen_mega.storage.run_directory import CONFIG_FILE
 
 Floats = NDArray[np.float64]
 SUCCESS = "rollout/success"
@@ -182,8 +181,8 @@ def read_runs(folder: Path, start_of: Callable[[StarPOConfig], str]) -> tuple[li
 def _outcome(run: Path, start_of: Callable[[StarPOConfig], str]) -> tuple[float, str]:
     """`Run.final` and `Run.start`."""
     try:
-        config = known_config(json.loads((run / CONFIG_FILE).read_text()))
-        sets = json.loads((run / SUMMARY_FILE).read_text())["sets"]
+        config = known_config(read_recorded(run))
+        sets = read_object(run / SUMMARY_FILE)["sets"]
         final = [sets[name]["success"] for name in config.environment.shares]
         return float(np.mean(final)), start_of(config)
     except KeyError as error:

@@ -51,13 +51,17 @@ class TraceWriter:
         directory: Path,
         decode: Callable[[list[int]], str],
         config: EnvironmentConfig,
+        say: Callable[[str], None],
     ) -> None:
-        """`decode`: token ids -> text, special tokens included."""
+        """`decode`: token ids -> text, special tokens included; `say` is told once why an
+        environment that draws itself has no pictures.
+        """
         self.directory = directory
         # Nearly always single tokens, and mostly ones that were there before.
         self._decode = lru_cache(_REMEMBERED)(lambda tokens: decode([*tokens]))
         self._config = config
         self._undrawn: set[str] = set()  # environments that need not be built again to know it
+        self._say, self._told = say, set[str]()
 
     def write_step(
         self,
@@ -121,9 +125,9 @@ class TraceWriter:
             )
         trace = {"step": step, "strings": list(strings), "groups": entries}
         text = json.dumps(trace, separators=(",", ":"), default=str)
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{name}.json.gz"
-        write_whole(path, gzip.compress(text.encode(), compresslevel=4, mtime=0), mode=0o600)
+        write_whole(path, gzip.compress(text.encode(), compresslevel=4, mtime=0))
 
     def _member(self, trajectory: Trajectory, strings: dict[str, int]) -> dict[str, Any]:
         total, *rewards = _short([trajectory.total_reward, *(t.reward for t in trajectory.turns)])
@@ -150,10 +154,17 @@ class TraceWriter:
         name, drawn = trajectories[0].environment, None
         if name not in self._undrawn:
             timeout = self._config.environment_timeout
-            drawn = pictures(trajectories, board, options, timeout=timeout)
+            drawn = pictures(
+                trajectories, board, options, timeout=timeout, say=partial(self._miss, name)
+            )
         if drawn is None:
             self._undrawn.add(name)
         return drawn or [[] for _ in trajectories]
+
+    def _miss(self, name: str, why: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._say(f"pictures of {name} are missing in the viewer: {why}")
 
     def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
         """The text of each token; a character of several tokens belongs to the last of them."""
@@ -184,36 +195,51 @@ def pictures(
     options: Mapping[str, Any],
     *,
     timeout: float = 0.0,
+    say: Callable[[str], None],
 ) -> list[list[str]] | None:
     """What `render()` of the environment gives at the start and after each turn of every trajectory
     of a group: text, or SVG; None from an environment without pictures, or that cannot be built
     within `timeout` seconds (0: no limit). The trajectories are replayed for it, so only instant
-    environments have them.
+    environments have them. `say` is told why what has a `render` is not drawn.
     """
     name = trajectories[0].environment
     try:
         with briefly(name, partial(make, name, **options), timeout) as world:
-            if not is_instant(world) or not callable(getattr(world, "render", None)):
+            if not callable(getattr(world, "render", None)):
                 return None
-            return [_replayed(world, trajectory, board) for trajectory in trajectories]
-    except ValueError:
+            if not is_instant(world):
+                say("render() is called where the class declares is_instant = True")
+                return None
+            return [_replayed(world, trajectory, board, say) for trajectory in trajectories]
+    except ValueError as error:
+        say(str(error))
         return None  # not worth waiting for the next one
 
 
-def _replayed(world: Any, trajectory: Trajectory, board: Board) -> list[str]:
+def _replayed(
+    world: Any, trajectory: Trajectory, board: Board, say: Callable[[str], None]
+) -> list[str]:
     def play() -> list[str]:
         calls.reset(world, trajectory.seed, outcome_seed=trajectory.outcome_seed, board=board)
-        drawn = [str(world.render())]
+        drawn = [_drawn(world)]
         for turn in trajectory.turns:
             for action in turn.info.get("actions", ()):
                 calls.step(world, action)
-            drawn.append(str(world.render()))
+            drawn.append(_drawn(world))
         return drawn
 
     try:
         return guarded(play)
-    except EnvironmentFailed:
+    except EnvironmentFailed as error:
+        say(str(error))
         return []  # a picture is not worth a failed run
+
+
+def _drawn(world: Any) -> str:
+    picture = world.render()
+    if not isinstance(picture, str):
+        raise TypeError(f"render must return text or SVG (str), not {picture!r:.60}")
+    return picture
 
 
 def _told(info: Mapping[str, Any]) -> dict[str, Any]:

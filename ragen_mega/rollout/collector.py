@@ -128,6 +128,14 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
         raise ValueError(trajectories[0].turns[0].info.get(ERROR, "no token sampled"))
 
 
+def no_room(environment: str, num_tokens: int, max_context: int) -> str:
+    """What is said of a first prompt that fills the context."""
+    return (
+        f"the first prompt of {environment} has {num_tokens} tokens and max_context_length is"
+        f" {max_context}; raise --max-context-length or shorten the prompt"
+    )
+
+
 def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
     """The groups that they belong to, in order of the first member."""
     groups: dict[int, TrajectoryGroup] = {}
@@ -385,11 +393,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             context = Context(renderer, seat.episode, settings.context_window)
             trajectory.append_observation(context.begin(messages))
             if len(trajectory) >= max_context:
-                raise EnvironmentFailed(
-                    f"the first prompt of {task.environment} has {len(trajectory)} tokens and"
-                    f" max_context_length is {max_context}; raise --max-context-length or shorten"
-                    " the prompt"
-                )
+                raise EnvironmentFailed(no_room(task.environment, len(trajectory), max_context))
         except EnvironmentFailed as error:
             return self._unplayed(trajectory, error)
         max_tokens = seat.episode.max_response_length

@@ -24,7 +24,7 @@ from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
 from ragen_mega.rollout.collector import Advance, PlaySettings, check_starts
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.summary import environment_errors
+from ragen_mega.rollout.summary import describe_errors, environment_errors
 from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
 
 
@@ -51,6 +51,8 @@ class EvaluationResult:
     pass_at_k: dict[str, float]
     prompt_success: list[float]
     """Success rate of each prompt, in order, so that runs can be compared prompt by prompt."""
+    errors_say: str | None = None
+    """One line about these episodes, with the reason of the first; None if there are none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Field name -> value, as JSON takes it."""
@@ -58,11 +60,10 @@ class EvaluationResult:
 
     def __str__(self) -> str:
         known = ["-" if rate is None else f"{rate:.1%}" for rate in (self.random, self.optimum)]
-        errors = self.environment_errors
         return (
             f"success {self.success:.1%} [{self.ci_low:.1%}, {self.ci_high:.1%}]"
             f"  random {known[0]}  optimum {known[1]}"
-            + (f"  ended by environment errors: {errors}" if errors else "")
+            + (f"; {self.errors_say}" if self.errors_say else "")
         )
 
 
@@ -171,6 +172,7 @@ def _score(
         environment_errors=len(environment_errors(played)),
         pass_at_k=pass_at_k(successes),
         prompt_success=[sum(row) / len(row) for row in successes],
+        errors_say=describe_errors(played),
     )
 
 

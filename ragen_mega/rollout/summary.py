@@ -12,7 +12,8 @@ from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR
 
-_MAX_REASON = 200
+_MAX_REASON = 300
+"""Characters, so that the place of an error is among them."""
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -13,12 +13,13 @@ from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.pool import briefly
+from ragen_mega.environments.pool import EnvironmentFailed, Worker, briefly
 from ragen_mega.environments.processes import HostedEnvironment
 from ragen_mega.environments.protocol import Environment
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import PlaySettings, Task, tasks_for_group
+from ragen_mega.rollout.collector import PlaySettings, Task, no_room, tasks_for_group
+from ragen_mega.rollout.renderer import ChatRenderer
 
 TRAINING_SEEDS = (1_000_000, 1_000_000_000)
 """Training draws prompt seeds from this range; evaluation sets and held-out checks use smaller
@@ -180,3 +181,31 @@ def evaluation_prompts(
     if not takes_boards:
         return [(seed, None) for seed in seeds]
     return [(one.seed, one.rows) for one in load_boards(boards, name, **options)[:num_prompts]]
+
+
+def check_first_prompts(
+    config: StarPOConfig, prompts: Mapping[str, Sequence[Prompt]], renderer: ChatRenderer
+) -> None:
+    """Raise ValueError if the first of the `prompts` that an environment is evaluated on, or one
+    that it is trained on, fills the context. One that does not begin may be away for a moment.
+    """
+    world = config.environment
+    first = [
+        (name, episode_maker(world, name, options=world.evaluation_options(name)), *states[0])
+        for name, states in prompts.items()
+    ]
+    trained = [
+        (name, episode_maker(world, name, step=0), TRAINING_SEEDS[0], None) for name in world.shares
+    ]
+    for name, make_episode, seed, board in first + trained:
+        worker = Worker(world.environment_timeout)
+        episode = worker.build(name, make_episode)
+        start = partial(episode.start, seed, outcome_seed=seed, board=board)
+        try:
+            num_tokens = len(renderer.start(worker.wait(start), episode.tools))
+        except EnvironmentFailed:
+            continue
+        finally:
+            worker.end(partial(calls.close, episode.environment))
+        if num_tokens >= config.rollout.max_context_length:
+            raise ValueError(no_room(name, num_tokens, config.rollout.max_context_length))

@@ -18,7 +18,7 @@ from ragen_mega.data.distributed import on_main
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang.server import ServerSettings
-from ragen_mega.environments.reference_players import Baselines
+from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.megatron import precision
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
@@ -34,12 +34,12 @@ from ragen_mega.report.provenance import describe_start
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import TaskSampler, evaluation_prompts
+from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
 from ragen_mega.run.check import check, sizes_without_effect
 from ragen_mega.run.nodes import meet
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
 from ragen_mega.run.run import Run
-from ragen_mega.run.separate import Sampler, divide
+from ragen_mega.run.separate import Part, Sampler, divide
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,
@@ -49,7 +49,7 @@ from ragen_mega.storage.checkpoints import (
     lock_run,
 )
 from ragen_mega.storage.model_readers import open_model
-from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, with_name
+from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover, with_name
 from ragen_mega.warm_start.small_model import (
     Start,
     find_warm_start,
@@ -88,6 +88,23 @@ def build(config: StarPOConfig) -> Run | Sampler:
         name: reference_players(config.environment, name, prompts[name]) for name in names
     }
     logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
+    with logger.beginning():
+        return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
+
+
+def build_run(
+    config: StarPOConfig,
+    part: Part,
+    groups: ProcessGroupCollection,
+    prompts: dict[str, list[Prompt]],
+    references: dict[str, Baselines],
+    logger: RunLogger,
+    lock: TextIO | None,
+    checkpoint: Checkpoint | None,
+) -> Run:
+    """The run whose directory is there: its models, warm start included, and what it knows after
+    the steps of `checkpoint`, or of itself before the first.
+    """
     console = Console(
         is_writer=distributed.is_main(),
         num_steps=config.train.num_steps,
@@ -99,6 +116,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    on_main(lambda: check_first_prompts(config, prompts, renderer))
     start = Start(base, None)
     if config.model.load is None:
         start = find_warm_start(config) or warm_start(config, hf, groups, renderer, console)
@@ -358,6 +376,8 @@ def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint
     def lock() -> StarPOConfig:
         named, said = with_name(config)
         locks.append(lock_run(named.run_directory))
+        if recover(named.run_directory):
+            say(f"run {named.run_directory} is as before: what was to overwrite it did not begin")
         if said:
             say(said)
         return named

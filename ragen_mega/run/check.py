@@ -14,6 +14,7 @@ from typing import Any
 
 from ragen_mega.config import ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.schema import flag_of, parse_shares
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.models.directory import glance
@@ -21,7 +22,6 @@ from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
 from ragen_mega.storage.run_directory import (
     BASE,
-    CONFIG_FILE,
     WARM_START,
     WARM_START_CRITIC,
     Finished,
@@ -117,7 +117,7 @@ def _check_warm_start(config: StarPOConfig) -> None:
             f"warm_start_from must be the directory of a run without --load; {source} lacks"
             f" {', '.join(missing) or CONFIG_FILE}"
         )
-    there = _shape_of_warm_start(json.loads((source / CONFIG_FILE).read_text()))
+    there = _shape_of_warm_start(read_recorded(source))
     for name, here in _shape_of_warm_start(config.to_dict()).items():
         if there[name] != here:
             raise ValueError(

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
+from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.schema import json_object
 from ragen_mega.data import distributed
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
-from ragen_mega.report.metrics import CONFIG_FILE
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
@@ -119,7 +119,7 @@ def _settings(
     if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
         played = EnvironmentConfig(environments=environment)
         return local_directory(str(load)), replace(played, **rules), RolloutConfig()
-    config = StarPOConfig.from_dict(json.loads((directory / CONFIG_FILE).read_text()))
+    config = StarPOConfig.from_dict(read_recorded(directory))
     own = config.environment.options(environment)
     played = replace(
         config.environment,

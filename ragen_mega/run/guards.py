@@ -78,7 +78,7 @@ class UpdateGuard:
             self.directory.is_dir() and len(list(self.directory.iterdir())) >= MAX_FILES
         ):
             return None
-        self.directory.mkdir(mode=0o700, exist_ok=True)
+        self.directory.mkdir(exist_ok=True)
         path = self.directory / f"step_{step:08d}_{model}_{self.count}.safetensors"
         write_sealed(
             path, dict(minibatch.tensors()), {"step": step, "model": model, "result": dict(result)}

@@ -31,6 +31,7 @@ from ragen_mega.data import distributed
 from ragen_mega.report.console import fail
 from ragen_mega.report.hardware import PACKAGES, device, versions
 from ragen_mega.rollout.engine import Interrupted
+from ragen_mega.run.stop import end_process
 from ragen_mega.storage.run_directory import Finished
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -154,7 +155,7 @@ class _Watch:
         if not self._is_over:
             text = f"error: {self._lost}; --resume goes on from the last checkpoint\n"
             os.write(2, text.encode())
-            os._exit(2)  # the other threads wait for what is gone
+            end_process(2)  # the other threads wait for what is gone
 
 
 # What nodes must have in common

@@ -138,7 +138,10 @@ class Run:
                 say=self.console.say,
             )
         self.traces = TraceWriter(
-            directory / TRACES, self.renderer.tokenizer.decode, config.environment
+            directory / TRACES,
+            self.renderer.tokenizer.decode,
+            config.environment,
+            self.console.say,
         )
         self.guard = UpdateGuard(
             directory / FAULTS,
@@ -608,8 +611,9 @@ class Run:
                 self.checkpoints.wait()
                 self.console.say(f"stopped after {self.step} steps; --resume goes on from there")
             if isinstance(error, (FloatingPointError, PlugInError)):
-                last = self.checkpoints.last("a lower --lr or --clip-grad")
-                raise type(error)(f"{error}; {last}") from error
+                is_mistake = isinstance(error, PlugInError)
+                change = "that mended" if is_mistake else "a lower --lr or --clip-grad"
+                raise type(error)(f"{error}; {self.checkpoints.last(change)}") from error
         finally:
             is_stopped = isinstance(error, Interrupted)
             self.close(0 if error is None else self.stop.exit_code if is_stopped else 2)

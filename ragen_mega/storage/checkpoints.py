@@ -66,7 +66,13 @@ def lock_run(directory: Path) -> TextIO:
     The lock file is beside the directory, which may be deleted and recreated. Raises ValueError if
     another process has it, on another node too, or if the file system has no locks.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # of a file system that makes its directories itself
+        raise ValueError(
+            f"run directory {directory}: {error.filename} cannot be made ({error.strerror}); choose"
+            " another --output"
+        ) from None
     file = (directory.parent / f".{directory.name}.lock").open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,11 +218,11 @@ class CheckpointWriter:
         )
 
     def _prepare(self, temporary: Path) -> None:
-        self.directory.mkdir(mode=0o700, exist_ok=True)
+        self.directory.mkdir(exist_ok=True)
         # of a process that was killed while it wrote or deleted
         for leftover in self.directory.glob(".step_*"):
             shutil.rmtree(leftover)
-        temporary.mkdir(mode=0o700)
+        temporary.mkdir()
 
     def _write(
         self, write: Callable[[], Path], temporary: Path, facts: Mapping[str, Any], state: str

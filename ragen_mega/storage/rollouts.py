@@ -52,7 +52,7 @@ class RolloutStore:
         """Write a step's groups to disk. `origin` is what they depend on, as JSON values. Raises
         OSError.
         """
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         tensors, turns = _pack(groups)
         facts = {"format": FORMAT, "step": step, "origin": origin, "turns": turns}
         write_sealed(self._path(step), tensors, facts)

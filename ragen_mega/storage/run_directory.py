@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import CONFIG_FILE, read_object, read_recorded
 
-CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 BASE = "base"
@@ -65,7 +65,8 @@ def holds_work(path: Path) -> bool:
     if not path.is_dir():
         return path.exists()
     names, config = {entry.name for entry in path.iterdir()}, path / CONFIG_FILE
-    is_start = CONFIG_FILE in names <= {CONFIG_FILE, BASE} and _SECTION in config.read_text()
+    has_only_begun = CONFIG_FILE in names <= {CONFIG_FILE, BASE}
+    is_start = has_only_begun and _SECTION in config.read_text(errors="replace")
     return bool(names) and not is_start
 
 
@@ -111,14 +112,14 @@ def check_finished(config: StarPOConfig) -> None:
     summary = directory / SUMMARY_FILE
     if not (config.checkpoint.resume and summary.exists()):
         return
-    done = json.loads(summary.read_text())["steps"]
+    done = read_object(summary).get("steps", 0)
     if done < config.train.num_steps:
         return
     text = (
         f"run {directory} has done its {done} steps, and num_steps is {config.train.num_steps};"
         " raise --num-steps to train on, or choose another --name"
     )
-    before = json.loads((directory / CONFIG_FILE).read_text())
+    before = read_recorded(directory)
     changed = [
         name
         for section, values in now.items()
@@ -132,10 +133,42 @@ def check_finished(config: StarPOConfig) -> None:
 
 
 def claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
-    """Make the directory of a run, mode 0700. Raises ValueError as `check_directory` does."""
+    """Make the directory of a run; a run that is overwritten is set aside until `begin`. Raises
+    ValueError as `check_directory` does.
+    """
     check_directory(directory, resume=resume, overwrite=overwrite)
     if directory.is_dir() and not resume:
-        shutil.rmtree(directory)
-    # A run that continues is not finished any more.
+        if holds_work(directory) and not _aside(directory).exists():
+            directory.rename(_aside(directory))
+        else:  # what overwrote a run, and never began, is not worth more than that run
+            shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def begin(directory: Path) -> None:
+    """Nothing refuses this run any more: delete what it replaces, and that an earlier process had
+    finished it.
+    """
     (directory / SUMMARY_FILE).unlink(missing_ok=True)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _aside(directory).exists():
+        shutil.rmtree(_aside(directory))
+
+
+def put_back(directory: Path) -> None:
+    """The run in this directory is refused: the one that it was to overwrite is there again."""
+    if _aside(directory).exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        _aside(directory).rename(directory)
+
+
+def recover(directory: Path) -> bool:
+    """`put_back` for a process that was killed before its run held anything; whether it did so."""
+    is_lost = _aside(directory).exists() and not holds_work(directory)
+    if is_lost:
+        put_back(directory)
+    return is_lost
+
+
+def _aside(directory: Path) -> Path:
+    """Where a run is that is to be overwritten."""
+    return directory.with_name(f".{directory.name}.overwritten")

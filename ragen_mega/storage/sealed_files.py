@@ -25,7 +25,7 @@ _PREFIX = 8
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write tensors, none of them named "facts", and facts (JSON values) to `path`; on return they
-    are on disk. Mode 0600.
+    are on disk.
 
     The SHA-256 in the header is that of the file with 64 zeros in its place. Raises OSError, and
     then leaves no new file.
@@ -35,7 +35,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     blank = save(contiguous | {_FACTS: text}, {"sha256": _BLANK.decode()})
     digest = hashlib.sha256(blank).hexdigest().encode()
     try:
-        write_whole(path, blank.replace(_FIELD + _BLANK, _FIELD + digest, 1), mode=0o600)
+        write_whole(path, blank.replace(_FIELD + _BLANK, _FIELD + digest, 1))
         sync(path.parent)
     except OSError as error:
         raise OSError(

@@ -5,13 +5,13 @@ The scripted player acts at random (or as well as `skill` says): what is cloned 
 how to describe the state, not how to play.
 """
 
+import copy
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_instant
 from ragen_mega.environments.protocol import Message, Observation
+from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.scripted import check_skill, scripted_response
 
@@ -41,7 +42,8 @@ class ScriptedEpisode:
     """The first messages; none if the environment could not begin."""
     initial_state: Observation = ""
     """What the environment showed first, by which boards are told apart."""
-    tools: list[dict[str, Any]] | None = None
+    begun: Episode | None = None
+    """The episode as it began: what its prompts are made of."""
     turns: list[tuple[str, TurnResult]] = field(default_factory=list)
     """What the player said, and what it led to."""
     error: str | None = None
@@ -62,8 +64,9 @@ class _Player:
         """Write an episode into `played`. Raises EnvironmentFailed where the environment does."""
         episode, seed = self.episode, played.seed
         start = partial(episode.start, seed, outcome_seed=seed)
-        played.messages, played.tools = self._ask(start), episode.tools
+        played.messages = self._ask(start)
         played.initial_state = episode.observation
+        played.begun = copy.copy(episode)  # the next seed begins another one in it
         generator = np.random.default_rng([seed, 1])
         say = partial(scripted_response, episode, generator, skill=skill)
         while not episode.done and len(played.turns) != max_turns:
@@ -150,21 +153,31 @@ def scripted_texts(
     return texts
 
 
-def as_trajectory(played: ScriptedEpisode, renderer: ChatRenderer, name: str) -> Trajectory:
-    """The episode in tokens; the loss mask covers what the player says."""
+def as_trajectory(
+    played: ScriptedEpisode, renderer: ChatRenderer, name: str, *, max_context: int, window: int
+) -> Trajectory:
+    """The episode in tokens; the loss mask covers what the player says. As in a rollout the policy
+    sees a `window` of turns (0: all), and the trajectory ends before an answer that would not fit
+    into `max_context` tokens.
+    """
     seed = played.seed
     trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
-    observation = renderer.start(played.messages, played.tools)
+    context = Context(renderer, played.begun, window)
+    observation, afresh = context.begin(played.messages), False
     for response, result in played.turns:
-        trajectory.append_observation(observation)
         tokens = [
             *renderer.tokenizer.encode(response, add_special_tokens=False),
             renderer.end_of_turn,
         ]
+        if len(context.tokens) + len(tokens) > max_context:
+            trajectory.truncated = True
+            break
+        trajectory.append_observation(observation, afresh=afresh)
+        context.answer(tokens)
         turn = trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
         turn.reward, turn.info = result.reward, result.info
         if result.messages:
-            observation = renderer.observe(result.messages, finished_cleanly=True)
+            observation, afresh = context.go_on(result.messages)
     return trajectory
 
 

@@ -246,7 +246,7 @@ def scripted_play(
     """
     names, world_size = list(config.environment.shares), distributed.world_size()
     mine = range(distributed.rank(), count, world_size)
-    written: dict[int, Trajectory | None] = {}
+    own: dict[int, Trajectory | None] = {}
     with console.progress("scripted play", len(mine)) as progress:
         for place, name in enumerate(names):
             indices = [index for index in mine if index % len(names) == place]
@@ -264,11 +264,25 @@ def scripted_play(
                 is_left_out = not played.turns or (
                     isinstance(played.initial_state, str) and played.initial_state in held_out
                 )
-                written[index] = None if is_left_out else as_trajectory(played, renderer, name)
+                own[index] = None if is_left_out else as_trajectory(
+                    played,
+                    renderer,
+                    name,
+                    max_context=config.rollout.max_context_length,
+                    window=config.rollout.context_window,
+                )
                 progress.advance()
-    parts = distributed.gather_objects(written)
+    parts = distributed.gather_objects(own)
     ordered = (parts[index % world_size][index] for index in range(count))
-    return [trajectory for trajectory in ordered if trajectory is not None]
+    written = [one for one in ordered if one is not None]
+    kept = [one for one in written if one.turns]
+    if written and not kept:
+        raise ValueError(
+            f"no first prompt of {', '.join(names)} with the answer of scripted play fits into"
+            f" max_context_length {config.rollout.max_context_length}, so that the warm start has"
+            " nothing to imitate; raise --max-context-length or shorten the prompt"
+        )
+    return kept
 
 
 def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:

@@ -342,8 +342,39 @@ def test_a_start_that_is_refused_late_leaves_nothing_to_overwrite(
     run.close()
 
 
+@pytest.mark.parametrize("flags", [("--resume", "--num-steps", "5"), ("--overwrite",)])
+def test_a_start_that_is_refused_late_takes_nothing_away(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    shutil.copytree(output / "straight", tmp_path / "mine")
+    model = ("--load", str(start_of(output)))
+
+    def content() -> dict[Path, bytes]:
+        files = (path for path in (tmp_path / "mine").rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in files if path.name != "config.json"}
+
+    before = content()
+    with monkeypatch.context() as patched:
+        patched.setattr("ragen_mega.run.build.build_models", _refuse)
+        with pytest.raises(ValueError, match="refused"):
+            open_run(tmp_path, "mine", *model, *flags)
+    assert content() == before
+    if "--overwrite" in flags:
+        open_run(tmp_path, "mine", *model, *flags).close()
+        assert not (tmp_path / "mine" / "summary.json").exists()
+        assert {path.name for path in tmp_path.iterdir()} == {"mine", ".mine.lock"}
+
+
 def _refuse(*args: object) -> None:
     raise ValueError("refused")
+
+
+def test_a_first_prompt_that_fills_the_context_is_found_before_the_warm_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen_mega.run.build.warm_start", _refuse)
+    with pytest.raises(ValueError, match="first prompt of bandit has .*max_context_length is 13"):
+        open_run(tmp_path, "start", "--max-context-length", "13")
 
 
 @pytest.mark.parametrize(
@@ -439,10 +470,10 @@ def test_a_run_goes_on_with_a_broken_environment(
     failed = [t for group in groups for t in group.trajectories if "error" in t.turns[-1].info]
     assert failed and row["rollout/environment_errors"] == len(failed)
     for trajectory in failed:
-        reason = {1: "ConnectionError: lost connection", 2: "took longer than 0.2 s"}[
+        reason = {1: "ConnectionError: lost connection (in step, ", 2: "took longer than 0.2 s"}[
             trajectory.outcome_seed % 3
         ]
-        assert trajectory.truncated and trajectory.turns[-1].info["error"] == reason
+        assert trajectory.truncated and trajectory.turns[-1].info["error"].startswith(reason)
     said = capfd.readouterr().out
     assert (
         f"step 0: environment errors closed {len(failed)} of 8 trajectories as truncated; the"

@@ -116,6 +116,7 @@ def test_a_bad_plug_in_ends_the_run_with_one_line(
     assert left.value.code == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and message in errors[0]
+    assert "--lr" not in errors[0], "nothing has diverged"
 
 
 def test_the_page_about_extending_says_what_works(folder: Path, capfd) -> None:

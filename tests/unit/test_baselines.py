@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.commands.baselines import text
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.protocol import StepResult
-from ragen_mega.environments.reference_players import baselines, optimal_actions
+from ragen_mega.environments.protocol import Budget, StepResult
+from ragen_mega.environments.reference_players import Baselines, baselines, optimal_actions
 from ragen_mega.environments.registry import register
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +87,20 @@ def test_bad_input_is_one_line(tmp_path, arguments, message):
 def test_output_folder_is_checked_first(tmp_path):
     process = run("--environment", "sokoban", "--json", tmp_path / "missing" / "out.json")
     assert process.returncode == 2 and "existing folder" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_exact", "said"),
+    [
+        ((0.5, None, None), False, "32 episodes per prompt; of one trajectory per prompt, 95%"),
+        ((0.5, 0.9, 0.9), False, "sampled; of one"),
+        ((0.5, 0.9, 0.9), True, "exact; of one"),
+    ],
+)
+def test_the_table_says_how_the_random_player_was_measured(rates, is_exact, said):
+    random, *optima = rates
+    result = Baselines("world", 4, random, 0.1, 0.9, *optima, is_exact)
+    assert said in text(result, Budget(), "seeds")
 
 
 class Coin:

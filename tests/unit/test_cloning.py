@@ -3,6 +3,7 @@ takes as many steps as it was told to.
 """
 
 import io
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -128,6 +129,33 @@ def test_no_board_that_is_evaluated_on_is_trained_on(
     assert again == [seed for seed in played if seed not in held_out]
     drawn = [group[0].seed for group in TaskSampler(config).sample(0)]
     assert drawn[:2] == trained[:2] and drawn[2] != trained[2]
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_scripted_play_ends_where_a_rollout_would(window: int) -> None:
+    """Before an answer that the context has no room for; a window of turns has its own room."""
+    flags = ["--environments", "frozen_lake", "--prompt-style", "compact", "--max-turns", "5"]
+    flags += ["--max-response-length", "8", "--context-window", str(window)]
+    renderer = ChatRenderer(train_tokenizer(["system\nuser\nassistant\n"] * 9), think=True)
+    console = Console(is_writer=True, num_steps=1, file=io.StringIO())
+
+    def play(*more: str) -> list[Trajectory]:
+        return scripted_play(parse([*flags, *more]), renderer, console, 12)
+
+    free = play()
+    room = max(one.turns[: 1 + window // 2][-1].end for one in free)
+    kept = {one.seed: one for one in play("--max-context-length", str(room))}
+    assert len(kept) == 12
+    for one in free:
+        cut = kept[one.seed]
+        assert cut.tokens == one.tokens[: len(cut)] and cut.turns == one.turns[: len(cut.turns)]
+        bounds = [0, *cut.breaks, len(cut)]
+        assert max(end - start for start, end in itertools.pairwise(bounds)) <= room
+        assert cut.truncated == (len(cut.turns) < len(one.turns))
+        assert bool(cut.breaks) == (window > 0 and len(cut.turns) > window)
+    assert any(one.truncated for one in kept.values()) or window
+    with pytest.raises(ValueError, match="no first prompt of frozen_lake .* max_context_length 9,"):
+        play("--max-context-length", "9")
 
 
 def test_packaged_boards_are_held_out_and_those_of_a_file_too(tmp_path: Path) -> None:

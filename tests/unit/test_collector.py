@@ -323,7 +323,7 @@ def test_an_environment_that_raises_costs_one_trajectory(
         len(failed.turns) == 2 and failed.truncated and not failed.terminated and not failed.success
     )
     assert (
-        failed.turns[-1].info["error"] == "KeyError: 'lost connection'"
+        failed.turns[-1].info["error"].startswith("KeyError: 'lost connection' (in respond, ")
         and failed.turns[-1].reward == 0.0
     )
     assert summarize(groups)["environment_errors"] == 1.0

@@ -4,6 +4,7 @@ survives its JSON.
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -223,6 +224,90 @@ def test_another_filter_takes_the_recipes_one_away_with_its_value() -> None:
     assert parse(["--filter-strategy", own.filter_strategy], recipe="frozen_lake").filter == own
     with pytest.raises(ValueError, match="filter_value 0.5 does nothing"):
         parse(["--filter-strategy", "none", "--filter-value", "0.5"], recipe="frozen_lake")
+
+
+class Patient:
+    """Declares limits of its own."""
+
+    actions = ("go",)
+    max_turns, max_response_length = 9, 60
+
+    def reset(self, seed):
+        return "Go."
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+
+def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() -> None:
+    name = f"{__name__}:Patient"
+    config = parse(["--environments", f"{name}:2"], recipe="bandit")
+    assert config.environment.max_turns is None and config.rollout.max_response_length is None
+    assert config.environment.max_actions is None, "one action would end it in its first turn"
+    assert config.rollout.max_context_length == 128, "which it does not declare"
+    given = parse(["--max-turns", "4", "--environments", name], recipe="bandit")
+    assert given.environment.max_turns == 4
+    own = parse([], recipe="bandit")
+    same = parse(["--environments", "bandit"], recipe="bandit")
+    other = parse(["--environments", "bandit_test"], recipe="bandit")
+    for one in (own, same, other):
+        assert (one.environment.max_turns, one.rollout.max_response_length) == (1, 32)
+    with pytest.raises(ValueError, match="no option size"):
+        options = json.dumps({name: {"size": 3}})
+        parse(["--environments", name, "--environment-options", options], recipe="bandit")
+
+
+RECORDED = """
+    --recipe sokoban --no-think --num-steps 7 --format-penalty -1e-3 --value-clip None --lr 3e-5
+    --reward -0.5*format+environment --whiten-advantages False --overwrite
+""".split()
+
+
+def record(run: Path, *flags: str) -> StarPOConfig:
+    """A run directory as a start leaves it."""
+    config = parse([*flags, "--output", str(run.parent), "--name", run.name], recipe="bandit")
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(config.to_dict() | {"provenance": []}))
+    return config
+
+
+def test_a_run_that_is_named_goes_on_under_its_own_flags(tmp_path: Path) -> None:
+    for number, flags in enumerate((RECORDED, [], ["--recipe", "none"])):
+        run = tmp_path / "elsewhere" / str(number)
+        first = record(tmp_path / "runs" / str(number), *flags)
+        run.parent.mkdir(exist_ok=True)
+        (tmp_path / "runs" / str(number)).rename(run)
+        again = parse(["--num-groups", "64", "--resume", str(run)], recipe="frozen_lake")
+        assert again.run_directory == run and again.checkpoint.resume
+        assert again.logging.recipe == first.logging.recipe and again.rollout.num_groups == 64
+        for section, values in first.to_dict().items():
+            for name, value in values.items():
+                if name not in ("num_groups", "output", "resume", "overwrite"):
+                    assert again.to_dict()[section][name] == value, name
+    other = parse(["--resume", str(run), "--advantage-estimator", "grpo"])
+    assert other.advantage.advantage_estimator == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--recipe bandit", "says which run goes on, .*; drop --recipe, or"),
+        ("--name b --output c", "drop --name, --output, or"),
+        ("--overwrite", "drop --resume or --overwrite"),
+        ("--lrr 1", "unknown flag --lrr"),
+    ],
+)
+def test_what_a_named_run_does_not_go_with(tmp_path: Path, flags: str, said: str) -> None:
+    record(tmp_path / "a")
+    with pytest.raises(ValueError, match=said):
+        parse([*flags.split(), "--resume", str(tmp_path / "a")])
+
+
+def test_a_named_run_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="b holds no run .*; give a run directory"):
+        parse(["--resume", str(tmp_path / "b"), "--lr", "1"])
+    assert parse(["--resume", "--lr", "1"]).checkpoint.resume, "the default name's, as ever"
+    assert not parse(["--resume", "--no-resume"]).checkpoint.resume
 
 
 def test_a_curriculum_plays_its_latest_entry_and_evaluates_on_none() -> None:

@@ -308,10 +308,6 @@ def raises(inputs):
     return {}["gone"]
 
 
-def greedy(inputs, *, temperature):
-    return inputs.rewards, None
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -322,7 +318,6 @@ def greedy(inputs, *, temperature):
         (not_a_number, "finite on sampled tokens, .* with nan or inf"),
         (returns_without_critic, "None, for it declares no critic"),
         (raises, r"failed: KeyError: 'gone' \(.*test_credit.py:\d+\)"),
-        (greedy, "TypeError: greedy.. missing .* 'temperature'"),
         ("no function", "cannot import no function"),
         (3, "TypeError: 3 is not a callable"),
     ],

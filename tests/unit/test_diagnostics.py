@@ -412,6 +412,8 @@ def test_grad_norm_rule():
     ], "too few steps for a median"
     late = feed(EchoTrapMonitor(), "grad_norm", [1.0] * 9 + [100.0, 100.0])
     assert late[9:] == [[], ["grad_norm_spike"]], "a median is one of ten steps"
+    solved = [0.3] * 10 + [0.001] * 60 + [0.01, 0.29, 0.31]
+    assert feed(EchoTrapMonitor(), "grad_norm", solved)[-3:] == [[], [], ["grad_norm_spike"]]
     # 30 steps at 1 outweigh the 20 at 30 that came after them, until they are 50 steps ago.
     steps = [1.0] * 30 + [30.0] * 20 + [1.0] + [30.0] * 12
     rules = feed(EchoTrapMonitor(), "grad_norm", steps)

@@ -116,7 +116,8 @@ def test_hosts_share_the_work_and_a_dead_one_is_replaced() -> None:
     assert episode.budget.max_turns == 4
     assert episode.respond("x").info["is_format_valid"] is False, "ValueError stays ValueError"
     assert episode.respond("12").reward == 0.5
-    with pytest.raises(RuntimeError, match="LookupError: no such"):
+    place = r"\(in step, .*odd_world.py:\d+\)"
+    with pytest.raises(RuntimeError, match=rf"LookupError: no such\nshelf {place}"):
         calls.step(many[0], "fail")
     with pytest.raises(RuntimeError, match="the process of the environment is gone"):
         calls.step(many[0], "die")

@@ -3,14 +3,18 @@
 import json
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ragen_mega.commands import evaluate
 from ragen_mega.config import parse
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.environments.episode import failed_turn
+from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.reference_players import wilson_interval
-from ragen_mega.rollout.evaluate import pass_at_k, success_interval
+from ragen_mega.rollout.evaluate import _score, pass_at_k, success_interval
 from ragen_mega.run.evaluation import _settings
 
 
@@ -53,6 +57,18 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
         assert pass_at_k(successes)[f"pass@{k}"] == pytest.approx(
             np.mean([np.mean(row) for row in subsets])
         )
+
+
+def test_an_evaluation_says_why_an_episode_failed() -> None:
+    played = [Trajectory(group_id=0, environment="flaky", seed=3) for _ in range(2)]
+    failure = failed_turn(EnvironmentFailed("KeyError: 'x' (in step, a.py:3)"))
+    for trajectory, info in zip(played, ({"success": True}, failure.info), strict=True):
+        trajectory.append_observation([1])
+        trajectory.append_action(Completion([2], [-1.0], "stop")).info.update(info)
+    unknown = SimpleNamespace(random=None, optimum=None)
+    said = str(_score("flaky", [TrajectoryGroup(0, played)], 0.5, 2, unknown))
+    assert "errors closed 1 of 2" in said and said.endswith("KeyError: 'x' (in step, a.py:3)")
+    assert "errors" not in str(_score("flaky", [TrajectoryGroup(0, played[:1])], 0.5, 1, unknown))
 
 
 @pytest.mark.parametrize(

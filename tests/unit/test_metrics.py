@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import textwrap
@@ -35,6 +34,7 @@ from ragen_mega.report.metrics import (
 )
 from ragen_mega.report.provenance import settings_at
 from ragen_mega.report.step_metrics import engine_vs_policy, evaluation_metrics
+from ragen_mega.storage.run_directory import put_back, recover
 
 
 def logger(directory: Path, **options) -> RunLogger:
@@ -116,7 +116,8 @@ class TestRunLogger:
             "provenance": [{"host": "here", "changed": {}}],
         }
         assert json.loads((directory / "summary.json").read_text()) == {"steps": 3}
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        (tmp_path / "plain").mkdir()
+        assert directory.stat().st_mode == (tmp_path / "plain").stat().st_mode, "the umask's"
         assert sorted(path.name for path in directory.iterdir()) == [
             "config.json",
             "metrics.jsonl",
@@ -162,17 +163,52 @@ class TestRunLogger:
 
     def test_overwrite_deletes_a_run_but_never_a_directory_that_is_none(self, tmp_path):
         finished_run(tmp_path / "a")
-        logger(tmp_path / "a", overwrite=True)
+        run = logger(tmp_path / "a", overwrite=True)
         assert list((tmp_path / "a").iterdir()) == []
+        with run.beginning():
+            assert len(list(tmp_path.iterdir())) == 2, "nothing is lost before it has begun"
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
         (tmp_path / "thesis.tex").write_text("years of work")
         for options in ({}, {"overwrite": True}):
             with pytest.raises(ValueError, match="holds files that are no run"):
                 logger(tmp_path, **options)
         assert (tmp_path / "thesis.tex").exists()
 
+    @pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}])
+    def test_a_start_that_is_refused_loses_nothing(self, tmp_path, options):
+        finished_run(tmp_path / "a")
+        before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+        with pytest.raises(ValueError, match="refused"):
+            with logger(tmp_path / "a", **options).beginning():
+                raise ValueError("refused")
+        assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+    def test_a_start_that_is_killed_loses_nothing(self, tmp_path):
+        finished_run(tmp_path / "a")
+        logger(tmp_path / "a", overwrite=True)
+        assert recover(tmp_path / "a") and not recover(tmp_path / "a")
+        assert len(read_metrics(tmp_path / "a" / "metrics.jsonl")) == 3
+        logger(tmp_path / "a", overwrite=True).write_config({}, {})
+        (tmp_path / "a" / "warm_start").mkdir()
+        assert not recover(tmp_path / "a"), "--resume goes on from there"
+        with logger(tmp_path / "a", overwrite=True).beginning():
+            put_back(tmp_path / "a")
+        assert len(read_metrics(tmp_path / "a" / "metrics.jsonl")) == 3
+
+    def test_a_damaged_config_is_named_and_loses_nothing(self, tmp_path):
+        finished_run(tmp_path / "a")
+        (tmp_path / "a" / "config.json").write_text('{"train": ')
+        run = logger(tmp_path / "a", resume=True)
+        with pytest.raises(ValueError, match="a/config.json is no JSON .*manifest.json"):
+            run.write_config({}, {})
+        assert (tmp_path / "a" / "summary.json").exists()
+
     def test_resume_drops_what_was_logged_from_its_first_step_on(self, tmp_path):
         finished_run(tmp_path / "a", steps=6)
         run = logger(tmp_path / "a", resume=True)
+        with run.beginning():
+            assert (tmp_path / "a" / "summary.json").exists()
         assert not (tmp_path / "a" / "summary.json").exists()
         run.log(4, {"actor/loss": -4.0})
         run.log(5, {"actor/loss": -5.0})

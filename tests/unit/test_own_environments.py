@@ -23,7 +23,7 @@ from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
-from ragen_mega.environments.pool import MAX_THREADS
+from ragen_mega.environments.pool import MAX_THREADS, EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import Solver, StepResult
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import held_out_options, make, names, register
@@ -171,6 +171,24 @@ class Parted(Bare):
     actions = ("left||right", "up")
 
 
+class Tag(Bare):
+    actions = ("up", "</answer>")
+
+
+class Blank(Bare):
+    actions = ("up", " ")
+
+
+class Gymnasiums(Bare):
+    def reset(self, *, seed=None, options=None):
+        return "Go on.", {}
+
+
+class Stepless(Bare):
+    def step(self):
+        return "Thanks.", 1.0, True, False, {}
+
+
 class Unlicensed(Bare):
     def __init__(self):
         raise RuntimeError("no licence")
@@ -186,7 +204,15 @@ class Unlicensed(Bare):
             "actions of environment .*Mute must be a sequence of names; leave them out",
         ),
         ("Unordered", "actions of environment .*Unordered must be a sequence of names"),
-        ("Parted", "action 'left..right' of environment .*Parted holds .., which stands between"),
+        ("Parted", "action 'left..right' of environment .*Parted cannot be read from an answer"),
+        ("Tag", "action '</answer>' of environment .*Tag cannot be read .* no tag such as"),
+        ("Blank", "action ' ' of environment .*Blank cannot be read from an answer"),
+        (
+            "Gymnasiums",
+            r"reset of environment .* is called as reset\(seed\), and reset\(\*, seed=None,"
+            r" options=None\) does not take that .* name it gymnasium:my_module:MyEnv-v0",
+        ),
+        ("Stepless", r"called as step\(action\), and step\(\) does not take .* its parameters"),
         ("Unlicensed", "Unlicensed cannot be built: RuntimeError: no licence"),
         ("Binary", "the observation of reset must be text .str. or messages .* not b'Say 3.'"),
         ("Bare:0", "distinct names with positive shares"),
@@ -403,6 +429,34 @@ def test_answers_of_the_wrong_kind(answer: object, error: str | None) -> None:
     register(name := f"odd {error}".replace(" ", "_").replace(":", "").replace(",", ""), Odd)
     with pytest.raises(ValueError, match="fails whatever is done"):
         baselines(name, range(2), COMPACT)
+
+
+def breaks(answer: str) -> int:
+    return int(answer)
+
+
+def test_an_error_says_in_which_method_and_where() -> None:
+    line = breaks.__code__.co_firstlineno + 1
+    place = rf"ValueError: invalid literal .*'no' \(in step, {__file__}:{line}\)"
+    with pytest.raises(ValueError, match=rf"fails whatever is done, .*{place}"):
+        scripted_texts(lambda: Episode(Broken(), COMPACT), range(2), skill=0.0)
+    with pytest.raises(EnvironmentFailed, match=r"\(in _later, .*\.py:\d+\)"):
+        guarded(lambda: calls.step(Late(), "yes"))
+
+
+class Broken(Bare):
+    actions = ("no",)
+
+    def step(self, action):
+        return breaks(action)
+
+
+class Late(Bare):
+    def step(self, action):
+        return self._later()
+
+    async def _later(self):
+        raise OSError("away")
 
 
 # Calls that are awaited
@@ -657,7 +711,10 @@ def test_a_picture_does_not_wait_for_a_constructor_that_hangs() -> None:
             threading.Event().wait()
 
     register("hanging", Hanging)
-    assert pictures([Trajectory(0, "hanging", 1, 2)], None, {}, timeout=0.05) is None
+    said: list[str] = []
+    hanging = [Trajectory(0, "hanging", 1, 2)]
+    assert pictures(hanging, None, {}, timeout=0.05, say=said.append) is None
+    assert said == ["environment hanging cannot be built: took longer than 0.05 s"]
 
 
 def test_environments_are_reset_and_used_again_beyond_the_bound(

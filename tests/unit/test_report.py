@@ -14,8 +14,11 @@ from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 
 from ragen_mega.commands import report
+from ragen_mega.commands.command_line import report_folder
 from ragen_mega.config import parse
 from ragen_mega.report.markdown import table
+
+ROOT = Path(__file__).parents[2]
 
 
 def finished(
@@ -235,6 +238,18 @@ def test_a_title_that_is_no_name_of_a_file_is_one_line(
 def test_a_bar_in_a_name_stays_in_its_cell() -> None:
     said = table(("run", "success"), [("a|b", "1%")])
     assert said.splitlines()[-1] == r"| a\|b | 1% |"
+
+
+def test_a_report_lies_beside_the_runs_and_in_the_repository_among_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished(tmp_path / "runs" / "run", {"bandit": 0.5})
+    monkeypatch.chdir(tmp_path)
+    report.main(["runs/run", "--title", "mine"])
+    assert "written to reports/mine.md" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "reports"}
+    monkeypatch.chdir(ROOT)
+    assert report_folder("docs/results", tmp_path) == Path("docs/results")
 
 
 def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 import gymnasium
 import pytest
 
+from ragen_mega.commands.command_line import read_settings
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.run.evaluation import evaluate
+from ragen_mega.storage.checkpoints import lock_run
 from ragen_mega.storage.run_directory import (
     Finished,
     check_directory,
@@ -95,6 +98,25 @@ def test_a_finished_run_says_what_to_do(output: Path) -> None:
     (directory / "summary.json").unlink()
     check_finished(settings(output, "--name", "a", "--resume"))
     assert (directory / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_damaged_config_is_named(output: Path, content: str) -> None:
+    directory = begin(settings(output, "--name", "a"), "summary.json")
+    (directory / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{directory}/config.json .*; restore it"):
+        check_finished(settings(output, "--name", "a", "--resume", "--lr", "1"))
+    check_directory(directory, resume=False, overwrite=True)
+    with pytest.raises(ValueError, match=f"{directory}/config.json .*; restore it"):
+        read_settings(directory)
+    (directory / "huggingface").mkdir()
+    with pytest.raises(ValueError, match=f"{directory}/config.json .*; restore it"):
+        evaluate(directory, "bandit")
+
+
+def test_a_place_that_makes_its_directories_itself() -> None:
+    with pytest.raises(ValueError, match=r"/proc/x cannot be made \(No such .*another --output"):
+        lock_run(Path("/proc/x/run"))
 
 
 def test_a_place_that_cannot_be_written_to(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -580,6 +582,26 @@ def test_a_run_that_fails_in_any_way_leaves_the_others(
     assert (runner.failed, runner.done) == (["bad"], 2)
     assert (tmp_path / "done").exists()
     assert "bad failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_study_that_is_stopped_says_by_what(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, before = study_runs.Runner.run, signal.getsignal(signal.SIGTERM)
+
+    def run(runner: study_runs.Runner, at_a_time: int) -> None:
+        sleeping = study_runs.Job("slow", ["sleep", "60"], tmp_path / "slow.log", None)
+        threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
+        work(study_runs.Runner([sleeping]), at_a_time)
+
+    monkeypatch.setattr(study_runs.Runner, "run", run)
+    try:
+        with pytest.raises(SystemExit) as left:
+            tool.main(["staleness", "--ranks", "2", "--output", str(tmp_path / "runs")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left.value.code == 128 + number
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from ragen_mega.algorithm.tables import (
     find_estimator,
     parse_reward,
 )
-from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config import AdvantageConfig, FilterConfig, LoggingConfig, StarPOConfig, parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
 
@@ -370,6 +370,39 @@ def test_bad_metrics_are_one_line(answer, message):
     with pytest.raises(PlugInError, match=f"metric {name}.*{message}") as caught:
         custom_metrics(groups(), ["test_taken", name])
     assert "\n" not in str(caught.value)
+
+
+def tempered(inputs, *, temperature):
+    return inputs.rewards, None
+
+
+def ranked(returns):
+    return [0]
+
+
+def compared(trajectory, other):
+    return 0.0
+
+
+def counted():
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("section", "flag", "function", "called"),
+    [
+        (AdvantageConfig, "advantage_estimator", tempered, r"\(inputs\).* 'temperature'"),
+        (FilterConfig, "filter_strategy", ranked, r"\(returns, value=..., keep_zero=...\)"),
+        (AdvantageConfig, "reward", compared, r"\(trajectory\).* 'other'"),
+        (LoggingConfig, "metrics", counted, r"\(groups\), and takes \(\)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_at_the_start(section, flag, function, called):
+    name = f"{__name__}:{function.__name__}"
+    with pytest.raises(ValueError, match=f"{name} is called with {called}.*extending") as caught:
+        section(**{flag: name})
+    assert "\n" not in str(caught.value) and not isinstance(caught.value, PlugInError)
+    AdvantageConfig(reward="environment - 2*builtins:len")
 
 
 def test_a_taken_name_is_refused():

@@ -352,6 +352,6 @@ def test_scripted_play_of_every_kind_is_well_formed() -> None:
             renderer = ChatRenderer(tokenizer, think=think)
             episode = Episode(kind(), EpisodeConfig(think=think))
             (played,) = scripted_episodes(partial(copy, episode), [3], skill=0.0)
-            trajectory = as_trajectory(played, renderer, "mine")
+            trajectory = as_trajectory(played, renderer, "mine", max_context=10**6, window=0)
             assert all(turn.info["is_format_valid"] for turn in trajectory.turns)
             assert trajectory.turns

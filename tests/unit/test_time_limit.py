@@ -155,7 +155,7 @@ def test_a_failing_environment_ends_its_trajectory_only(
         )
         assert trajectory.total_reward == 0.0 or not bad
     errors = environment_errors([group])
-    assert {why for _, why in errors} == {reason}
+    assert {why.partition(" (in step, ")[0] for _, why in errors} == {reason}
     assert (
         summarize([group])["environment_errors"]
         == len(errors)

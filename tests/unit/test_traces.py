@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_a_group_shares_the_work_and_nothing_else(tmp_path: Path) -> None:
         return bytes(tokens).decode(errors="replace")
 
     members = [member(1, ["Left", "Down"]), member(2, ["Right"]), member(3, [])]
-    writer = TraceWriter(tmp_path, decode, EnvironmentConfig("frozen_lake"))
+    writer = TraceWriter(tmp_path, decode, EnvironmentConfig("frozen_lake"), pytest.fail)
     writer.write_step(7, [TrajectoryGroup(0, members)])
     trace = json.loads(gzip.decompress((tmp_path / "step_00000007.json.gz").read_bytes()))
     assert max(asked.values()) == 1
@@ -82,7 +83,8 @@ def test_a_group_shares_the_work_and_nothing_else(tmp_path: Path) -> None:
 def test_tool_calls_are_text_that_any_browser_can_read(tmp_path: Path) -> None:
     said = '{"name": "look", "arguments": {"at": [NaN, -Infinity, 1e999, "\ud800"]}}'
     calls = tool_calls(f"<tool_call>{said}</tool_call>")
-    writer = TraceWriter(tmp_path, str, EnvironmentConfig())
+    missed: list[str] = []
+    writer = TraceWriter(tmp_path, str, EnvironmentConfig(), missed.append)
     writer.write_step(0, [TrajectoryGroup(0, [member(1, calls)])])
     text = gzip.decompress((tmp_path / "step_00000000.json.gz").read_bytes()).decode()
 
@@ -93,6 +95,7 @@ def test_tool_calls_are_text_that_any_browser_can_read(tmp_path: Path) -> None:
     (turn,) = trace["groups"][0]["members"][0]["turns"]
     assert turn["info"]["actions"] == [json.dumps(calls[0])]
     assert '"name": "look"' in turn["info"]["actions"][0]
+    assert len(missed) == 1, "a tool call is no move on the ice"
 
 
 def test_evaluations_are_drawn_on_the_split_that_they_play(
@@ -104,13 +107,60 @@ def test_evaluations_are_drawn_on_the_split_that_they_play(
     ((task,),) = evaluation_tasks(config, name, [(0, None)])
     assert task.make_episode().environment.reset(0) == "what is held out"
     one = Trajectory(0, name, seed=0, outcome_seed=0)
-    writer = TraceWriter(tmp_path, str, config)
+    writer = TraceWriter(tmp_path, str, config, pytest.fail)
     writer.write_evaluation(3, name, [TrajectoryGroup(0, [one])], [None])
     writer.write_step(3, [TrajectoryGroup(0, [one])])
     for file, text in (("eval", "what is held out"), ("step", "what is trained on")):
         (path,) = tmp_path.glob(f"{file}_*.json.gz")
         trace = json.loads(gzip.decompress(path.read_bytes()))
         assert trace["groups"][0]["members"][0]["pictures"] == [text]
+
+
+class Plain:
+    actions = ("on",)
+
+    def reset(self, seed):
+        return "Go on."
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+
+class Slow(Plain):
+    def render(self):
+        return "never"
+
+
+class Broken(Plain):
+    is_instant = True
+
+    def render(self):
+        return {}["picture"]
+
+
+class Array(Plain):
+    is_instant = True
+
+    def render(self):
+        return [[0, 255]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("Plain", None),
+        ("Slow", r"render\(\) is called where the class declares is_instant = True"),
+        ("Broken", r"KeyError: 'picture' \(in render, .*test_traces.py:\d+\)"),
+        ("Array", r"TypeError: render must return text or SVG \(str\), not \[\[0, 255\]\]"),
+    ],
+)
+def test_why_there_is_no_picture_is_said_once(tmp_path: Path, kind: str, why: str | None) -> None:
+    name, said = f"{__name__}:{kind}", []
+    writer = TraceWriter(tmp_path, str, EnvironmentConfig(name), said.append)
+    for step in range(2):
+        writer.write_step(step, [TrajectoryGroup(0, [Trajectory(0, name), Trajectory(0, name)])])
+    assert len(said) == (why is not None)
+    assert not said or re.search(f"pictures of {name} are missing in the viewer: {why}", said[0])
 
 
 def test_equal_seeds_give_one_board_and_other_seeds_others() -> None:
@@ -129,6 +179,6 @@ def test_the_texts_of_tokens_are_those_of_all_together(tokens: list[int]) -> Non
     def decode(ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    texts = [*TraceWriter(Path(), decode, EnvironmentConfig())._texts(tokens)]
+    texts = [*TraceWriter(Path(), decode, EnvironmentConfig(), pytest.fail)._texts(tokens)]
     assert len(texts) == len(tokens)
     assert "".join(texts).replace("\ufffd", "") == decode(tokens).replace("\ufffd", "")

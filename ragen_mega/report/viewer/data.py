@@ -1,13 +1,12 @@
 """What the viewer's page shows of a run, as JSON values; traces stay compressed files."""
 
 import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ragen_mega.config.recorded import read_object, read_recorded
 from ragen_mega.report.metrics import (
-    CONFIG_FILE,
     EVENTS_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
@@ -26,14 +25,12 @@ def read_run(directory: Path) -> dict[str, Any]:
 
     Raises ValueError if the directory holds no run or a damaged one.
     """
-    if not (directory / CONFIG_FILE).exists():
-        raise ValueError(f"{directory} holds no run (no {CONFIG_FILE}); give a run directory")
+    config = read_recorded(directory)
     records = read_metrics(directory / METRICS_FILE) if _has(directory, METRICS_FILE) else []
-    config = _read(directory / CONFIG_FILE)
     return {
         "name": directory.name,
         "config": config,
-        "summary": _read(directory / SUMMARY_FILE) if _has(directory, SUMMARY_FILE) else None,
+        "summary": read_object(directory / SUMMARY_FILE) if _has(directory, SUMMARY_FILE) else None,
         "alike": alike(config),
         "metrics": _columns(records),
         "events": read_metrics(directory / EVENTS_FILE) if _has(directory, EVENTS_FILE) else [],
@@ -67,10 +64,3 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _has(directory: Path, name: str) -> bool:
     return (directory / name).exists()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); restore or delete it") from None

@@ -1,0 +1,28 @@
+"""What a run has recorded of itself: its config.json, and JSON objects of other files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "config.json"
+
+
+def read_recorded(directory: Path) -> dict[str, Any]:
+    """Section -> name -> value of a run's settings, and its provenance. Raises ValueError, in one
+    line, if the directory holds no run, or a damaged one.
+    """
+    if not (directory / CONFIG_FILE).exists():
+        raise ValueError(f"{directory} holds no run (no {CONFIG_FILE}); give a run directory")
+    remedy = "restore it; each of checkpoints/step_*/manifest.json has the settings as `config`"
+    return read_object(directory / CONFIG_FILE, remedy)
+
+
+def read_object(path: Path, remedy: str = "restore or delete it") -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError, in one line, if it is none."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); {remedy}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {value!r:.60}; {remedy}")
+    return value
