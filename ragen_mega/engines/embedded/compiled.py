@@ -346,13 +346,17 @@ def rotate_and_store(
     kv_heads, half = blocks.shape[1], qkv.shape[3]
     heads = qkv.shape[1] - 2 * kv_heads
     scale = qkv.dtype.type(1.0 / math.sqrt(2.0 * half))
+    flat_qkv, flat_bias = qkv.reshape(len(qkv), -1), bias.reshape(-1)
+    flat_blocks, size = blocks.reshape(-1), 2 * half * BLOCK  # of the keys of one head in a block
     for t in range(len(qkv)):
         block, place = table[rows[t], positions[t] // BLOCK], positions[t] % BLOCK
-        if len(bias):
-            for h in range(qkv.shape[1]):
-                for part in range(2):
-                    for i in range(half):
-                        qkv[t, h, part, i] += bias[h, part, i]
+        # The keys of a token go to a line of memory each: ask for those of the next one.
+        following = min(t + 1, len(qkv) - 1)
+        next_block = table[rows[following], positions[following] // BLOCK]
+        for h in range(kv_heads):
+            _fetch(flat_blocks, (next_block * kv_heads + h) * 2 * size, size)
+        for i in range(flat_bias.size):
+            flat_qkv[t, i] += flat_bias[i]
         for h in range(heads + kv_heads):
             norm = q_norm if h < heads else k_norm
             factor = scale if h < heads else qkv.dtype.type(1)
