@@ -39,7 +39,8 @@ from ragen_mega.report.markdown import table
 ROWS = Path(str(files("ragen_mega.models") / "published_steps.json"))
 FITTED = {
     "training": (
-        "product", "product_fp8", "memory", "launch", "link", "update", "permute", "route",
+        "product", "product_fp8", "memory", "launch", "collective", "link", "update", "permute",
+        "route",
     ),
     "decode": (
         "decode_memory", "decode_host", "decode_layer", "decode_reduce", "decode_sequence",
@@ -50,7 +51,7 @@ FITTED = {
 of fitting.
 """
 USUAL = Constants(
-    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, link=0.7, update=0.05, permute=10,
+    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, collective=1e-4, link=0.7, update=0.05, permute=10,
     route=1.5e-3, untuned=1.2, decode_memory=0.8, decode_host=2e-3, decode_layer=20e-6,
     decode_sequence=35e-6, decode_reduce=10e-6,
     decode_expert=0.7, decode_routed=0.06, overhead=3e-6, sync=2.5e9,

@@ -229,13 +229,13 @@ class Constants:
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.69, 0.01, 1.0)
+    memory: float = constant(0.71, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
-    link: float = constant(0.82, 0.3, 1.0)
+    link: float = constant(0.81, 0.3, 1.0)
     """Share of the links' speed in collectives."""
     latency: float = constant(15e-6, 1e-6, 1e-1)
     """Seconds of a small collective."""
-    launch: float = constant(1.9e-3, 1e-5, 1e-1)
+    launch: float = constant(8.9e-4, 1e-5, 1e-1)
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
@@ -252,11 +252,15 @@ class Constants:
     """Seconds of a turn besides its tokens: its text, its environment, joining the batch."""
     exposed: float = constant(0.3, 0.0, 1.0)
     """Share of overlapped communication that is waited for all the same."""
+    collective: float = constant(2.5e-4, 0.0, 1e-2)
+    """Further seconds in which the host starts a collective of tensor parallelism, of which a layer
+    has four.
+    """
     permute: float = constant(10.0, 2.0, 64.0)
     """Reads and writes of a routed token's hidden state in a mixture's forward pass, besides those
     of the products: sorted by expert, packed for the exchange and back.
     """
-    route: float = constant(1.9e-3, 0.0, 1e-2)
+    route: float = constant(2e-3, 0.0, 1e-2)
     """Further seconds in which the host starts the kernels of a layer of experts: router, sorting,
     waiting for the numbers of tokens, one product an expert.
     """
@@ -276,13 +280,13 @@ class Constants:
     """Speed of reading the weights of experts, relative to dense ones."""
     decode_routed: float = constant(0.063, 0.01, 0.95)
     """Share of the peak in a decode step's products with experts, each of which sees few rows."""
-    sync: float = constant(3.1e9, 1e8, 1e12)
+    sync: float = constant(3.3e9, 1e8, 1e12)
     """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
     published is 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
     """
     untuned: float = constant(1.1, 1.0, 3.0)
     """Time of a training step in a layout that nobody has tuned, over that of a tuned one."""
-    overhead: float = constant(2.5e-6, 0.0, 1e-3)
+    overhead: float = constant(2.4e-6, 0.0, 1e-3)
     """Seconds of a step of reinforcement learning outside its phases, for each of its tokens: the
     host's data, rewards, logs.
     """
@@ -313,8 +317,8 @@ class Machine:
             return self
         slower, now = num_ranks / cores, self.hardware
         rates = ("bf16", "fp32", "memory", "nvlink", "network", "host_link")
-        seconds = ("latency", "launch", "update", "update_layer", "micro", "start", "turn",
-                   "decode_host", "decode_layer", "decode_reduce", "decode_sequence")  # fmt: skip
+        seconds = ("latency", "launch", "collective", "update", "update_layer", "micro", "start",
+                   "turn", "decode_host", "decode_layer", "decode_reduce", "decode_sequence")  # fmt: skip
         return Machine(
             replace(now, **{name: getattr(now, name) / slower for name in rates}),
             replace(

@@ -237,7 +237,10 @@ def passes(
         factors[name] = 2.0 if backward else 1.0
     terms = {name: layers * factors[name] * seconds for name, seconds in one.items()}
     terms["recomputation"] = layers * again * sum(one.values())
-    started = machine.constants.launch + machine.constants.route * bool(sizes.num_experts)
+    # adapters, whose weights alone have gradients, are as many products again
+    started = machine.constants.launch * (2 if backward == 1 else 1)
+    started += machine.constants.route * bool(sizes.num_experts)
+    started += 4 * machine.constants.collective * (cut.tp > 1)
     launched = layers * started * (1 + (2 + again) * bool(backward))
     hidden = 0.0 if machine.hardware.cores else sum(terms.values())
     terms["launches"] = max(0.0, launched - hidden)

@@ -184,10 +184,20 @@ def test_a_mixture_moves_and_starts_what_a_dense_layer_does_not() -> None:
 
 
 def test_a_host_starts_kernels_while_others_communicate() -> None:
-    sizes, slow = Sizes.of(shape_of("Qwen2.5-7B")), replace(H100.constants, launch=0.02)
-    terms = passes(Machine(H100.hardware, slow), sizes, Cut(tp=8), tokens=4096, length=4096, micros=1)
-    body = sum(terms.values()) - terms["LM head"]
-    assert terms["tensor parallelism"] > 0 and body == pytest.approx(28 * 3 * 0.02)
+    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
+    slow = Machine(H100.hardware, replace(H100.constants, launch=0.02, collective=0.001))
+
+    def body(cut: Cut, backward: float) -> float:
+        small = {"tokens": 4096, "length": 4096, "micros": 1}
+        terms = passes(slow, sizes, cut, **small, backward=backward)
+        assert cut.tp == 1 or terms["tensor parallelism"] > 0
+        return sum(terms.values()) - terms["LM head"]
+
+    assert body(Cut(), 2.0) == pytest.approx(28 * 3 * 0.02)
+    assert body(Cut(tp=8), 2.0) == pytest.approx(28 * 3 * (0.02 + 4 * 0.001))
+    assert body(Cut(recompute="full"), 2.0) == pytest.approx(28 * 4 * 0.02)
+    assert body(Cut(), 1.0) == pytest.approx(28 * 3 * 2 * 0.02), "adapters are as many again"
+    assert body(Cut(), 0.0) == pytest.approx(28 * 0.02)
 
 
 @pytest.mark.parametrize(
