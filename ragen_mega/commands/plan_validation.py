@@ -51,10 +51,10 @@ FITTED = {
 of fitting.
 """
 USUAL = Constants(
-    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, collective=1e-4, link=0.7, update=0.05, permute=10,
-    route=1.5e-3, untuned=1.2, decode_memory=0.8, decode_host=2e-3, decode_layer=20e-6,
-    decode_sequence=35e-6, decode_reduce=10e-6,
-    decode_expert=0.7, decode_routed=0.06, overhead=3e-6, sync=2.5e9,
+    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, collective=1e-4, link=0.7,
+    update=0.05, permute=10, route=1.5e-3, untuned=1.2, decode_memory=0.8, decode_host=2e-3,
+    decode_layer=20e-6, decode_reduce=10e-6, decode_sequence=35e-6, decode_expert=0.7,
+    decode_routed=0.06, overhead=3e-6, sync=2.5e9,
 )  # fmt: skip
 """Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}

@@ -317,8 +317,10 @@ class Machine:
             return self
         slower, now = num_ranks / cores, self.hardware
         rates = ("bf16", "fp32", "memory", "nvlink", "network", "host_link")
-        seconds = ("latency", "launch", "collective", "update", "update_layer", "micro", "start",
-                   "turn", "decode_host", "decode_layer", "decode_reduce", "decode_sequence")  # fmt: skip
+        seconds = (
+            "latency", "launch", "collective", "update", "update_layer", "micro", "start", "turn",
+            "decode_host", "decode_layer", "decode_reduce", "decode_sequence",
+        )  # fmt: skip
         return Machine(
             replace(now, **{name: getattr(now, name) / slower for name in rates}),
             replace(
