@@ -221,17 +221,17 @@ class Constants:
     or by a calibration; outside of its range a constant would mean something else.
     """
 
-    product: float = constant(0.75, 0.1, 0.95)
+    product: float = constant(0.76, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
-    product_fp8: float = constant(0.72, 0.3, 0.95)
+    product_fp8: float = constant(0.7, 0.3, 0.95)
     """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.71, 0.01, 1.0)
+    memory: float = constant(0.66, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
-    link: float = constant(0.81, 0.3, 1.0)
+    link: float = constant(0.79, 0.3, 1.0)
     """Share of the links' speed in collectives."""
     latency: float = constant(15e-6, 1e-6, 1e-1)
     """Seconds of a small collective."""
@@ -239,7 +239,7 @@ class Constants:
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
-    update: float = constant(0.055, 0.0, 2.0)
+    update: float = constant(0.054, 0.0, 2.0)
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     update_layer: float = constant(0.0, 0.0, 1e-1)
     """Further seconds of it for every layer on the rank: small tensors, one after the other."""
@@ -280,7 +280,7 @@ class Constants:
     """Speed of reading the weights of experts, relative to dense ones."""
     decode_routed: float = constant(0.063, 0.01, 0.95)
     """Share of the peak in a decode step's products with experts, each of which sees few rows."""
-    sync: float = constant(3.3e9, 1e8, 1e12)
+    sync: float = constant(3.4e9, 1e8, 1e12)
     """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
     published is 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
     """

@@ -166,7 +166,7 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
         experts = sizes.num_experts / cut.ep
     routed = tokens * used / (tp if sizes.num_experts else 1)
     rows = routed / experts
-    feed = 2 * product(machine, rows, h, ffn, cut) + product(machine, rows, ffn, h, cut)
+    feed = product(machine, rows, h, 2 * ffn, cut) + product(machine, rows, ffn, h, cut)
     feed *= experts
     around = product(machine, tokens, h, heads + 2 * keys, cut)
     around += product(machine, tokens, heads, h, cut)
@@ -185,18 +185,22 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     visible = reached.exposed if cut.overlaps else 1.0
     terms["tensor parallelism"] = visible * shared / machine.link(tp)
     terms["tensor parallelism"] += 4 * reached.latency * (tp > 1)
-    # a token goes to a node once, and meanwhile the one before it there to each of its experts
+    # a token goes to each node that it needs once, and another there to each rank meanwhile
     nodes, local = math.ceil(cut.ep / hardware.node), min(cut.ep, hardware.node)
-    met = nodes * (1 - (1 - 1 / nodes) ** used)  # nodes on which its experts lie
-    sent = max(
-        routed * (local - 1) / local / machine.link(local),
-        tokens / tp * met * (nodes - 1) / nodes / machine.link(cut.num_gpus),
+    sent = tokens / tp * max(
+        distinct(cut.ep, used) * (local - 1) / local / machine.link(local),
+        distinct(nodes, used) * (nodes - 1) / nodes / machine.link(cut.num_gpus),
     )
     terms["expert parallelism"] = 2 * visible * sent * h * cut.itemsize * (cut.ep > 1)
     terms["expert parallelism"] += 2 * reached.latency * (cut.ep > 1)
     ring = 2 * keys * tokens * cut.itemsize * (cut.cp - 1) / machine.link(tp * cut.cp)
     terms["context parallelism"] = max(0.0, ring - terms["attention"])
     return terms
+
+
+def distinct(places: int, drawn: float) -> float:
+    """How many of `places` are met by as many even draws, on average."""
+    return places * (1 - (1 - 1 / places) ** drawn)
 
 
 def head(machine: Machine, sizes: Sizes, cut: Cut, tokens: float) -> float:
@@ -514,7 +518,7 @@ def rollout(
     terms = dict.fromkeys((*names, "prompts", "environment", "turns"), 0.0)
     now, steps, held = 0.0, 0.0, 0.0  # held: tokens of all decoding trajectories
     later = deque(range(sessions))
-    at_once = max(1, min(sessions, math.floor(min(room, 1e12) / play.text_length)))
+    at_once = int(max(1, min(sessions, room / play.text_length)))
     waiting = [(0.0, later.popleft(), 0) for _ in range(at_once)]
     contexts = [0.0] * sessions
     running: list[tuple[float, int, int]] = []  # (step at which the turn ends, session, turn)
