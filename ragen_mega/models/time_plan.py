@@ -1,8 +1,9 @@
 """How long a step takes: what each part of it moves and computes, over what the machine can do.
 
-No torch, no ranks. FLOPs and the pipeline's bubble: arXiv:2104.04473; traffic of tensor
-parallelism: arXiv:2205.05198; backward of fused attention: arXiv:2205.14135. A step of decoding is
-a constant plus what its sequences add; a rollout is played event by event. The assumptions are in
+No torch, no ranks. FLOPs, the pipeline's bubble and its chunks: arXiv:2104.04473; traffic of tensor
+parallelism: arXiv:2205.05198, of sharded optimizers: arXiv:1910.02054, of experts: section 3.2.2 of
+arXiv:2412.19437; backward of fused attention: arXiv:2205.14135. A step of decoding is a constant
+plus what its sequences add; a rollout is played event by event. The assumptions are in
 docs/predictor.md, their errors against published steps in docs/benchmarks/predictor.md.
 """
 
