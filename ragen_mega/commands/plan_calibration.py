@@ -281,7 +281,9 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
         "this machine", peak, 0.0, peak, memory, gib, link / SHARE, link / SHARE, memory, 1.0,
         source, node=64, cores=cores,
     )  # fmt: skip
-    if not cores:
+    if cores:  # which have no device to start work on: both are in what is measured
+        constants = replace(constants, collective=0.0, decode_host=0.0)
+    else:
         hardware, constants = with_sheet(hardware, constants, torch.cuda.get_device_name())
         constants = replace(constants, launch=measure_launch(device, dtype))
     machine = Machine(hardware, constants)

@@ -22,12 +22,14 @@ from ragen_mega.models.published import SHAPES
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
     BF16,
+    FP32,
     Cut,
     Play,
     Sizes,
     Terms,
     decode_step,
     passes,
+    prompt_token,
     rollout,
     training,
     untuned,
@@ -37,16 +39,22 @@ from ragen_mega.report.markdown import table
 ROWS = Path(str(files("ragen_mega.models") / "published_steps.json"))
 FITTED = {
     "training": (
-        "product", "product_fp8", "memory", "launch", "link", "update", "expert", "untuned",
+        "product", "product_fp8", "memory", "launch", "collective", "link", "update", "permute",
+        "route",
     ),
-    "decode": ("decode_memory", "decode_layer", "decode_sequence", "decode_expert"),
-    "rl": ("overhead",),
+    "decode": (
+        "decode_memory", "decode_host", "decode_layer", "decode_reduce", "decode_sequence",
+    ),
+    "rl": ("untuned", "overhead", "sync", "decode_expert", "decode_routed"),
 }  # fmt: skip
-"""Kind of row -> the constants that its rows decide, in the order of fitting."""
+"""Kind of row -> the constants that its rows decide, and those of the kinds before it, in the order
+of fitting.
+"""
 USUAL = Constants(
-    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, link=0.7, update=0.2, expert=0.5,
-    untuned=1.2, decode_memory=0.75, decode_layer=25e-6, decode_sequence=45e-6, decode_expert=0.7,
-    overhead=0.25,
+    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, collective=1e-4, link=0.7,
+    update=0.05, permute=10, route=1.5e-3, untuned=1.2, decode_memory=0.8, decode_host=2e-3,
+    decode_layer=20e-6, decode_reduce=10e-6, decode_sequence=35e-6, decode_expert=0.7,
+    decode_routed=0.06, overhead=3e-6, sync=2.5e9,
 )  # fmt: skip
 """Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
@@ -66,7 +74,11 @@ SIZES = {
     ),
 }  # fmt: skip
 """Kind -> numbers that its rows must have."""
-OPTIONS = {"training": {"tuned": True, "backward": 2.0, "trained": 1.0}, "decode": {}, "rl": {}}
+OPTIONS = {
+    "training": {"tuned": True, "backward": 2.0, "trained": 1.0},
+    "decode": {},
+    "rl": {"rollout_gpus": 0, "staleness": 1, "engine_fp8": False},
+}
 """Kind -> what its rows may have besides, with the value that its absence means."""
 CUT = {one.name: one.default for one in fields(Cut) if one.name != "dp"}
 """What the cut of a row may have, with the value that its absence means."""
@@ -75,6 +87,10 @@ UNITS = {
     "decode": "tokens/s of an engine",
     "rl": "seconds of a step or a phase; mfu of the bfloat16 peak",
 }
+ENGINE_SHARE = {"colocated": 0.6, "separate": 0.8}
+"""Placement -> share of a GPU that an engine takes, as in NeMo-RL's recipes."""
+PAGEABLE = 2.5e9
+"""Assumed: bytes a second to and from the host in published systems, which do not pin memory."""
 WEIGHT = 0.2
 """Weight of the regularisation: a constant a whole range away weighs as 5 points would."""
 
@@ -149,9 +165,9 @@ def check_row(kind: str, row: Mapping[str, Any], models: Mapping[str, Sizes]) ->
         is_count = name != "forward_passes" and not name.endswith("tokens")
         least = 0.0 if name in ("forward_passes", "prompt_tokens") else None
         check_value(name, row[name], 1 if is_count else 1.0, least=least)
-    for name, usual in OPTIONS[kind].items():
+    for name in OPTIONS[kind].keys() & row.keys():
         least = None if name == "trained" else 1.0
-        check_value(name, row.get(name, usual), usual, least=least)
+        check_value(name, row[name], OPTIONS[kind][name], least=least)
     for name, value in check_keys("measured", row["measured"], (), MEASURED[kind]).items():
         check_value(f"measured.{name}", value, 1.0)
     if kind == "decode":
@@ -160,11 +176,14 @@ def check_row(kind: str, row: Mapping[str, Any], models: Mapping[str, Sizes]) ->
         raise ValueError("cut.dp fills the GPUs of the row and must not be given; drop it")
     for name, value in check_keys("cut", row["cut"], (), CUT).items():
         check_value(f"cut.{name}", value, CUT[name])
-    sizes = Cut(**row["cut"]).num_gpus
-    if row["gpus"] % sizes:
+    sizes, apart = Cut(**row["cut"]).num_gpus, row.get("rollout_gpus", 0)
+    if "staleness" in row and not apart:
+        raise ValueError("staleness does nothing without rollout_gpus; give both or none")
+    if row["gpus"] <= apart or (row["gpus"] - apart) % sizes:
+        without = f" without rollout_gpus ({apart})" * bool(apart)
         raise ValueError(
-            f"gpus ({row['gpus']}) must be a multiple of the {sizes} of its cut, tp x pp x cp;"
-            " correct one"
+            f"gpus ({row['gpus']}){without} must be a multiple of the {sizes} of its cut, tp x pp x"
+            " cp; correct one"
         )
     micro = row.get("sequences_per_microbatch")
     if micro and row["batch"] % (micro * row["gpus"] // sizes):
@@ -231,10 +250,13 @@ def predicted(point: Point, constants: Constants) -> float:
     machine = find_machine(row.get("hardware", "H100"), constants)
     if point.kind == "decode":
         context = row["prompt_tokens"] + row["output_tokens"] / 2
-        step = decode_step(machine, point.sizes, tp=row["tp"], batch=row["batch"], context=context)
-        return row["batch"] / sum(step)
+        tp, batch = row["tp"], row["batch"]
+        step = sum(decode_step(machine, point.sizes, tp=tp, batch=batch, context=context))
+        # while a sequence is answered, the prompts of the others are read
+        others = (batch - 1) * row["prompt_tokens"] / row["output_tokens"]
+        return batch / (step + others * prompt_token(machine, point.sizes, tp=tp))
     cut = Cut(**row["cut"])
-    cut = replace(cut, dp=row["gpus"] // cut.num_gpus)
+    cut = replace(cut, dp=(row["gpus"] - row.get("rollout_gpus", 0)) // cut.num_gpus)
     if point.kind == "rl":
         phases = rl_phases(machine, point, cut)
         if point.quantity == "mfu":
@@ -258,13 +280,33 @@ def predicted(point: Point, constants: Constants) -> float:
     return rate * (point.sizes.flops(row["sequence"]) / 1e12 if point.quantity == "tflops" else 1)
 
 
-def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
-    """Phase -> seconds of a published step of reinforcement learning."""
-    row, sizes = point.row, point.sizes
-    tp = row["engine_tp"]
+def sampling(machine: Machine, point: Point) -> float:
+    """Seconds in which the engines of a published step play its trajectories. GPUs that only sample
+    may play those of several steps at once, each followed by another one: then what as many
+    more trajectories add is the time of as many steps, without their first and last moments.
+    """
+    row, tp, apart = point.row, point.row["engine_tp"], point.row.get("rollout_gpus", 0)
+    is_fp8, ahead = row.get("engine_fp8", False), row.get("staleness", 1)
     play = Play(1, row["prompt_tokens"], row["mean_tokens"], row["max_tokens"])
-    sessions = math.ceil(row["samples"] * tp / row["gpus"])
-    sampled = rollout(machine, sizes, play, sessions=sessions, tp=tp)
+    share = ENGINE_SHARE["separate" if apart else "colocated"]
+    room = engine_room(machine, point.sizes, tp, fp8=is_fp8, share=share)
+    sessions = math.ceil(ahead * row["samples"] * tp / (apart or row["gpus"]))
+
+    def seconds(count: int) -> float:
+        held = min(room, (sessions + 0.5) * play.text_length)
+        terms = rollout(machine, point.sizes, play, sessions=count, tp=tp, fp8=is_fp8, room=held)
+        return sum(time for _, time in terms)
+
+    if ahead == 1:
+        return seconds(sessions)
+    return (seconds(3 * sessions) - seconds(2 * sessions)) / ahead
+
+
+def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
+    """Phase -> seconds of a published step of reinforcement learning. Where some GPUs only sample
+    it takes as long as the slower side, and the weights' way between them.
+    """
+    row, sizes, tp = point.row, point.sizes, point.row["engine_tp"]
     length = row["mean_tokens"] + row["prompt_tokens"]
 
     def micros(samples: float) -> dict[str, float]:
@@ -274,13 +316,29 @@ def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
     updates = max(1, row["samples"] // row["batch"])
     update = untuned(machine, training(machine, sizes, cut, **micros(row["batch"])))
     forward = passes(machine, sizes, cut, **micros(row["samples"]), backward=0.0)
+    # every rank gets the weights that others hold, bucket by bucket, while an engine loads
+    ranks = max(cut.tp * cut.pp, cut.ep)
+    gathered = BF16 * sizes.total / machine.link(ranks) if ranks > 1 else 0.0
     phases = {
-        "rollout": sum(seconds for _, seconds in sampled),
+        "rollout": sampling(machine, point),
         "forward": row["forward_passes"] * sum(untuned(machine, forward).values()),
         "update": updates * sum(update.values()),
-        "sync": BF16 * sizes.total / tp / machine.constants.sync,
+        "sync": max(gathered, BF16 * sizes.total / tp / machine.constants.sync),
     }
-    return phases | {"step": (1 + machine.constants.overhead) * sum(phases.values())}
+    trained = phases["forward"] + phases["update"]
+    trained += machine.constants.overhead * row["samples"] * length
+    if row.get("rollout_gpus"):
+        return phases | {"step": max(trained, phases["rollout"]) + phases["sync"]}
+    # weights, gradients and optimizer give way to the engine and come back
+    moved = 2 * (2 * BF16 + 3 * FP32) * sizes.total / row["gpus"] / PAGEABLE
+    return phases | {"step": phases["rollout"] + trained + moved + phases["sync"]}
+
+
+def engine_room(machine: Machine, sizes: Sizes, tp: int, *, fp8: bool, share: float) -> float:
+    """Tokens whose keys and values an engine holds beside its weights in `share` of its GPUs."""
+    weights = sizes.total * (1 if fp8 else BF16)
+    held = 2 * sizes.num_layers * max(tp, sizes.num_kv_heads) * sizes.head_dim * BF16
+    return (share * tp * machine.hardware.gpu_gib * 2**30 - weights) / held
 
 
 def solve(
@@ -313,8 +371,9 @@ def solve(
 
 def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
     """Constants that come nearest to the points that may be fitted, to two digits."""
+    chosen: list[Point] = []
     for kind, names in FITTED.items():
-        chosen = [point for point in points if point.kind == kind and point.is_fitted]
+        chosen = chosen + [point for point in points if point.kind == kind and point.is_fitted]
 
         def misses(constants: Constants, chosen: Sequence[Point] = chosen) -> list[float]:
             return [math.log(predicted(one, constants) / one.measured) for one in chosen]

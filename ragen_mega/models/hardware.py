@@ -90,6 +90,19 @@ _TABLE = (
         f"NVIDIA H100 SXM data sheet; PCIe 5, NDR InfiniBand (DGX H100); {_PRICE}",
     ),
     Hardware(
+        "H100-HBM2e",
+        989.4 * _T,
+        1978.9 * _T,
+        67 * _T,
+        2.4 * _TB,
+        96,
+        450 * _GB,
+        50 * _GB,
+        50 * _GB,
+        3.00,
+        f"as H100 with the memory that torchtitan's benchmarks/llama3_h100_202412 states; {_PRICE}",
+    ),
+    Hardware(
         "H200",
         989.4 * _T,
         1978.9 * _T,
@@ -114,6 +127,47 @@ _TABLE = (
         50 * _GB,
         5.00,
         f"NVIDIA DGX B200 data sheet (dense); PCIe 5, NDR InfiniBand; {_OWN_PRICE}",
+    ),
+    Hardware(
+        "GB200",
+        2500 * _T,
+        5000 * _T,
+        80 * _T,
+        8.0 * _TB,
+        186,
+        900 * _GB,
+        50 * _GB,
+        225 * _GB,
+        6.00,
+        f"NVIDIA GB200 NVL72 data sheet (dense), a 72nd of it; NVLink-C2C; {_OWN_PRICE}",
+        node=72,
+    ),
+    Hardware(
+        "B300",
+        2250 * _T,
+        4500 * _T,
+        75 * _T,
+        8.0 * _TB,
+        270,
+        900 * _GB,
+        100 * _GB,
+        50 * _GB,
+        6.00,
+        f"NVIDIA DGX B300 data sheet (dense), ConnectX-8; {_OWN_PRICE}",
+    ),
+    Hardware(
+        "GB300",
+        2500 * _T,
+        5000 * _T,
+        80 * _T,
+        8.0 * _TB,
+        279,
+        900 * _GB,
+        100 * _GB,
+        225 * _GB,
+        7.00,
+        f"NVIDIA GB300 NVL72 data sheet (dense), a 72nd of it; ConnectX-8; {_OWN_PRICE}",
+        node=72,
     ),
     Hardware(
         "H800",
@@ -167,25 +221,25 @@ class Constants:
     or by a calibration; outside of its range a constant would mean something else.
     """
 
-    product: float = constant(0.74, 0.1, 0.95)
+    product: float = constant(0.76, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
-    product_fp8: float = constant(0.75, 0.3, 0.95)
+    product_fp8: float = constant(0.7, 0.3, 0.95)
     """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.88, 0.01, 1.0)
+    memory: float = constant(0.66, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
-    link: float = constant(0.74, 0.3, 1.0)
+    link: float = constant(0.79, 0.3, 1.0)
     """Share of the links' speed in collectives."""
     latency: float = constant(15e-6, 1e-6, 1e-1)
     """Seconds of a small collective."""
-    launch: float = constant(1.4e-3, 1e-5, 1e-1)
+    launch: float = constant(8.9e-4, 1e-5, 1e-1)
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
-    update: float = constant(0.21, 0.0, 2.0)
+    update: float = constant(0.054, 0.0, 2.0)
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     update_layer: float = constant(0.0, 0.0, 1e-1)
     """Further seconds of it for every layer on the rank: small tensors, one after the other."""
@@ -198,27 +252,43 @@ class Constants:
     """Seconds of a turn besides its tokens: its text, its environment, joining the batch."""
     exposed: float = constant(0.3, 0.0, 1.0)
     """Share of overlapped communication that is waited for all the same."""
-    expert: float = constant(0.53, 0.2, 1.0)
-    """Speed of a product in a mixture of experts, relative to a dense layer."""
-    decode_memory: float = constant(0.74, 0.02, 1.0)
+    collective: float = constant(2.5e-4, 0.0, 1e-2)
+    """Further seconds in which the host starts a collective of tensor parallelism, of which a layer
+    has four.
+    """
+    permute: float = constant(10.0, 2.0, 64.0)
+    """Reads and writes of a routed token's hidden state in a mixture's forward pass, besides those
+    of the products: sorted by expert, packed for the exchange and back.
+    """
+    route: float = constant(2e-3, 0.0, 1e-2)
+    """Further seconds in which the host starts the kernels of a layer of experts: router, sorting,
+    waiting for the numbers of tokens, one product an expert.
+    """
+    decode_memory: float = constant(0.84, 0.02, 1.0)
     """Share of the memory's speed at which a decode step reads weights and keys and values."""
     decode_product: float = constant(0.5, 0.02, 0.95)
     """Share of the peak in the thin products of a decode step."""
-    decode_layer: float = constant(26e-6, 1e-6, 1e-1)
-    """Further seconds of a layer in a decode step: small kernels, all-reduces."""
-    decode_sequence: float = constant(42e-6, 1e-7, 1e-1)
+    decode_host: float = constant(1.4e-3, 0.0, 1e-1)
+    """Seconds of a decode step on the host, whatever it decodes: scheduling, output."""
+    decode_layer: float = constant(2.3e-5, 1e-6, 1e-1)
+    """Further seconds of a layer in a decode step: small kernels."""
+    decode_sequence: float = constant(2.3e-5, 1e-7, 1e-1)
     """Seconds of a decode step for each sequence: sampling, scheduling, output."""
-    decode_expert: float = constant(0.55, 0.2, 1.0)
+    decode_reduce: float = constant(1.1e-5, 1e-6, 1e-1)
+    """Seconds of a small all-reduce in a decode step, which a graph starts."""
+    decode_expert: float = constant(0.64, 0.2, 1.0)
     """Speed of reading the weights of experts, relative to dense ones."""
-    sync: float = constant(2.5e9, 1e8, 1e12)
+    decode_routed: float = constant(0.063, 0.01, 0.95)
+    """Share of the peak in a decode step's products with experts, each of which sees few rows."""
+    sync: float = constant(3.4e9, 1e8, 1e12)
     """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
     published is 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
     """
-    untuned: float = constant(1.4, 1.0, 3.0)
+    untuned: float = constant(1.1, 1.0, 3.0)
     """Time of a training step in a layout that nobody has tuned, over that of a tuned one."""
-    overhead: float = constant(0.26, 0.0, 1.0)
-    """Seconds of a step of reinforcement learning outside its phases, as a share of them: data,
-    waiting for the slowest rank, transitions.
+    overhead: float = constant(2.4e-6, 0.0, 1e-3)
+    """Seconds of a step of reinforcement learning outside its phases, for each of its tokens: the
+    host's data, rewards, logs.
     """
 
     def __post_init__(self) -> None:
@@ -247,8 +317,10 @@ class Machine:
             return self
         slower, now = num_ranks / cores, self.hardware
         rates = ("bf16", "fp32", "memory", "nvlink", "network", "host_link")
-        seconds = ("latency", "launch", "update", "update_layer", "micro", "start", "turn",
-                   "decode_layer", "decode_sequence")  # fmt: skip
+        seconds = (
+            "latency", "launch", "collective", "update", "update_layer", "micro", "start", "turn",
+            "decode_host", "decode_layer", "decode_reduce", "decode_sequence",
+        )  # fmt: skip
         return Machine(
             replace(now, **{name: getattr(now, name) / slower for name in rates}),
             replace(

@@ -1,8 +1,9 @@
 """How long a step takes: what each part of it moves and computes, over what the machine can do.
 
-No torch, no ranks. FLOPs and the pipeline's bubble: arXiv:2104.04473; traffic of tensor
-parallelism: arXiv:2205.05198; backward of fused attention: arXiv:2205.14135. A step of decoding is
-a constant plus what its sequences add; a rollout is played event by event. The assumptions are in
+No torch, no ranks. FLOPs, the pipeline's bubble and its chunks: arXiv:2104.04473; traffic of tensor
+parallelism: arXiv:2205.05198, of sharded optimizers: arXiv:1910.02054, of experts: section 3.2.2 of
+arXiv:2412.19437; backward of fused attention: arXiv:2205.14135. A step of decoding is a constant
+plus what its sequences add; a rollout is played event by event. The assumptions are in
 docs/predictor.md, their errors against published steps in docs/benchmarks/predictor.md.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -165,13 +167,13 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
         experts = sizes.num_experts / cut.ep
     routed = tokens * used / (tp if sizes.num_experts else 1)
     rows = routed / experts
-    feed = 2 * product(machine, rows, h, ffn, cut) + product(machine, rows, ffn, h, cut)
-    feed *= experts / (reached.expert if sizes.num_experts else 1)
+    feed = product(machine, rows, h, 2 * ffn, cut) + product(machine, rows, ffn, h, cut)
+    feed *= experts
     around = product(machine, tokens, h, heads + 2 * keys, cut)
     around += product(machine, tokens, heads, h, cut)
     # two norms and two additions; split and rotated queries and keys; the gate; experts permute
     passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
-    passes += 3 * routed * ffn + (8 * routed * h if sizes.num_experts else 0)
+    passes += 3 * routed * ffn + (reached.permute * routed * h if sizes.num_experts else 0)
     attended = reached.attention * width_factor(sizes.head_dim) * hardware.peak(cut.itemsize)
     terms = {
         "matrix products": around + feed,
@@ -184,16 +186,22 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     visible = reached.exposed if cut.overlaps else 1.0
     terms["tensor parallelism"] = visible * shared / machine.link(tp)
     terms["tensor parallelism"] += 4 * reached.latency * (tp > 1)
-    # a token goes to a node once and there to each of its experts, which are on consecutive ranks
-    nodes = math.ceil(cut.ep / hardware.node)
-    local = min(cut.ep, hardware.node)
-    sent = routed * (local - 1) / local / machine.link(local)
-    sent += tokens / tp * min(used, nodes) * (nodes - 1) / nodes / machine.link(cut.num_gpus)
+    # a token goes to each node that it needs once, and another there to each rank meanwhile
+    nodes, local = math.ceil(cut.ep / hardware.node), min(cut.ep, hardware.node)
+    sent = tokens / tp * max(
+        distinct(cut.ep, used) * (local - 1) / local / machine.link(local),
+        distinct(nodes, used) * (nodes - 1) / nodes / machine.link(cut.num_gpus),
+    )
     terms["expert parallelism"] = 2 * visible * sent * h * cut.itemsize * (cut.ep > 1)
     terms["expert parallelism"] += 2 * reached.latency * (cut.ep > 1)
     ring = 2 * keys * tokens * cut.itemsize * (cut.cp - 1) / machine.link(tp * cut.cp)
     terms["context parallelism"] = max(0.0, ring - terms["attention"])
     return terms
+
+
+def distinct(places: int, drawn: float) -> float:
+    """How many of `places` are met by as many even draws, on average."""
+    return places * (1 - (1 - 1 / places) ** drawn)
 
 
 def head(machine: Machine, sizes: Sizes, cut: Cut, tokens: float) -> float:
@@ -226,7 +234,7 @@ def passes(
     mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
     share = mlp / (mlp + sizes.attention_weights)
     again = {"none": 0.0, "selective": share, "full": 1.0}[cut.recompute] * bool(backward)
-    layers = sizes.num_layers / cut.pp * micros
+    layers = sizes.num_layers / cut.pp * micros  # on average: stages may differ by some
     factors = dict.fromkeys(one, 1 + backward)
     factors["attention"] = 1 + 2.5 * bool(backward)
     factors["element-wise"] = 1 + 2.0 * bool(backward)
@@ -234,13 +242,21 @@ def passes(
         factors[name] = 2.0 if backward else 1.0
     terms = {name: layers * factors[name] * seconds for name, seconds in one.items()}
     terms["recomputation"] = layers * again * sum(one.values())
-    on_device = ("matrix products", "attention", "element-wise", "recomputation")
-    launched = layers * machine.constants.launch * (1 + (2 + again) * bool(backward))
-    hidden = 0.0 if machine.hardware.cores else sum(terms[name] for name in on_device)
+    # adapters, whose weights alone have gradients, are as many products again
+    started = machine.constants.launch * (2 if backward == 1 else 1)
+    started += machine.constants.route * bool(sizes.num_experts)
+    started += 4 * machine.constants.collective * (cut.tp > 1)
+    launched = layers * started * (1 + (2 + again) * bool(backward))
+    hidden = 0.0 if machine.hardware.cores else sum(terms.values())
     terms["launches"] = max(0.0, launched - hidden)
     terms["microbatches"] = micros * machine.constants.micro * (1 + 2 * bool(backward))
     body = sum(terms.values())
     last = micros * (1 + backward) * head(machine, sizes, cut, labels * tokens)
+    # where layers do not divide evenly, the first and the last stage have those fewer
+    most = math.ceil(sizes.num_layers / cut.pp)
+    fewer = math.ceil((most * cut.pp - sizes.num_layers) / 2)
+    slowest = max(most * body, (most - fewer) * body + last * sizes.num_layers / cut.pp)
+    slowest *= cut.pp / sizes.num_layers
     sent = 2 * bool(backward) + (not backward)
     sent *= (
         tokens
@@ -250,10 +266,11 @@ def passes(
         / (cut.tp if cut.sequence_parallel else 1)
     )
     hop = sent / machine.link(cut.num_gpus) + machine.constants.latency
+    hop *= machine.constants.exposed if cut.vp > 1 else 1.0  # chunks compute meanwhile
     bubble = (cut.pp - 1) / cut.vp * (body + last / cut.pp) / micros
     return terms | {
         "LM head": last / cut.pp,
-        "stage imbalance": last * (cut.pp - 1) / cut.pp,
+        "stage imbalance": slowest - body - last / cut.pp,
         "pipeline bubble": bubble * idle_share(machine.hardware.cores, cut),
         "pipeline transfers": (micros + cut.pp - 1) * cut.vp * hop * (cut.pp > 1),
     }
@@ -270,8 +287,10 @@ def idle_share(cores: int, cut: Cut) -> float:
 
 
 def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
-    """Seconds of an optimizer step after the passes: the reduction of gradients over data-parallel
-    ranks, as far as `hidden` seconds of a backward pass do not hide it, and Adam.
+    """Seconds of an optimizer step besides the passes: the reduction of gradients over
+    data-parallel ranks beside the last backward pass and, where each rank updates its share, the
+    gathering of parameters beside the first forward pass, as far as these passes, of `hidden`
+    seconds together, do not hide them; and Adam.
     """
     reached = machine.constants
     dense = sizes.num_layers * sizes.attention_weights / (cut.tp * cut.pp)
@@ -280,13 +299,18 @@ def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
     outer = sizes.head * (1 if sizes.is_tied and cut.pp == 1 else 2) / (cut.tp * min(2, cut.pp))
     held, ranks = dense + experts + outer, cut.dp * cut.cp
     ring = (ranks - 1) / ranks * held / machine.link(cut.num_gpus // cut.pp, cut.tp)
-    moved = ring * ((FP32 + cut.itemsize) if cut.shards_optimizer else 2 * FP32)
+    reduced = ring * FP32 * (1 if cut.shards_optimizer else 2)
+    gathered = ring * cut.itemsize * cut.shards_optimizer
+    seen = sum(
+        max(reached.exposed * moved, moved - share * hidden)
+        for moved, share in ((reduced, 2 / 3), (gathered, 1 / 3))
+    )
     owned = (dense + outer) / ranks + experts * min(1.0, max(1, cut.ep) / ranks)
     owned = held / ranks if not sizes.num_experts else owned
     updated = owned if cut.shards_optimizer else held
     bandwidth = reached.memory * machine.hardware.memory
     return {
-        "data parallelism": max(reached.exposed * moved, moved - hidden) if ranks > 1 else 0.0,
+        "data parallelism": seen if ranks > 1 else 0.0,
         "optimizer": ADAM_BYTES * updated / bandwidth,
     }
 
@@ -317,7 +341,9 @@ def training(
         traffic /= machine.link(cut.num_gpus, cut.tp * cut.cp)
         exposed = machine.constants.exposed
         terms["data parallelism"] = max(exposed * traffic, traffic - compute)
-    behind = gradients(machine, sizes, cut, 0.6 * compute / micros)
+    # with chunks the gradients of one are reduced while the last microbatches pass the others
+    last = min(cut.pp, micros) if cut.vp > 1 else 1
+    behind = gradients(machine, sizes, cut, compute / micros * last)
     started = machine.constants.update_layer * sizes.num_layers / cut.pp
     terms["optimizer"] = trained * behind["optimizer"] + machine.constants.update + started
     terms.setdefault("data parallelism", trained * behind["data parallelism"])
@@ -340,26 +366,45 @@ def decode_step(
     context: float,
     fp8: bool = False,
     itemsize: int = BF16,
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float, float]:
     """Seconds in which an engine samples a token for each of `batch` sequences of `context` tokens
-    on average: (weights and the fixed cost of a step, keys and values, cost of the sequences).
+    on average: (weights and the fixed cost of a step, keys and values, cost of the sequences,
+    two all-reduces a layer).
     """
     hardware, reached = machine.hardware, machine.constants
     bandwidth = reached.decode_memory * hardware.memory
-    met = 1.0
+    experts = sizes.expert_weights
     if sizes.num_experts:  # experts that no token chose are not read
         met = 1 - (1 - sizes.experts_per_token / sizes.num_experts) ** batch
-    experts = (sizes.num_experts or 1) * sizes.expert_weights
-    experts *= met / (reached.decode_expert if sizes.num_experts else 1)
+        experts *= met * sizes.num_experts / reached.decode_expert
     layers = sizes.attention_weights + experts
     size = 1 if fp8 else itemsize
     weights = (sizes.num_layers * layers * size + sizes.head * itemsize) / tp
     heads = max(1.0, sizes.num_kv_heads / tp)
     cache = 2 * sizes.num_layers * heads * sizes.head_dim * itemsize * context
     peak = hardware.peak(itemsize, fp8=fp8)
-    products = 2 * (sizes.active + sizes.head) / tp / (reached.decode_product * peak)
-    fixed = weights / bandwidth + sizes.num_layers * reached.decode_layer
-    return fixed, batch * cache / bandwidth, batch * (reached.decode_sequence + products)
+    routed = sizes.num_layers * sizes.experts_per_token * sizes.expert_weights
+    products = (sizes.active - routed + sizes.head) / reached.decode_product
+    products += routed / reached.decode_routed
+    products *= 2 / tp / peak
+    fixed = weights / bandwidth + reached.decode_host + sizes.num_layers * reached.decode_layer
+    reduced = 2 * (tp - 1) / tp * batch * sizes.hidden_size * itemsize / machine.link(tp)
+    # small ones wait for a round within the node, or for one within, between and within nodes
+    reduced += reached.decode_reduce * (1 if tp <= hardware.node else 3)
+    return (
+        fixed,
+        batch * cache / bandwidth,
+        batch * (reached.decode_sequence + products),
+        2 * sizes.num_layers * reduced * (tp > 1),
+    )
+
+
+def prompt_token(
+    machine: Machine, sizes: Sizes, *, tp: int, fp8: bool = False, itemsize: int = BF16
+) -> float:
+    """Seconds in which an engine reads a token of a prompt."""
+    peak = machine.constants.product * machine.hardware.peak(itemsize, fp8=fp8)
+    return 2 * sizes.active / tp / peak
 
 
 @dataclass(frozen=True)
@@ -457,22 +502,25 @@ def rollout(
     fp8: bool = False,
     itemsize: int = BF16,
     cached: bool = True,
+    room: float = math.inf,
 ) -> tuple[tuple[str, float], ...]:
     """Seconds in which one engine plays `sessions` trajectories at their own pace, from event to
-    event: a turn ends, an environment has answered. The terms are those of `decode_step`, the time
-    of prompts (all that the policy sees again each turn unless the radix cache is `cached`, which
-    does not help once a window slides), and the time in which every trajectory waits for its
-    environment.
+    event: a turn ends, an environment has answered. As many play at once as `room`, the tokens
+    whose keys and values it can hold, has room for on average; the next one begins when one ends.
+    The terms are those of `decode_step`, the time of prompts (all that the policy sees again each
+    turn unless the radix cache is `cached`, which does not help once a window slides), and the time
+    in which every trajectory waits for its environment.
     """
     reached = machine.constants
-    peak = machine.hardware.peak(itemsize, fp8=fp8)
-    per_token = 2 * sizes.active / tp / (reached.product * peak)
+    per_token = prompt_token(machine, sizes, tp=tp, fp8=fp8, itemsize=itemsize)
     lengths = iter(play.lengths(sessions * play.turns))
     turns = [[next(lengths) for _ in range(play.turns)] for _ in range(sessions)]
-    names = ("weights", "key-value cache", "sequences", "prompts", "environment", "turns")
-    terms = dict.fromkeys(names, 0.0)
+    names = ("weights", "key-value cache", "sequences", "tensor parallelism")
+    terms = dict.fromkeys((*names, "prompts", "environment", "turns"), 0.0)
     now, steps, held = 0.0, 0.0, 0.0  # held: tokens of all decoding trajectories
-    waiting = [(0.0, session, 0) for session in range(sessions)]
+    later = deque(range(sessions))
+    at_once = int(max(1, min(sessions, room / play.text_length)))
+    waiting = [(0.0, later.popleft(), 0) for _ in range(at_once)]
     contexts = [0.0] * sessions
     running: list[tuple[float, int, int]] = []  # (step at which the turn ends, session, turn)
     while waiting or running:
@@ -518,6 +566,8 @@ def rollout(
             if turn + 1 < play.turns:
                 ready = now + play.environment_seconds
                 heapq.heappush(waiting, (ready, session, turn + 1))
+            elif later:
+                heapq.heappush(waiting, (now, later.popleft(), 0))
     return tuple(terms.items())
 
 
@@ -608,10 +658,10 @@ def step_seconds(
     is_apart = config.parallel.placement == "separate"
     phases = {"sync": given if is_apart else taken | given}
     engines = rolled.num_engines(samplers, min(samplers, hardware.node))
+    sessions = rolled.sessions_per_engine(engines)
     phases["rollout"] = dict(
         rollout(
-            machine, sizes, play,
-            sessions=rolled.sessions_per_engine(engines),
+            machine, sizes, play, sessions=sessions, room=rolled.kv_cache_size(sessions),
             tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
         )
     )  # fmt: skip
@@ -656,11 +706,12 @@ def step_seconds(
     if config.parallel.offload != "none":
         moved = offloaded(shape, setting)
         phases["offload"] = {"host link": 2 * moved / (reached.link * hardware.host_link)}
+    tokens = rolled.num_groups * rolled.group_size * play.length
+    phases["other"] = {"overhead": reached.overhead * tokens}
     if is_apart:
         phases["rollout"] |= taken
         phases["rollout"] = waited(phases, rolled.max_staleness)
-    spent = sum(sum(terms.values()) for terms in phases.values())
-    return phases | {"other": {"overhead": reached.overhead * spent}}
+    return phases
 
 
 def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:
