@@ -18,7 +18,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -110,21 +110,7 @@ class Trainer:
         )
         with cpu.cuda_literals_as_cpu():
             self.optimizer = chain_muon(build, module, options) if with_muon else build()
-        # It also applies weight decay per group: without a scheduler megatron-core decays norms and
-        # biases.
-        self.schedule = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=lr,
-            min_lr=min_lr,
-            lr_warmup_steps=train.lr_warmup,
-            lr_decay_steps=max(train.num_steps, train.lr_warmup + 1),
-            lr_decay_style=train.lr_decay,
-            start_wd=train.weight_decay,
-            end_wd=train.weight_decay,
-            wd_incr_steps=train.num_steps,
-            wd_incr_style="constant",
-        )
+        self.schedule = _schedule_of(self.optimizer, train, lr, min_lr)
         # (highest, lowest) of each group's schedule
         self._lrs = [(group["max_lr"], group["min_lr"]) for group in self.optimizer.param_groups]
         self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
@@ -352,6 +338,27 @@ class Trainer:
         buffers = self.model.buffers + self.model.expert_parallel_buffers
         norms = torch.stack([torch.linalg.vector_norm(one.grad_data) for one in buffers])
         return norms.double().square().sum().reshape(1)
+
+
+def _schedule_of(
+    optimizer: MegatronOptimizer, train: TrainConfig, lr: float, min_lr: float
+) -> OptimizerParamScheduler:
+    """It also applies weight decay per group: without a scheduler megatron-core decays norms and
+    biases.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=train.lr_warmup,
+        lr_decay_steps=max(train.num_steps, train.lr_warmup + 1),
+        lr_decay_style=train.lr_decay,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=train.num_steps,
+        wd_incr_style="constant",
+    )
 
 
 def _joined(

@@ -589,6 +589,8 @@ def test_a_study_that_is_stopped_says_by_what(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, before = study_runs.Runner.run, signal.getsignal(signal.SIGTERM)
+    # as in a process of its own: other tests may have left a handler
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(runner: study_runs.Runner, at_a_time: int) -> None:
         sleeping = study_runs.Job("slow", ["sleep", "60"], tmp_path / "slow.log", None)
@@ -601,6 +603,7 @@ def test_a_study_that_is_stopped_says_by_what(
             tool.main(["staleness", "--ranks", "2", "--output", str(tmp_path / "runs")])
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
     assert left.value.code == 128 + number
 
 
