@@ -95,7 +95,8 @@ class _Watch:
     """
 
     def __init__(self) -> None:
-        self._is_over = False
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._lost: str | None = None
         self._answers = 0
         self._signs: dict[int, tuple[int, float]] = {}
@@ -109,10 +110,13 @@ class _Watch:
             fail(f"node 0 cannot be reached at {place}: it has ended, or has another name")
         if _is_first_of_node():
             for work in (self._talk, self._judge):
-                threading.Thread(target=work, daemon=True, name="nodes").start()
+                self._threads += [threading.Thread(target=work, daemon=True, name="nodes")]
+                self._threads[-1].start()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._is_over = True
+        self._is_over.set()
+        for thread in self._threads:  # one that came back from the store without Python aborts
+            thread.join(_CONNECT_SECONDS)
         if isinstance(error, (Interrupted, Finished)):  # as all ranks have agreed
             return
         has_failed = error is not None and getattr(error, "code", True)
@@ -121,7 +125,7 @@ class _Watch:
             _connect().set(last_words, f"{_here()} has ended, and says why")
 
     def _talk(self) -> None:
-        while self._lost is None:
+        while self._lost is None and not self._is_over.is_set():
             try:
                 self._store.add(f"alive_{node()}", 1)
                 if node() == 0 and (silent := self._silent_nodes()):
@@ -131,7 +135,7 @@ class _Watch:
             except dist.DistError:  # the launcher of node 0 has closed the store
                 self._lost = "node 0 has ended"
             self._answers += 1
-            time.sleep(_PERIOD)
+            self._is_over.wait(_PERIOD)
 
     def _silent_nodes(self) -> list[int]:
         now, silent = time.monotonic(), []
@@ -147,12 +151,13 @@ class _Watch:
     def _judge(self) -> None:
         before, silent = 0, 0.0  # by sleeps, since a clock goes on while no thread may run
         while self._lost is None:
-            time.sleep(_PERIOD)
+            if self._is_over.wait(_PERIOD):
+                return
             silent = 0.0 if self._answers > before else silent + _PERIOD
             before = self._answers
             if silent > PATIENCE:
                 self._lost = "node 0 does not answer"
-        if not self._is_over:
+        if not self._is_over.is_set():
             text = f"error: {self._lost}; --resume goes on from the last checkpoint\n"
             os.write(2, text.encode())
             end_process(2)  # the other threads wait for what is gone

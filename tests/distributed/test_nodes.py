@@ -41,6 +41,7 @@ STEPS = 12
 PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
 MEET = """
     import sys
+    import threading
 
     import torch
 
@@ -54,10 +55,11 @@ MEET = """
             meet(parse(sys.argv[1:]))
             total = distributed.sum_over_ranks(torch.tensor([1 << distributed.rank()]))
             print(f"met {int(total)}", flush=True)
+        assert threading.active_count() == 1, threading.enumerate()
     except ValueError as error:
         fail(str(error))
 """
-"""What a training does first, without its models."""
+"""What a training does first, without its models; Python must not end while a thread is in torch."""
 
 needs_nodes = pytest.mark.skipif(bool(reason := reason_against()), reason=reason or "")
 
