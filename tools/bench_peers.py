@@ -43,6 +43,12 @@ FLAGS = (
     flag("--turns", "of a trajectory, one case each", nargs="+", type=int, default=[1, 5]),
     flag("--max-tokens", "sampled in every turn", 61),
     flag("--max-context", "tokens of a trajectory", 1024),
+    flag(
+        "--prompt-style",
+        "full: rules and examples in front of every state, as for a pretrained model",
+        "compact",
+        choices=("full", "system", "compact"),
+    ),
     flag("--repeats", "whose medians count", 5),
     flag("--threads", "of torch, each side", int(os.environ.get("OMP_NUM_THREADS", 1))),
 )
@@ -172,8 +178,9 @@ def tables(report: dict[str, Any]) -> str:
     ]
     head = ("turns", "trainer", "s / step", "CPU s / step", "TRL / ours", "by CPU seconds")
     return (
-        f"{report['trajectories']} trajectories, {report['max_tokens']} sampled tokens a turn,"
-        f" {report['threads']} threads on {report['hardware']}\n\n" + table(head, rows)
+        f"{report['trajectories']} trajectories, {report['prompt_style']} prompts,"
+        f" {report['max_tokens']} sampled tokens a turn, {report['threads']} threads on"
+        f" {report['hardware']}\n\n" + table(head, rows)
     )
 
 
@@ -184,9 +191,9 @@ def main(arguments: argparse.Namespace) -> None:
         scratch = Path(folder)
         model = arguments.load or scratch / "model"
         if arguments.load is None:
-            environment = EnvironmentConfig(prompt_style="compact")
+            environment = EnvironmentConfig(prompt_style=arguments.prompt_style)
             write_small_model(StarPOConfig(environment=environment), model)
-        names = ("threads", "groups", "group_size", "max_tokens", "max_context")
+        names = ("threads", "groups", "group_size", "max_tokens", "max_context", "prompt_style")
         common = {name: getattr(arguments, name) for name in names}
         steps = WARMUPS + arguments.repeats
         report = provenance() | common | {"trl": PACKAGES[-1], "cases": []}

@@ -46,16 +46,18 @@ class Settings:
     turns: int
     max_tokens: int
     max_context: int
+    prompt_style: str
     num_steps: int
 
     def config(self) -> StarPOConfig:
         """The same as flags of the program."""
         return parse(
             f"--load {self.model} --output {self.output} --name ours-{self.turns} --overwrite"
-            f" --environments frozen_lake --prompt-style compact --max-turns {self.turns}"
-            f" --max-response-length {self.max_tokens} --max-context-length {self.max_context}"
-            f" --num-groups {self.groups} --group-size {self.group_size} --num-steps"
-            f" {self.num_steps} --minibatch-size {self.groups * self.group_size}"
+            f" --environments frozen_lake --prompt-style {self.prompt_style}"
+            f" --max-turns {self.turns} --max-response-length {self.max_tokens}"
+            f" --max-context-length {self.max_context} --num-groups {self.groups}"
+            f" --group-size {self.group_size} --num-steps {self.num_steps}"
+            f" --minibatch-size {self.groups * self.group_size}"
             " --filter-strategy none --advantage-estimator grpo --entropy-coef 0 --lr"
             f" {COMPARED_LR} --weight-decay 0 --adam-beta2 0.999 --clip-grad 1"
             " --reward tokens_mod_7 --eval-prompts 2 --eval-samples 1 --eval-interval 0"

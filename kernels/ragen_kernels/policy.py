@@ -231,8 +231,16 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 outputs[:, tokens] = _repeated_rows_(
                     rows, labels[part], terms.at(tokens), repeats[part], *settings
                 )
-            torch.mm(rows, weight, out=d_hidden[part])
-            accumulate_matmul(d_weight, rows.T, hidden[part])
+            seen, d_seen = hidden[part], d_hidden[part]
+            # Most rows have no gradient where only forking tokens are taught. Leaving them out is
+            # worth a wait for their number on the CPU alone.
+            if objective.min_entropy and rows.device.type == "cpu":
+                taught = rows.any(dim=1).nonzero().squeeze(1)
+                d_seen.zero_()[taught] = (d_logits := rows[taught]) @ weight
+                accumulate_matmul(d_weight, d_logits.T, seen[taught])
+            else:
+                torch.mm(rows, weight, out=d_seen)
+                accumulate_matmul(d_weight, rows.T, seen)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(outputs)
         return outputs[0].sum(), outputs

@@ -9,6 +9,7 @@ import copy
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -118,9 +119,10 @@ def scripted_episodes(
         return played
 
     try:
-        with ThreadPoolExecutor(1 if first.is_instant else NUM_PLAYERS) as threads:
+        with nullcontext() if first.is_instant else ThreadPoolExecutor(NUM_PLAYERS) as threads:
             answered = 0
-            for index, played in enumerate(threads.map(play, seeds), start=1):
+            episodes = threads.map(play, seeds) if threads else map(play, seeds)
+            for index, played in enumerate(episodes, start=1):
                 answered += len(played.turns) > (played.error is not None)
                 if not answered and index in (NUM_PLAYERS, len(seeds)):
                     raise ValueError(

@@ -29,9 +29,9 @@ OBJECTIVES = {
     "cispo masked": PolicyObjective(
         0.1, 0.2, surrogate="cispo", importance_mode="mask", importance_cap=1.1
     ),
-    "forking tokens": PolicyObjective(dual_clip=1.4, entropy_coef=0.02, min_entropy=4.9),
+    "forking tokens": PolicyObjective(dual_clip=1.4, min_entropy=4.9),
     "forking tokens of few words": PolicyObjective(
-        0.1, 0.2, kl_kind="k3", kl_coef=0.1, importance_cap=1.1, min_entropy=3.4
+        0.1, 0.2, None, "k3", 0.1, 0.02, importance_cap=1.1, min_entropy=3.4
     ),
     "gspo": PolicyObjective(0.05, 0.1, surrogate="gspo", entropy_coef=0.02),
     "gspo and importance": PolicyObjective(0.05, 0.1, surrogate="gspo", importance_cap=1.1),
