@@ -7,6 +7,7 @@ Both sample a fixed number of tokens in every turn: stop tokens are ignored and 
 given an empty answer. Of ragen_mega TRL's side uses the environment, the prompts and the renderer.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -156,6 +157,8 @@ def train_ours(settings: Settings, pace: Pace) -> None:
         pace.begin()
 
     run.steps = steps
+    gc.collect()
+    gc.freeze()  # as the program does, see train.main
     with run:
         starpo(run)
 
