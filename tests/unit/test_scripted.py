@@ -108,6 +108,25 @@ def test_sokoban_leaves_out_one_kind_of_fact(untold: str, gone: str) -> None:
         assert told == shorter != every
 
 
+@pytest.mark.parametrize(
+    ("untold", "gone"),
+    [
+        ("cells", r" to\(\d, \d\)"),
+        ("kinds", r"(?<=[a-z)]) (?:edge|hole|goal|(?:closer|farther)(?: brink)?)(?= [LDRU]| \S+/)"),
+        ("behind", r"[a-z-]+/"),
+        ("ahead", r"/(?:hole|on|off)"),
+    ],
+)
+def test_frozen_lake_leaves_out_one_kind_of_fact(untold: str, gone: str) -> None:
+    """And nothing else."""
+    whole, less = make("frozen_lake"), make("frozen_lake", untold=untold)
+    for seed in range(20):
+        for environment in (whole, less):
+            environment.reset(seed)
+        every = describe_frozen_lake(whole, ("Up", "Left"))
+        assert describe_frozen_lake(less, ("Up", "Left")) == re.sub(gone, "", every) != every
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_frozen_lake_moves_lead_ahead_and_never_behind(seed: int) -> None:
     environment = make("frozen_lake", observation="cells")

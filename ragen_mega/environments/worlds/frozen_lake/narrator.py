@@ -14,20 +14,25 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     chosen actions.
 
     A move may slip to either side but never backwards, so it cannot lead to what lies behind. The
-    pair is one word, because two words sampled separately might not belong to the same move.
+    pair is one word, because two words sampled separately might not belong to the same move. What
+    the environment calls `untold` is left out, to see what it is worth.
     """
-    facts, lake = environment.facts(), environment.lake
+    facts, lake, untold = environment.facts(), environment.lake, environment.untold
     order, player = list(DIRECTIONS), facts["player"]
     cells = {action: lake.neighbour(player, action) for action in order}
     kinds = {action: _kind(facts, lake, cell) for action, cell in cells.items()}
     parts = [
-        f" {action} {kinds[action]}" if cell == player else f" {action} to{cell} {kinds[action]}"
+        f" {action}"
+        + (f" to{cell}" if cell != player and untold != "cells" else "")
+        + (f" {kinds[action]}" if untold != "kinds" else "")
         for action, cell in cells.items()
     ]
-    moves = {
-        action: f" {kinds[order[index - 2]].replace(' ', '-')}/{_AHEAD[kinds[action]]} {action}"
-        for index, action in enumerate(order)
-    }
+    moves = {}
+    for index, action in enumerate(order):
+        behind, ahead = kinds[order[index - 2]].replace(" ", "-"), _AHEAD[kinds[action]]
+        pair = {"behind": behind, "ahead": ahead}
+        pair.pop(untold, None)
+        moves[action] = f" {'/'.join(pair.values())} {action}"
     # The second of two moves has other odds than the first; its own marker lets a policy prefer
     # other words there.
     chosen = [

@@ -30,6 +30,7 @@ from ragen_mega.environments.worlds.frozen_lake.narrator import NARRATOR
 from ragen_mega.environments.worlds.frozen_lake.solver import SOLVER
 
 Observation = Literal["grid", "cells", "coord", "grid_coord"]
+Untold = Literal["nothing", "cells", "kinds", "behind", "ahead"]
 
 GOAL_REWARD = 1.0
 
@@ -44,7 +45,11 @@ _MEANINGS = {
 
 
 class FrozenLake:
-    """Reaching the goal pays 1 and ends the episode; a hole ends it with nothing."""
+    """Reaching the goal pays 1 and ends the episode; a hole ends it with nothing.
+
+    `untold` is what the narrator leaves out: the cells that moves lead to, what they are, or of a
+    move's pair what lies behind or ahead.
+    """
 
     actions: tuple[str, ...] = tuple(DIRECTIONS)
     is_instant = True
@@ -58,6 +63,7 @@ class FrozenLake:
         frozen_probability: float = 0.8,
         success_rate: float = 1.0 / 3.0,
         observation: Observation = "grid",
+        untold: Untold = "nothing",
     ) -> None:
         if size < 2:
             raise ValueError(f"size must be at least 2, not {size}")
@@ -70,6 +76,7 @@ class FrozenLake:
         self._size, self._frozen_probability = size, frozen_probability
         self._observation = observation
         self.success_rate = success_rate
+        self.untold = untold
         self._lake: Lake | None = None
         self._player: Cell = (0, 0)
         self._rng = np.random.default_rng(0)
