@@ -59,7 +59,7 @@ MEET = """
     except ValueError as error:
         fail(str(error))
 """
-"""What a training does first, without its models; Python must not end while a thread is in torch."""
+"""What a training does first, without its models; Python must not end while torch runs a thread."""
 
 needs_nodes = pytest.mark.skipif(bool(reason := reason_against()), reason=reason or "")
 
