@@ -18,7 +18,7 @@ from ragen_mega.data.balance import Cost
 from ragen_mega.data.compact import outlined, outlines_of
 from ragen_mega.data.packing import minibatch_ids, pack
 from ragen_mega.data.types import Completion, Elsewhere, TokenBatch, Trajectory
-from ragen_mega.megatron.initialize import initialize, shutdown
+from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.step_metrics import engine_vs_policy
 from ragen_mega.rollout.collector import in_groups
@@ -185,9 +185,7 @@ def test_an_update_on_parts_is_that_on_the_whole() -> None:
         policy.load_weights(model.state_dict().get)
         return policy
 
-    policy = build()
-    logprobs, numbers, gradients = results(policy, pack(played))
-    shutdown()
+    logprobs, numbers, gradients = results(build(), pack(played))
 
     def rank() -> None:
         policy = build()
