@@ -74,13 +74,12 @@ def join_ranks(processes: list[Process]) -> None:
             wait(alive)  # never of an empty list, which would wait for ever
             if any(process.exitcode for process in processes):
                 break
-    except BaseException:
-        for process in processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(1)
-        raise
     finally:
+        running = [process for process in processes if process.is_alive()]
+        if running and not any(process.exitcode for process in processes):  # the time is over
+            for process in running:
+                os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(1)
         for process in processes:
             process.kill()
             process.join()
