@@ -121,6 +121,7 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     kept, storages = [], {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()  # or its graph, which holds this function, would hold itself
         kept.append(tensor)  # so that no address is used twice
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
