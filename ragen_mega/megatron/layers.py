@@ -1,6 +1,7 @@
 """The transformer layers: Transformer Engine's fused ones, or megatron-core's local ones with the
 parts that machines without Transformer Engine need: RMSNorm under sequence parallelism and packed
-causal attention.
+causal attention. On a CPU what stands between matrix products is compiled
+(`ragen_kernels.trained`).
 
 Both hold the same parameters. Transformer Engine keeps each norm inside the linear layer behind it,
 which `layout` maps to the same Hugging Face names, and its attention takes packed sequences (`thd`)
@@ -9,9 +10,11 @@ never a parameter: nothing here reads or stores it.
 """
 
 import enum
+import importlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +40,9 @@ from ragen_mega.data.forest import Forest
 from ragen_mega.data.types import move, offsets_of
 from ragen_mega.megatron.attention import Schedule, attend, schedule_of
 
+if TYPE_CHECKING:
+    from ragen_kernels.trained import Paths
+
 
 @dataclass
 class PackedForest(PackedSeqParams):
@@ -45,6 +51,8 @@ class PackedForest(PackedSeqParams):
     """
 
     forest: Forest | None = None
+    angles: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines [N, head_dim / 2] of the rotary embedding, where attention rotates."""
 
     @classmethod
     def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
@@ -57,6 +65,14 @@ class PackedForest(PackedSeqParams):
     def schedule(self) -> Schedule:
         """How the local layers compute the attention."""
         return schedule_of(self.forest, self.cu_seqlens_q.device)
+
+    @cached_property
+    def paths(self) -> "Paths":
+        """What the compiled attention knows of the forest."""
+        chains = self.forest.chains
+        bounds = np.cumsum([0, *(len(chain.path) for chain in chains)])
+        starts = np.array([*(chain.start for chain in chains), self.forest.num_nodes])
+        return compiled_operations().Paths(starts, bounds, np.concatenate([c.path for c in chains]))
 
     @cached_property
     def chains(self) -> tuple[PackedSeqParams, Tensor | None]:
@@ -73,6 +89,18 @@ class PackedForest(PackedSeqParams):
             return packed, None
         paths = torch.from_numpy(np.concatenate([chain.path for chain in chains]))
         return packed, move(paths, device)
+
+
+def is_compiled(config: TransformerConfig) -> bool:
+    """Whether norms, attention and SwiGLU are those compiled for a processor, which know no
+    bfloat16.
+    """
+    return config.use_te_activation_func
+
+
+def compiled_operations() -> ModuleType:
+    """`ragen_kernels.trained`, which takes numba a second to import."""
+    return importlib.import_module("ragen_kernels.trained")
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -100,6 +128,7 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
+    layer.submodules.mlp.submodules.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
@@ -115,6 +144,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.is_compiled = is_compiled(config)
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=distributed.device())
         )
@@ -123,7 +153,19 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_compiled:
+            return compiled_operations().rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+class SwiGLU(nn.Module):
+    """The compiled activation, which megatron-core takes in the place of Transformer Engine's."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:  # [N, 1, 2 * ffn/tp] -> [N, 1, ffn/tp]
+        return compiled_operations().swiglu(gate_up)
 
 
 class _BottomRight(enum.Enum):
@@ -157,7 +199,9 @@ class EngineAttention(TEDotProductAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within packed trajectories, by torch's scaled_dot_product_attention."""
+    """Causal attention within packed trajectories: compiled, with the rotation of queries and keys,
+    or by torch's scaled_dot_product_attention.
+    """
 
     def __init__(
         self,
@@ -186,4 +230,9 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None and attention_mask is None, (
             "packed sequences are the only data layout"
         )
+        if packed_seq_params.angles is not None:
+            scale = self.scale or query.shape[-1] ** -0.5
+            return compiled_operations().forest_attention(
+                query, key, value, *packed_seq_params.angles, packed_seq_params.paths, scale
+            )
         return attend(query, key, value, packed_seq_params.schedule, self.scale)

@@ -21,7 +21,7 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
-from ragen_mega.megatron.layers import PackedForest, layer_spec
+from ragen_mega.megatron.layers import PackedForest, is_compiled, layer_spec
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -93,6 +93,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         # layer, and SwiGLU keeps five activations of its width instead of three
         apply_rope_fusion=implementation == "transformer_engine",
         bias_activation_fusion=implementation == "transformer_engine",
+        # not Transformer Engine's but `layers.SwiGLU`; see `layers.is_compiled`
+        use_te_activation_func=cpu.is_active() and not parallel.bf16,
         **precision.layer_fields(parallel, implementation),
         **_RECOMPUTE[parallel.recompute],
     )
@@ -127,10 +129,18 @@ class QwenModel(GPTModel):
         with cpu.cuda_literals_as_cpu():
             super().setup_embeddings_and_output_layer()
 
-    def _preprocess(self, *, position_ids: Tensor, **arguments: Any) -> tuple[Any, ...]:
-        embedded, rotary, *rest = super()._preprocess(position_ids=position_ids, **arguments)
-        # those of the nodes, [N, 1, 1, head_dim]
-        return embedded, rotary.index_select(0, position_ids.squeeze(0)), *rest
+    def _preprocess(
+        self, *, position_ids: Tensor, packed_seq_params: PackedForest, **arguments: Any
+    ) -> tuple[Any, ...]:
+        embedded, rotary, *rest = super()._preprocess(
+            position_ids=position_ids, packed_seq_params=packed_seq_params, **arguments
+        )
+        rotary = rotary.index_select(0, position_ids.squeeze(0))  # of the nodes, [N, 1, 1, dim]
+        if not is_compiled(self.config):
+            return embedded, rotary, *rest
+        angles = rotary[:, 0, 0].chunk(2, -1)[0]  # both halves are the same
+        packed_seq_params.angles = angles.cos(), angles.sin()
+        return embedded, None, *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states  # [N/sp, 1, H]

@@ -22,7 +22,7 @@ from transformers import (
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import slots
-from ragen_mega.engines.embedded.compiled import BLOCK
+from ragen_kernels.compiled import BLOCK
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.engines.embedded.kv_cache import KVCache

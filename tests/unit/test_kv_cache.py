@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from ragen_mega.engines.embedded.compiled import BLOCK
+from ragen_kernels.compiled import BLOCK
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.shape import ModelShape
 

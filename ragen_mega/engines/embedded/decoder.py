@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_mega.engines.embedded import compiled
-from ragen_mega.engines.embedded.compiled import Integers, Reals, in_parts
+from ragen_kernels import compiled
+from ragen_kernels.compiled import Integers, Reals, in_parts
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
@@ -164,7 +164,7 @@ class Decoder:
             work.hidden.addmm_(work.attended, layer.output)
             self._normalize(work, layer.mlp_norm)
             torch.mm(work.normalized, layer.gate_up, out=work.gate_up)
-            compiled.gate(work.gate_up_array, work.gated_array)
+            compiled.gate(0, len(work.gated_array), work.gate_up_array, work.gated_array)
             work.hidden.addmm_(work.gated, layer.down)
         self._normalize(work, self._norm)
         return work.normalized
@@ -174,7 +174,8 @@ class Decoder:
         return torch.mm(hidden, self._head, out=None if out is None else out[: len(hidden)])
 
     def _normalize(self, work: Workspace, weight: Reals) -> None:
-        compiled.normalize(work.hidden_array, weight, self._epsilon, work.normalized_array)
+        hidden, out = work.hidden_array, work.normalized_array
+        compiled.normalize(0, len(hidden), hidden, weight, self._epsilon, out)
 
 
 def _receive(

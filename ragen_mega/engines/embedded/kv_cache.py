@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragen_mega.engines.embedded.compiled import BLOCK
+from ragen_kernels.compiled import BLOCK
 from ragen_mega.models.shape import ModelShape
 
 

@@ -10,8 +10,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ragen_mega.engines.embedded import compiled
-from ragen_mega.engines.embedded.compiled import VOCABULARY_BLOCK, Integers, Reals, in_parts
+from ragen_kernels import compiled
+from ragen_kernels.compiled import VOCABULARY_BLOCK, Integers, Reals, in_parts
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:

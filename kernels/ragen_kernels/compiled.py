@@ -1,9 +1,12 @@
-"""What a decoding step does between its matrix products, compiled: norms, rotary embedding, keys
-and values, attention, SwiGLU, and the draw from the logits.
+"""What a processor does between matrix products, compiled: norms, rotary embedding, attention,
+SwiGLU, and the draw from the logits; for the embedded engine, whose keys and values lie in blocks,
+and with gradients for training (`trained.py`).
 
 Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2); rotary
-embeddings as in RoFormer (arXiv:2104.09864, Eq. 34); exp as in Cephes (expf). On a small model
-torch needs as long to start an operation as to do it, and each one reads and writes memory again.
+embeddings as in RoFormer (arXiv:2104.09864, Eq. 34); attention by rows that fit into the cache, of
+which the backward pass computes the probabilities again, as in FlashAttention-2 (arXiv:2307.08691,
+algorithms 1 and 2); exp as in Cephes (expf). On a small model torch needs as long to start an
+operation as to do it, and each one reads and writes memory again.
 
 What a kernel computes for one item of its batch depends on no other. Those that take most of the
 time work on items [first, last), so that `in_parts` may cut the batch for several threads. All are
@@ -34,6 +37,12 @@ BLOCK = 16
 """Positions in one block of the cache."""
 TILE = 16
 """Queries of one trajectory that read its keys together; bounds the scores that are held."""
+KEYS = 32
+"""Keys of a path that stand together in training."""
+QUERIES = 32
+"""Queries of all heads that read them together, about."""
+ROWS = 256
+"""Rows whose part of a norm's gradient is summed by itself, for any number of threads."""
 VOCABULARY_BLOCK = 1024
 """Tokens whose probabilities are scanned for one draw. A smaller vocabulary is one block."""
 
@@ -90,11 +99,11 @@ def in_parts(kernel: Callable[..., None], count: int, *arguments: Any) -> None:
 
 
 @intrinsic
-def _add_product(typing, x, x_at, x_step, m, m_at, y, y_at, y_step, rows, depth, columns):
+def _add_product(typing, x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows, depth, columns):
     """Add the product of x [rows, depth] and m [depth, columns] to y [rows, columns].
 
-    Each lies in a flat array from its place `_at` on; rows of x and y are `_step` apart, depth and
-    columns are even.
+    Each lies in a flat array from its place `_at` on; rows of x and y are `_step` apart, the items
+    of a row of x are `x_next` apart. Depth and columns are even.
     """
 
     def emit(context, builder, signature, arguments):
@@ -102,7 +111,7 @@ def _add_product(typing, x, x_at, x_step, m, m_at, y, y_at, y_step, rows, depth,
         return context.get_dummy_value()
 
     at = types.intp
-    return types.void(x, at, at, m, at, y, at, at, at, at, at), emit
+    return types.void(x, at, at, at, m, at, y, at, at, at, at, at), emit
 
 
 class _ProductCode:
@@ -117,12 +126,12 @@ class _ProductCode:
         self.index = arguments[1].type
         self.x, self.m, self.y = (
             context.make_array(signature.args[i])(context, builder, arguments[i]).data
-            for i in (0, 3, 5)
+            for i in (0, 4, 6)
         )
-        self.x_at, self.x_step, self.m_at, self.y_at, self.y_step = (
-            arguments[i] for i in (1, 2, 4, 6, 7)
+        self.x_at, self.x_step, self.x_next, self.m_at, self.y_at, self.y_step = (
+            arguments[i] for i in (1, 2, 3, 5, 7, 8)
         )
-        self.rows, self.depth, self.columns = arguments[8:]
+        self.rows, self.depth, self.columns = arguments[9:]
 
     def emit(self):
         builder, index = self.builder, self.index
@@ -163,8 +172,9 @@ class _ProductCode:
                     for start, width in zip(starts, widths)
                 ]
                 lines = [builder.load(pointer, align=self.size) for pointer in pointers]
+                item = builder.mul(k, self.x_next)
                 for i, at in enumerate(rows):
-                    factor = builder.load(self._place(self.x, self.x_at, k, self.x_step, at))
+                    factor = builder.load(self._place(self.x, self.x_at, item, self.x_step, at))
                     for j, line in enumerate(lines):
                         factors = self._spread(factor, widths[j])
                         term = builder.fmul(line, factors, flags=("contract",))
@@ -297,10 +307,12 @@ def _largest(x, row, count):
 
 
 @_compiled(fastmath=_ANY_ORDER)
-def normalize(x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
+def normalize(
+    first: int, last: int, x: Reals, weight: Reals, epsilon: float, out: Reals
+) -> None:
     """out [T, hidden] <- the RMS norm of x [T, hidden] with weight [hidden]."""
     width = x.shape[1]
-    for t in range(len(x)):
+    for t in range(first, last):
         squares = x.dtype.type(0)
         for i in range(width):
             squares += x[t, i] * x[t, i]
@@ -310,10 +322,10 @@ def normalize(x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
 
 
 @_compiled(fastmath=_EXACT)
-def gate(gate_up: Reals, out: Reals) -> None:
+def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
     """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
     width = out.shape[1]
-    for t in range(len(out)):
+    for t in range(first, last):
         for i in range(width):
             out[t, i] = -abs(gate_up[t, 0, i])
         _exponentials(out, t, width, out.dtype.type(0))
@@ -321,6 +333,53 @@ def gate(gate_up: Reals, out: Reals) -> None:
             x, e = gate_up[t, 0, i], out[t, i]
             sigmoid = (e if x < 0 else _ONE) / (e + _ONE)
             out[t, i] = x * sigmoid * gate_up[t, 1, i]
+
+
+@_compiled(fastmath=_ANY_ORDER)
+def normalize_backward(
+    first: int,
+    last: int,
+    x: Reals,
+    weight: Reals,
+    epsilon: float,
+    d_out: Reals,
+    d_x: Reals,
+    d_weight: NDArray[np.float64],
+) -> None:
+    """d_x [T, hidden] and d_weight [T / ROWS, hidden] <- gradients of `normalize`, that of the
+    weight for each ROWS rows, which are an item.
+    """
+    width = x.shape[1]
+    for item in range(first, last):
+        for i in range(width):
+            d_weight[item, i] = 0
+        for t in range(item * ROWS, min(len(x), (item + 1) * ROWS)):
+            squares, product = x.dtype.type(0), x.dtype.type(0)
+            for i in range(width):
+                squares += x[t, i] * x[t, i]
+                product += d_out[t, i] * weight[i] * x[t, i]
+            factor = x.dtype.type(1.0 / math.sqrt(squares / width + epsilon))
+            share = product * factor * factor * factor / width
+            for i in range(width):
+                d_weight[item, i] += d_out[t, i] * x[t, i] * factor
+                d_x[t, i] = d_out[t, i] * weight[i] * factor - x[t, i] * share
+
+
+@_compiled(fastmath=_EXACT)
+def gate_backward(first: int, last: int, gate_up: Reals, d_out: Reals, d_gate_up: Reals) -> None:
+    """d_gate_up [T, 2, ffn] <- gradient of `gate`."""
+    width = d_out.shape[1]
+    scratch = np.empty((1, width), d_out.dtype)
+    for t in range(first, last):
+        for i in range(width):
+            scratch[0, i] = -abs(gate_up[t, 0, i])
+        _exponentials(scratch, 0, width, d_out.dtype.type(0))
+        for i in range(width):
+            x, e = gate_up[t, 0, i], scratch[0, i]
+            sigmoid = (e if x < 0 else _ONE) / (e + _ONE)
+            d_up = d_out[t, i] * sigmoid
+            d_gate_up[t, 1, i] = d_up * x
+            d_gate_up[t, 0, i] = d_up * gate_up[t, 1, i] * (_ONE + x * (_ONE - sigmoid))
 
 
 @_compiled(fastmath=_ANY_ORDER)
@@ -428,7 +487,7 @@ def attend(
             for b in range(num_blocks):
                 keys = (table[row, b] * kv_heads + h) * 2 * size
                 _add_product(
-                    flat_q, 0, d, flat_blocks, keys,
+                    flat_q, 0, d, 1, flat_blocks, keys,
                     flat_scores, b * BLOCK, width, num_queries, d, BLOCK,
                 )  # fmt: skip
                 _fetch(flat_blocks, keys + size, size)  # the values
@@ -444,7 +503,7 @@ def attend(
             for b in range(num_blocks):
                 values = (table[row, b] * kv_heads + h) * 2 * size + size
                 _add_product(
-                    flat_scores, b * BLOCK, width, flat_blocks, values,
+                    flat_scores, b * BLOCK, width, 1, flat_blocks, values,
                     flat_sums, 0, d, num_queries, BLOCK, d,
                 )  # fmt: skip
             for n in range(num_queries):
@@ -514,3 +573,233 @@ def draw(
                 tokens[n] = i
                 if cdf > reached:
                     break
+
+
+@_compiled(fastmath=_EXACT)
+def _rotate(x, row, cosines, sines, t, sign, factor, out, place):
+    """out[place] <- factor * x[row], turned by the angles of node t, back if sign is -1."""
+    half = cosines.shape[1]
+    for i in range(half):
+        a, b = x[row, i] * factor, x[row, half + i] * factor
+        sine = sign * sines[t, i]
+        out[place, i] = a * cosines[t, i] - b * sine
+        out[place, half + i] = b * cosines[t, i] + a * sine
+
+
+@_compiled(fastmath=_EXACT)
+def _pack(rows, first, last, columns):
+    """columns <- rows[first:last] [.., d], in blocks [d, KEYS]."""
+    d = rows.shape[1]
+    for j in range(first, last):
+        at, place = j // KEYS * KEYS * d, j % KEYS
+        for i in range(d):
+            columns[at + i * KEYS + place] = rows[j, i]
+
+
+@_compiled(fastmath=_EXACT)
+def _fill_path(path, shared, g, k, v, cosines, sines, keys, values):
+    """keys and values [.., d] <- those of head g of the nodes path[shared:], keys rotated."""
+    kv_heads, d = k.shape[1], k.shape[2]
+    rows_k, rows_v, one = k.reshape(-1, d), v.reshape(-1, d), k.dtype.type(1)
+    for j in range(shared, len(path)):
+        row = path[j] * kv_heads + g
+        _rotate(rows_k, row, cosines, sines, path[j], one, one, keys, j)
+        values[j] = rows_v[row]
+
+
+@_compiled(fastmath=_EXACT)
+def _fill_queries(first, last, head, group, q, cosines, sines, scale, queries):
+    """queries [.., d] <- those of heads head to head + group - 1 of the nodes first to last - 1,
+    rotated and scaled.
+    """
+    heads, d = q.shape[1], q.shape[2]
+    rows_q, real = q.reshape(-1, d), q.dtype.type
+    for n in range((last - first) * group):
+        t = first + n // group
+        row = t * heads + head + n % group
+        _rotate(rows_q, row, cosines, sines, t, real(1), real(scale), queries, n)
+
+
+@_compiled(fastmath=_EXACT)
+def _longest_path(bounds):
+    """Nodes of it, up to a multiple of KEYS."""
+    longest = 0
+    for c in range(len(bounds) - 1):
+        longest = max(longest, bounds[c + 1] - bounds[c])
+    return (longest + KEYS - 1) // KEYS * KEYS
+
+
+@_compiled(fastmath=_EXACT)
+def attend_forest(
+    first: int,
+    last: int,
+    q: Reals,
+    k: Reals,
+    v: Reals,
+    cosines: Reals,
+    sines: Reals,
+    starts: Integers,
+    bounds: Integers,
+    paths: Integers,
+    scale: float,
+    out: Reals,
+    logs: Reals,
+) -> None:
+    """out [N, heads, d] <- attention of the nodes of a forest to their paths, themselves included;
+    logs [N, heads] <- log of the sum of exp of their scores. Items are the heads of k.
+
+    q [N, heads, d], k and v [N, kv_heads, d], before rotation; cosines and sines [N, d / 2]. Of C
+    chains, in order, starts [C + 1] are the first nodes and paths[bounds[c] : bounds[c + 1]] the
+    path to the end of chain c; what is not of chain c in it the path of chain c - 1 begins with.
+    """
+    heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[2]
+    group = heads // kv_heads
+    tile, width = max(1, QUERIES // group), _longest_path(bounds)
+    real = q.dtype.type
+    keys, values = np.empty((width, d), q.dtype), np.zeros((width, d), q.dtype)
+    queries, sums = np.empty((tile * group, d), q.dtype), np.empty((tile * group, d), q.dtype)
+    scores, columns = np.empty((tile * group, width), q.dtype), np.zeros(width * d, q.dtype)
+    flat_values, flat_queries = values.reshape(-1), queries.reshape(-1)
+    flat_sums, flat_scores = sums.reshape(-1), scores.reshape(-1)
+    for g in range(first, last):
+        for c in range(len(starts) - 1):
+            path = paths[bounds[c] : bounds[c + 1]]
+            shared = len(path) - (starts[c + 1] - starts[c])
+            _fill_path(path, shared, g, k, v, cosines, sines, keys, values)
+            _pack(keys, shared, len(path), columns)
+            for start in range(starts[c], starts[c + 1], tile):
+                end = min(start + tile, starts[c + 1])
+                rows, seen = (end - start) * group, shared + start - starts[c] + 1
+                used = (seen + end - start - 2) // KEYS * KEYS + KEYS
+                _fill_queries(start, end, g * group, group, q, cosines, sines, scale, queries)
+                scores[:rows, :used] = 0
+                sums[:rows] = 0
+                for b in range(0, used, KEYS):
+                    _add_product(
+                        flat_queries, 0, d, 1, columns, b * d, flat_scores, b, width, rows, d, KEYS
+                    )
+                for n in range(rows):
+                    t, head, count = start + n // group, g * group + n % group, seen + n // group
+                    largest = _largest(scores, n, count)
+                    _exponentials(scores, n, count, largest)
+                    logs[t, head] = largest + math.log(_sum(scores, n, 0, count, real(0)))
+                    scores[n, count:used] = 0
+                _add_product(
+                    flat_scores, 0, width, 1, flat_values, 0, flat_sums, 0, d, rows, used, d
+                )
+                for n in range(rows):
+                    t, head, count = start + n // group, g * group + n % group, seen + n // group
+                    share = _ONE / _sum(scores, n, 0, count, real(0))
+                    for i in range(d):
+                        out[t, head, i] = sums[n, i] * share
+
+
+@_compiled(fastmath=_EXACT)
+def _score_gradients(first, last, head, group, seen, used, out, d_out, logs, p, ds):
+    """p[:, :used] <- probabilities of the queries first to last - 1, of scores; ds[:, :used] <-
+    gradients of the scores, of those of the probabilities.
+    """
+    d = out.shape[2]
+    for n in range((last - first) * group):
+        t, h, count = first + n // group, head + n % group, seen + n // group
+        mean = out.dtype.type(0)
+        for i in range(d):
+            mean += d_out[t, h, i] * out[t, h, i]
+        _exponentials(p, n, count, logs[t, h])
+        for i in range(count):
+            ds[n, i] = p[n, i] * (ds[n, i] - mean)
+        p[n, count:used] = 0
+        ds[n, count:used] = 0
+
+
+@_compiled(fastmath=_EXACT)
+def _turn_back(g, d_k, cosines, sines):
+    """Gradients of head g of rotated keys become those of the keys."""
+    kv_heads, d = d_k.shape[1], d_k.shape[2]
+    rows, one = d_k.reshape(-1, d), d_k.dtype.type(1)
+    for t in range(len(d_k)):
+        row = t * kv_heads + g
+        _rotate(rows, row, cosines, sines, t, -one, one, rows, row)
+
+
+@_compiled(fastmath=_EXACT)
+def attend_forest_backward(
+    first: int,
+    last: int,
+    q: Reals,
+    k: Reals,
+    v: Reals,
+    cosines: Reals,
+    sines: Reals,
+    starts: Integers,
+    bounds: Integers,
+    paths: Integers,
+    scale: float,
+    out: Reals,
+    logs: Reals,
+    d_out: Reals,
+    d_q: Reals,
+    d_k: Reals,
+    d_v: Reals,
+) -> None:
+    """d_q <- gradient of `attend_forest`; those of k and v are added to d_k and d_v."""
+    heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[2]
+    group = heads // kv_heads
+    tile, width = max(1, QUERIES // group), _longest_path(bounds)
+    most, real = tile * group + tile * group % 2, q.dtype.type
+    keys, values = np.zeros((width, d), q.dtype), np.empty((width, d), q.dtype)
+    key_columns, value_columns = np.zeros(width * d, q.dtype), np.zeros(width * d, q.dtype)
+    sums_k, sums_v = np.empty((width, d), q.dtype), np.empty((width, d), q.dtype)
+    queries, d_rows = np.zeros((most, d), q.dtype), np.zeros((most, d), q.dtype)
+    sums_q = np.empty((most, d), q.dtype)
+    p, ds = np.empty((most, width), q.dtype), np.empty((most, width), q.dtype)
+    flat_p, flat_ds, flat_keys = p.reshape(-1), ds.reshape(-1), keys.reshape(-1)
+    flat_queries, flat_d_rows = queries.reshape(-1), d_rows.reshape(-1)
+    flat_sums_q, rows_dq = sums_q.reshape(-1), d_q.reshape(-1, d)
+    flat_sums_k, flat_sums_v = sums_k.reshape(-1), sums_v.reshape(-1)
+    for g in range(first, last):
+        for c in range(len(starts) - 1):
+            path = paths[bounds[c] : bounds[c + 1]]
+            shared = len(path) - (starts[c + 1] - starts[c])
+            _fill_path(path, shared, g, k, v, cosines, sines, keys, values)
+            _pack(keys, shared, len(path), key_columns)
+            _pack(values, shared, len(path), value_columns)
+            sums_k[: len(path)] = 0
+            sums_v[: len(path)] = 0
+            for start in range(starts[c], starts[c + 1], tile):
+                end = min(start + tile, starts[c + 1])
+                rows, seen = (end - start) * group, shared + start - starts[c] + 1
+                used = (seen + end - start - 2) // KEYS * KEYS + KEYS
+                rows_even = rows + rows % 2  # a product's depth is even
+                _fill_queries(start, end, g * group, group, q, cosines, sines, scale, queries)
+                for n in range(rows):
+                    d_rows[n] = d_out[start + n // group, g * group + n % group]
+                p[:rows_even, :used] = 0
+                ds[:rows_even, :used] = 0
+                sums_q[:rows] = 0
+                for b in range(0, used, KEYS):
+                    _add_product(
+                        flat_queries, 0, d, 1, key_columns, b * d, flat_p, b, width, rows, d, KEYS
+                    )
+                    _add_product(
+                        flat_d_rows, 0, d, 1, value_columns, b * d, flat_ds, b, width, rows, d, KEYS
+                    )
+                _score_gradients(
+                    start, end, g * group, group, seen, used, out, d_out, logs, p, ds
+                )
+                _add_product(flat_ds, 0, width, 1, flat_keys, 0, flat_sums_q, 0, d, rows, used, d)
+                _add_product(
+                    flat_p, 0, 1, width, flat_d_rows, 0, flat_sums_v, 0, d, used, rows_even, d
+                )
+                _add_product(
+                    flat_ds, 0, 1, width, flat_queries, 0, flat_sums_k, 0, d, used, rows_even, d
+                )
+                for n in range(rows):
+                    t = start + n // group
+                    row = t * heads + g * group + n % group
+                    _rotate(sums_q, n, cosines, sines, t, -real(1), real(scale), rows_dq, row)
+            for j in range(len(path)):
+                for i in range(d):
+                    d_k[path[j], g, i] += sums_k[j, i]
+                    d_v[path[j], g, i] += sums_v[j, i]
+        _turn_back(g, d_k, cosines, sines)

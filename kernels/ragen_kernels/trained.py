@@ -1,0 +1,135 @@
+"""The layers' operations beside matrix products as autograd functions of the kernels in
+`compiled.py`, for training on a processor in float32 or float64.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ragen_kernels import compiled
+from ragen_kernels.compiled import ROWS, Integers, Reals, in_parts
+
+
+class Paths(NamedTuple):
+    """C chains of nodes that stand in depth-first order, and their paths from the roots."""
+
+    starts: Integers  # [C + 1] first node of each, and their number
+    bounds: Integers  # [C + 1] where the path of each begins in `nodes`
+    nodes: Integers
+
+
+def forest_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    paths: Paths,
+    scale: float,
+) -> Tensor:
+    """Attention of every node of a forest to its path, itself included: query [N, heads, d], key
+    and value [N, kv_heads, d] to [N, heads * d].
+
+    Query and key are rotated by the angles of their nodes, whose cosines and sines are [N, d / 2].
+    """
+    return _ForestAttention.apply(query, key, value, cosines, sines, paths, scale).flatten(1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The root mean square norm of x [..., hidden] with weight [hidden] (arXiv:1910.07467)."""
+    return _RMSNorm.apply(x, weight, epsilon)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2 * ffn], in which the gates stand before the ups, to [..., ffn]
+    (arXiv:2002.05202).
+    """
+    return _SwiGLU.apply(gate_up)
+
+
+def _arrays(*tensors: Tensor) -> list[Reals]:
+    """They share the memory, whose storage can no longer be resized."""
+    return [tensor.detach().contiguous().numpy() for tensor in tensors]
+
+
+class _ForestAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        paths: Paths,
+        scale: float,
+    ) -> Tensor:
+        q, k, v, cos, sin = _arrays(query, key, value, cosines.to(query), sines.to(query))
+        # torch's memory, which may have huge pages
+        output, logs = query.new_empty(q.shape), query.new_empty(q.shape[:2])
+        in_parts(
+            compiled.attend_forest, k.shape[1], q, k, v, cos, sin, *paths, scale,
+            *_arrays(output, logs),
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, cosines, sines, output, logs)
+        ctx.paths, ctx.scale = paths, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, cosines, sines, *results = ctx.saved_tensors
+        q, k, v, cos, sin, out, logs, d_out = _arrays(
+            query, key, value, cosines.to(query), sines.to(query), *results, d_output
+        )
+        gradients = query.new_empty(q.shape), key.new_zeros(k.shape), value.new_zeros(v.shape)
+        in_parts(
+            compiled.attend_forest_backward, k.shape[1], q, k, v, cos, sin, *ctx.paths, ctx.scale,
+            out, logs, d_out, *_arrays(*gradients),
+        )  # fmt: skip
+        return *gradients, None, None, None, None
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        rows, factors = _arrays(x.flatten(0, -2), weight.clone())  # weights may be offloaded
+        output = x.new_empty(rows.shape)
+        in_parts(compiled.normalize, len(rows), rows, factors, epsilon, output.numpy())
+        return output.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, factors, d_out = _arrays(x.flatten(0, -2), weight.clone(), d_output.flatten(0, -2))
+        parts = -(-len(rows) // ROWS)
+        d_x, d_weight = x.new_empty(rows.shape), np.empty((parts, rows.shape[1]))
+        in_parts(
+            compiled.normalize_backward, parts, rows, factors, ctx.epsilon, d_out, d_x.numpy(),
+            d_weight,
+        )  # fmt: skip
+        return d_x.view(x.shape), torch.from_numpy(d_weight.sum(0)).to(weight), None
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        shape = *gate_up.shape[:-1], gate_up.shape[-1] // 2
+        (pairs,) = _arrays(gate_up.reshape(-1, 2, shape[-1]))
+        output = gate_up.new_empty(len(pairs), shape[-1])
+        in_parts(compiled.gate, len(pairs), pairs, output.numpy())
+        return output.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        width = d_output.shape[-1]
+        pairs, d_out = _arrays(gate_up.reshape(-1, 2, width), d_output.reshape(-1, width))
+        d_pairs = gate_up.new_empty(pairs.shape)
+        in_parts(compiled.gate_backward, len(pairs), pairs, d_out, d_pairs.numpy())
+        return d_pairs.view(gate_up.shape)
