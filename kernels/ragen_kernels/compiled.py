@@ -307,9 +307,7 @@ def _largest(x, row, count):
 
 
 @_compiled(fastmath=_ANY_ORDER)
-def normalize(
-    first: int, last: int, x: Reals, weight: Reals, epsilon: float, out: Reals
-) -> None:
+def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
     """out [T, hidden] <- the RMS norm of x [T, hidden] with weight [hidden]."""
     width = x.shape[1]
     for t in range(first, last):
@@ -374,12 +372,14 @@ def gate_backward(first: int, last: int, gate_up: Reals, d_out: Reals, d_gate_up
         for i in range(width):
             scratch[0, i] = -abs(gate_up[t, 0, i])
         _exponentials(scratch, 0, width, d_out.dtype.type(0))
+        for i in range(width):  # one result in each loop, or none would be taken in lanes
+            e = scratch[0, i]
+            scratch[0, i] = (e if gate_up[t, 0, i] < 0 else _ONE) / (e + _ONE)
         for i in range(width):
-            x, e = gate_up[t, 0, i], scratch[0, i]
-            sigmoid = (e if x < 0 else _ONE) / (e + _ONE)
-            d_up = d_out[t, i] * sigmoid
-            d_gate_up[t, 1, i] = d_up * x
-            d_gate_up[t, 0, i] = d_up * gate_up[t, 1, i] * (_ONE + x * (_ONE - sigmoid))
+            d_gate_up[t, 1, i] = d_out[t, i] * gate_up[t, 0, i] * scratch[0, i]
+        for i in range(width):
+            slope = scratch[0, i] * (_ONE + gate_up[t, 0, i] * (_ONE - scratch[0, i]))
+            d_gate_up[t, 0, i] = d_out[t, i] * gate_up[t, 1, i] * slope
 
 
 @_compiled(fastmath=_ANY_ORDER)
@@ -608,15 +608,15 @@ def _fill_path(path, shared, g, k, v, cosines, sines, keys, values):
 
 
 @_compiled(fastmath=_EXACT)
-def _fill_queries(first, last, head, group, q, cosines, sines, scale, queries):
-    """queries [.., d] <- those of heads head to head + group - 1 of the nodes first to last - 1,
-    rotated and scaled.
+def _fill_queries(asks, g, group, q, cosines, sines, scale, queries):
+    """queries [.., d] <- those of the nodes `asks` that read the keys of head g, rotated and
+    scaled.
     """
     heads, d = q.shape[1], q.shape[2]
     rows_q, real = q.reshape(-1, d), q.dtype.type
-    for n in range((last - first) * group):
-        t = first + n // group
-        row = t * heads + head + n % group
+    for n in range(len(asks) * group):
+        t = asks[n // group]
+        row = t * heads + g * group + n % group
         _rotate(rows_q, row, cosines, sines, t, real(1), real(scale), queries, n)
 
 
@@ -641,19 +641,21 @@ def attend_forest(
     starts: Integers,
     bounds: Integers,
     paths: Integers,
+    asks: Integers,
+    ask_bounds: Integers,
     scale: float,
     out: Reals,
     logs: Reals,
 ) -> None:
-    """out [N, heads, d] <- attention of the nodes of a forest to their paths, themselves included;
-    logs [N, heads] <- log of the sum of exp of their scores. Items are the heads of k.
+    """out [A, heads, d] <- attention of the nodes asks [A] of a forest to their paths, themselves
+    included; logs [A, heads] <- log of the sum of exp of their scores. Items are the heads of k.
 
     q [N, heads, d], k and v [N, kv_heads, d], before rotation; cosines and sines [N, d / 2]. Of C
     chains, in order, starts [C + 1] are the first nodes and paths[bounds[c] : bounds[c + 1]] the
     path to the end of chain c; what is not of chain c in it the path of chain c - 1 begins with.
+    asks[ask_bounds[c] : ask_bounds[c + 1]] are of chain c, in order.
     """
-    heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[2]
-    group = heads // kv_heads
+    d, group = q.shape[2], q.shape[1] // k.shape[1]
     tile, width = max(1, QUERIES // group), _longest_path(bounds)
     real = q.dtype.type
     keys, values = np.empty((width, d), q.dtype), np.zeros((width, d), q.dtype)
@@ -667,11 +669,12 @@ def attend_forest(
             shared = len(path) - (starts[c + 1] - starts[c])
             _fill_path(path, shared, g, k, v, cosines, sines, keys, values)
             _pack(keys, shared, len(path), columns)
-            for start in range(starts[c], starts[c + 1], tile):
-                end = min(start + tile, starts[c + 1])
-                rows, seen = (end - start) * group, shared + start - starts[c] + 1
-                used = (seen + end - start - 2) // KEYS * KEYS + KEYS
-                _fill_queries(start, end, g * group, group, q, cosines, sines, scale, queries)
+            before = shared - starts[c] + 1  # and the number of a node: how many keys it sees
+            for start in range(ask_bounds[c], ask_bounds[c + 1], tile):
+                end = min(start + tile, ask_bounds[c + 1])
+                rows, seen = (end - start) * group, before + asks[start:end]
+                used = (seen[-1] + KEYS - 1) // KEYS * KEYS
+                _fill_queries(asks[start:end], g, group, q, cosines, sines, scale, queries)
                 scores[:rows, :used] = 0
                 sums[:rows] = 0
                 for b in range(0, used, KEYS):
@@ -679,33 +682,33 @@ def attend_forest(
                         flat_queries, 0, d, 1, columns, b * d, flat_scores, b, width, rows, d, KEYS
                     )
                 for n in range(rows):
-                    t, head, count = start + n // group, g * group + n % group, seen + n // group
+                    a, head, count = start + n // group, g * group + n % group, seen[n // group]
                     largest = _largest(scores, n, count)
                     _exponentials(scores, n, count, largest)
-                    logs[t, head] = largest + math.log(_sum(scores, n, 0, count, real(0)))
+                    logs[a, head] = largest + math.log(_sum(scores, n, 0, count, real(0)))
                     scores[n, count:used] = 0
                 _add_product(
                     flat_scores, 0, width, 1, flat_values, 0, flat_sums, 0, d, rows, used, d
                 )
                 for n in range(rows):
-                    t, head, count = start + n // group, g * group + n % group, seen + n // group
+                    a, head, count = start + n // group, g * group + n % group, seen[n // group]
                     share = _ONE / _sum(scores, n, 0, count, real(0))
                     for i in range(d):
-                        out[t, head, i] = sums[n, i] * share
+                        out[a, head, i] = sums[n, i] * share
 
 
 @_compiled(fastmath=_EXACT)
-def _score_gradients(first, last, head, group, seen, used, out, d_out, logs, p, ds):
-    """p[:, :used] <- probabilities of the queries first to last - 1, of scores; ds[:, :used] <-
-    gradients of the scores, of those of the probabilities.
+def _score_gradients(start, g, group, seen, used, out, d_out, logs, p, ds):
+    """p[:, :used] <- probabilities of queries start to start + len(seen) - 1, of scores;
+    ds[:, :used] <- gradients of the scores, of those of the probabilities.
     """
     d = out.shape[2]
-    for n in range((last - first) * group):
-        t, h, count = first + n // group, head + n % group, seen + n // group
+    for n in range(len(seen) * group):
+        a, h, count = start + n // group, g * group + n % group, seen[n // group]
         mean = out.dtype.type(0)
         for i in range(d):
-            mean += d_out[t, h, i] * out[t, h, i]
-        _exponentials(p, n, count, logs[t, h])
+            mean += d_out[a, h, i] * out[a, h, i]
+        _exponentials(p, n, count, logs[a, h])
         for i in range(count):
             ds[n, i] = p[n, i] * (ds[n, i] - mean)
         p[n, count:used] = 0
@@ -734,6 +737,8 @@ def attend_forest_backward(
     starts: Integers,
     bounds: Integers,
     paths: Integers,
+    asks: Integers,
+    ask_bounds: Integers,
     scale: float,
     out: Reals,
     logs: Reals,
@@ -742,9 +747,8 @@ def attend_forest_backward(
     d_k: Reals,
     d_v: Reals,
 ) -> None:
-    """d_q <- gradient of `attend_forest`; those of k and v are added to d_k and d_v."""
-    heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[2]
-    group = heads // kv_heads
+    """d_q[asks] <- gradient of `attend_forest`; those of k and v are added to d_k and d_v."""
+    heads, d, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
     tile, width = max(1, QUERIES // group), _longest_path(bounds)
     most, real = tile * group + tile * group % 2, q.dtype.type
     keys, values = np.zeros((width, d), q.dtype), np.empty((width, d), q.dtype)
@@ -766,12 +770,13 @@ def attend_forest_backward(
             _pack(values, shared, len(path), value_columns)
             sums_k[: len(path)] = 0
             sums_v[: len(path)] = 0
-            for start in range(starts[c], starts[c + 1], tile):
-                end = min(start + tile, starts[c + 1])
-                rows, seen = (end - start) * group, shared + start - starts[c] + 1
-                used = (seen + end - start - 2) // KEYS * KEYS + KEYS
+            before = shared - starts[c] + 1  # and the number of a node: how many keys it sees
+            for start in range(ask_bounds[c], ask_bounds[c + 1], tile):
+                end = min(start + tile, ask_bounds[c + 1])
+                rows, seen = (end - start) * group, before + asks[start:end]
+                used = (seen[-1] + KEYS - 1) // KEYS * KEYS
                 rows_even = rows + rows % 2  # a product's depth is even
-                _fill_queries(start, end, g * group, group, q, cosines, sines, scale, queries)
+                _fill_queries(asks[start:end], g, group, q, cosines, sines, scale, queries)
                 for n in range(rows):
                     d_rows[n] = d_out[start + n // group, g * group + n % group]
                 p[:rows_even, :used] = 0
@@ -784,9 +789,7 @@ def attend_forest_backward(
                     _add_product(
                         flat_d_rows, 0, d, 1, value_columns, b * d, flat_ds, b, width, rows, d, KEYS
                     )
-                _score_gradients(
-                    start, end, g * group, group, seen, used, out, d_out, logs, p, ds
-                )
+                _score_gradients(start, g, group, seen, used, out, d_out, logs, p, ds)
                 _add_product(flat_ds, 0, width, 1, flat_keys, 0, flat_sums_q, 0, d, rows, used, d)
                 _add_product(
                     flat_p, 0, 1, width, flat_d_rows, 0, flat_sums_v, 0, d, used, rows_even, d
@@ -795,7 +798,7 @@ def attend_forest_backward(
                     flat_ds, 0, 1, width, flat_queries, 0, flat_sums_k, 0, d, used, rows_even, d
                 )
                 for n in range(rows):
-                    t = start + n // group
+                    t = asks[start + n // group]
                     row = t * heads + g * group + n % group
                     _rotate(sums_q, n, cosines, sines, t, -real(1), real(scale), rows_dq, row)
             for j in range(len(path)):

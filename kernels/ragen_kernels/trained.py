@@ -14,11 +14,19 @@ from ragen_kernels.compiled import ROWS, Integers, Reals, in_parts
 
 
 class Paths(NamedTuple):
-    """C chains of nodes that stand in depth-first order, and their paths from the roots."""
+    """C chains of nodes that stand in depth-first order, their paths from the roots, and the A
+    nodes whose attention is asked for.
+    """
 
-    starts: Integers  # [C + 1] first node of each, and their number
+    starts: Integers  # [C + 1] first node of each, and the number of nodes
     bounds: Integers  # [C + 1] where the path of each begins in `nodes`
     nodes: Integers
+    asks: Integers  # [A] in order
+    ask_bounds: Integers  # [C + 1] where those of each chain begin
+
+    def of_nodes(self, asks: Integers) -> "Paths":
+        """The same, but for what is asked."""
+        return self._replace(asks=asks, ask_bounds=np.searchsorted(asks, self.starts))
 
 
 def forest_attention(
@@ -30,8 +38,8 @@ def forest_attention(
     paths: Paths,
     scale: float,
 ) -> Tensor:
-    """Attention of every node of a forest to its path, itself included: query [N, heads, d], key
-    and value [N, kv_heads, d] to [N, heads * d].
+    """Attention of nodes of a forest to their paths, themselves included: query [N, heads, d], key
+    and value [N, kv_heads, d] to [A, heads * d].
 
     Query and key are rotated by the angles of their nodes, whose cosines and sines are [N, d / 2].
     """
@@ -69,7 +77,8 @@ class _ForestAttention(Function):
     ) -> Tensor:
         q, k, v, cos, sin = _arrays(query, key, value, cosines.to(query), sines.to(query))
         # torch's memory, which may have huge pages
-        output, logs = query.new_empty(q.shape), query.new_empty(q.shape[:2])
+        output = query.new_empty(len(paths.asks), *q.shape[1:])
+        logs = query.new_empty(output.shape[:2])
         in_parts(
             compiled.attend_forest, k.shape[1], q, k, v, cos, sin, *paths, scale,
             *_arrays(output, logs),
@@ -84,7 +93,7 @@ class _ForestAttention(Function):
         q, k, v, cos, sin, out, logs, d_out = _arrays(
             query, key, value, cosines.to(query), sines.to(query), *results, d_output
         )
-        gradients = query.new_empty(q.shape), key.new_zeros(k.shape), value.new_zeros(v.shape)
+        gradients = query.new_zeros(q.shape), key.new_zeros(k.shape), value.new_zeros(v.shape)
         in_parts(
             compiled.attend_forest_backward, k.shape[1], q, k, v, cos, sin, *ctx.paths, ctx.scale,
             out, logs, d_out, *_arrays(*gradients),

@@ -11,7 +11,7 @@ never a parameter: nothing here reads or stores it.
 
 import enum
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ragen_mega.data import distributed
@@ -54,12 +55,24 @@ class PackedForest(PackedSeqParams):
     angles: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [N, head_dim / 2] of the rotary embedding, where attention rotates."""
 
+    used: Tensor | None = None
+    """Nodes [U] whose hidden states are used, several times perhaps."""
+
     @classmethod
-    def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
-        """Arguments of the layers for the nodes of a forest."""
+    def of(cls, forest: Forest, device: torch.device, used: Tensor) -> "PackedForest":
+        """Arguments of the layers for the nodes of a forest, of which some are `used`."""
         longest = max(len(chain.path) for chain in forest.chains)
         whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
-        return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
+        return cls(
+            "thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest,
+            used=used,
+        )  # fmt: skip
+
+    @cached_property
+    def wanted(self) -> Tensor | None:
+        """Nodes [W], in order, that the last layer computes; None: all."""
+        nodes = self.used.unique()
+        return nodes if 0 < len(nodes) < self.forest.num_nodes else None
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -72,7 +85,17 @@ class PackedForest(PackedSeqParams):
         chains = self.forest.chains
         bounds = np.cumsum([0, *(len(chain.path) for chain in chains)])
         starts = np.array([*(chain.start for chain in chains), self.forest.num_nodes])
-        return compiled_operations().Paths(starts, bounds, np.concatenate([c.path for c in chains]))
+        nodes, all_nodes = np.concatenate([c.path for c in chains]), np.arange(starts[-1])
+        return compiled_operations().Paths(starts, bounds, nodes, all_nodes, starts)
+
+    @cached_property
+    def of_wanted(self) -> "PackedForest":
+        """The same forest, of which wanted nodes alone attend."""
+        if self.wanted is None:
+            return self
+        part = replace(self)
+        part.paths = self.paths.of_nodes(self.wanted.numpy())
+        return part
 
     @cached_property
     def chains(self) -> tuple[PackedSeqParams, Tensor | None]:
@@ -103,14 +126,28 @@ def compiled_operations() -> ModuleType:
     return importlib.import_module("ragen_kernels.trained")
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Layers and final norm of this pipeline stage, as `config.transformer_impl` says."""
+def leaves_out(config: TransformerConfig) -> bool:
+    """Whether the last layer computes wanted nodes alone, behind its keys and values. Sequence
+    parallelism would have to cut them anew.
+    """
+    return is_compiled(config) and not config.sequence_parallel
+
+
+def layer_spec(config: TransformerConfig, *, is_last: bool) -> TransformerBlockSubmodules:
+    """Layers and final norm of this pipeline stage, the last one or not, as
+    `config.transformer_impl` says.
+    """
     num_layers = get_num_layers_to_build(config)
     if config.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         layer.submodules.self_attention.submodules.core_attention = EngineAttention
         return TransformerBlockSubmodules([layer] * num_layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules([_local_layer(config)] * num_layers, layer_norm=RMSNorm)
+    layers = [_local_layer(config)] * num_layers
+    if is_last and leaves_out(config):
+        layers[-1] = _local_layer(config)
+        layers[-1].module = LastLayer
+        layers[-1].submodules.self_attention.submodules.core_attention = LastAttention
+    return TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
 
 
 def drop_quantised_weights(model: nn.Module) -> None:
@@ -236,3 +273,38 @@ class PackedAttention(MegatronModule):
                 query, key, value, *packed_seq_params.angles, packed_seq_params.paths, scale
             )
         return attend(query, key, value, packed_seq_params.schedule, self.scale)
+
+
+class LastAttention(PackedAttention):
+    """That of wanted nodes."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedForest | None = None,
+    ) -> Tensor:  # [W, heads/tp * head_dim]
+        return super().forward(
+            query, key, value, attention_mask, packed_seq_params=packed_seq_params.of_wanted
+        )
+
+
+class LastLayer(TransformerLayer):
+    """The last layer of the model, whose hidden states are those of wanted nodes."""
+
+    def forward(
+        self, hidden_states: Tensor, *, packed_seq_params: PackedForest, **arguments: Any
+    ) -> tuple[Tensor, Tensor | None]:  # [N, 1, H] -> [W, 1, H]
+        wanted = packed_seq_params.wanted
+        if wanted is None:
+            return super().forward(hidden_states, packed_seq_params=packed_seq_params, **arguments)
+        attended, _ = self.self_attention(
+            self.input_layernorm(hidden_states),
+            attention_mask=None,
+            packed_seq_params=packed_seq_params,
+        )
+        return self._forward_mlp(hidden_states.index_select(0, wanted) + attended), None

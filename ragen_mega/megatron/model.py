@@ -21,7 +21,7 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
-from ragen_mega.megatron.layers import PackedForest, is_compiled, layer_spec
+from ragen_mega.megatron.layers import PackedForest, is_compiled, layer_spec, leaves_out
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -110,14 +110,14 @@ class QwenModel(GPTModel):
         groups: ProcessGroupCollection,
         share_embeddings: bool,
     ) -> None:
-        shape = ModelShape.of(hf)
+        shape, is_last = ModelShape.of(hf), groups.pp.rank() == groups.pp.size() - 1
         super().__init__(
             config=config,
-            transformer_layer_spec=layer_spec(config),
+            transformer_layer_spec=layer_spec(config, is_last=is_last),
             vocab_size=trainer_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=groups.pp.rank() == 0,
-            post_process=groups.pp.rank() == groups.pp.size() - 1,
+            post_process=is_last,
             share_embeddings_and_output_weights=share_embeddings,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
@@ -142,8 +142,16 @@ class QwenModel(GPTModel):
         packed_seq_params.angles = angles.cos(), angles.sin()
         return embedded, None, *rest
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        return hidden_states  # [N/sp, 1, H]
+    def _postprocess(
+        self, hidden_states: Tensor, packed_seq_params: PackedForest, **_: Any
+    ) -> Tensor:
+        if not (self.post_process and leaves_out(self.config)):
+            return hidden_states  # [N/sp, 1, H]
+        wanted, num_nodes = packed_seq_params.wanted, packed_seq_params.forest.num_nodes
+        if wanted is None:
+            return hidden_states
+        whole = hidden_states.new_zeros(num_nodes, *hidden_states.shape[1:])
+        return whole.index_copy(0, wanted, hidden_states)
 
     def head_weight(self) -> Tensor:
         """[V/tp, H] LM-head weight of the last stage, the embedding itself when tied."""
@@ -203,17 +211,19 @@ class QwenCritic(QwenModel):
         if self.post_process:
             self.output_layer = ValueHead(config)
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
+        hidden_states = super()._postprocess(hidden_states, **arguments)
         return self.output_layer(hidden_states) if self.post_process else hidden_states
 
 
 def model_inputs(batch: Microbatch) -> dict[str, Any]:
     """Arguments of `QwenModel.forward` for one packed microbatch."""
+    nodes = batch.rows if batch.sources is None else batch.sources.index_select(0, batch.rows)
     return dict(
         input_ids=batch.input_ids.unsqueeze(0),
         position_ids=batch.depths.unsqueeze(0),
         attention_mask=None,
-        packed_seq_params=PackedForest.of(batch.forest, batch.input_ids.device),
+        packed_seq_params=PackedForest.of(batch.forest, batch.input_ids.device, nodes),
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from numba.core import caching
 from numpy.typing import NDArray
-
 from ragen_kernels import compiled
 from ragen_kernels.compiled import BLOCK, TILE, VOCABULARY_BLOCK, in_parts
 

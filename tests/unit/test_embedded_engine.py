@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from ragen_kernels.compiled import BLOCK
 from transformers import (
     PreTrainedModel,
     Qwen2Config,
@@ -22,7 +23,6 @@ from transformers import (
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import slots
-from ragen_kernels.compiled import BLOCK
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.engines.embedded.kv_cache import KVCache

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragen_kernels.trained import forest_attention
 
 from ragen_mega.data.balance import TOKENS, Cost
 from ragen_mega.data.forest import Forest, PrefixOrder
@@ -129,9 +130,13 @@ def by_trajectory(q, k, v, batch: TokenBatch) -> torch.Tensor:
     return torch.cat(outputs)
 
 
+def packed_of(forest: Forest) -> PackedForest:
+    return PackedForest.of(forest, CPU, torch.arange(forest.num_nodes))
+
+
 def by_chain(q, k, v, forest: Forest) -> torch.Tensor:
     """[N, heads * dim] as Transformer Engine is asked to compute it."""
-    packed, paths = PackedForest.of(forest, CPU).chains
+    packed, paths = packed_of(forest).chains
     k, v = (x if paths is None else x[paths] for x in (k, v))
     outputs = []
     spans = [
@@ -149,7 +154,14 @@ def by_chain(q, k, v, forest: Forest) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("way", ["runs", "chains"])
+def compiled(q, k, v, forest: Forest) -> torch.Tensor:
+    """[N, heads * dim] without rotation."""
+    ones = q.detach().new_ones(forest.num_nodes, q.shape[-1] // 2)
+    paths = packed_of(forest).paths
+    return forest_attention(q, k, v, ones, ones - 1, paths, q.shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("way", ["runs", "chains", "compiled"])
 @pytest.mark.parametrize("longest", [20, 150, 700])
 def test_attention_is_that_of_every_trajectory(way: str, longest: int) -> None:
     """Outputs and gradients, in float64; 700: trajectories that are calls of their own, and runs
@@ -171,7 +183,7 @@ def test_attention_is_that_of_every_trajectory(way: str, longest: int) -> None:
         if way == "runs":
             actual = attend(*grown, schedule_of(forest, CPU), None)
         else:
-            actual = by_chain(*grown, forest)
+            actual = {"chains": by_chain, "compiled": compiled}[way](*grown, forest)
         gradients = torch.autograd.grad((actual[sources] * weight).sum(), grown)
         torch.testing.assert_close(actual[sources], expected, rtol=0, atol=1e-12)
         for one, other in zip(gradients, truth):

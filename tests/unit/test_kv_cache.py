@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from ragen_kernels.compiled import BLOCK
 from transformers import Qwen2Config
 
-from ragen_kernels.compiled import BLOCK
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.shape import ModelShape
 
@@ -19,9 +19,7 @@ def make_cache() -> KVCache:
         vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
-    return KVCache(
-        ModelShape.of(config), num_slots=SLOTS, max_context=CONTEXT, dtype=torch.float32
-    )
+    return KVCache(ModelShape.of(config), num_slots=SLOTS, max_context=CONTEXT, dtype=torch.float32)
 
 
 def places(cache: KVCache, slot: int, length: int) -> tuple[np.ndarray, np.ndarray]:

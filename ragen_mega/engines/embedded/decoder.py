@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from ragen_kernels import compiled
 from ragen_kernels.compiled import Integers, Reals, in_parts
+from torch import Tensor
+
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape

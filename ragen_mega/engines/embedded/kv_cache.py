@@ -8,8 +8,8 @@ that (cf. Hydragen, arXiv:2402.05099, section 3).
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
 from ragen_kernels.compiled import BLOCK
+
 from ragen_mega.models.shape import ModelShape
 
 

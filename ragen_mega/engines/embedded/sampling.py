@@ -9,7 +9,6 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-
 from ragen_kernels import compiled
 from ragen_kernels.compiled import VOCABULARY_BLOCK, Integers, Reals, in_parts
 
