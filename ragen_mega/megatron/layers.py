@@ -165,7 +165,7 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    layer.submodules.mlp.submodules.activation_func = SwiGLU
+    layer.submodules.mlp.submodules.activation_func = swiglu
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
@@ -195,14 +195,11 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
 
 
-class SwiGLU(nn.Module):
-    """The compiled activation, which megatron-core takes in the place of Transformer Engine's."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-
-    def forward(self, gate_up: Tensor) -> Tensor:  # [N, 1, 2 * ffn/tp] -> [N, 1, ffn/tp]
-        return compiled_operations().swiglu(gate_up)
+def swiglu(gate_up: Tensor) -> Tensor:
+    """The compiled activation, [N, 1, 2 * ffn/tp] to [N, 1, ffn/tp], which megatron-core takes in
+    the place of Transformer Engine's.
+    """
+    return compiled_operations().swiglu(gate_up)
 
 
 class _BottomRight(enum.Enum):

@@ -93,7 +93,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         # layer, and SwiGLU keeps five activations of its width instead of three
         apply_rope_fusion=implementation == "transformer_engine",
         bias_activation_fusion=implementation == "transformer_engine",
-        # not Transformer Engine's but `layers.SwiGLU`; see `layers.is_compiled`
+        # not Transformer Engine's but `layers.swiglu`; see `layers.is_compiled`
         use_te_activation_func=cpu.is_active() and not parallel.bf16,
         **precision.layer_fields(parallel, implementation),
         **_RECOMPUTE[parallel.recompute],
