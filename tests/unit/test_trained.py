@@ -59,7 +59,7 @@ def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
     gradients = torch.autograd.grad(output, found, weight)
     truths = torch.autograd.grad(expected, exact, weight.double())
     for one, truth in zip((output, *gradients), (expected, *truths), strict=True):
-        bound = 64 * torch.finfo(dtype).eps * max(1.0, float(truth.abs().max()))
+        bound = 64 * torch.finfo(dtype).eps * max(1.0, float(truth.detach().abs().max()))
         torch.testing.assert_close(one.double(), truth, rtol=0, atol=bound)
 
 
@@ -107,7 +107,7 @@ def test_attention_turns_queries_and_keys_and_answers_what_is_asked(
             gradients = torch.autograd.grad(output, found, weight)
             truths = torch.autograd.grad(expected[asks], exact, weight.double(), retain_graph=True)
             for one, truth in zip((output, *gradients), (expected[asks], *truths), strict=True):
-                bound = 256 * torch.finfo(dtype).eps * max(1.0, float(truth.abs().max()))
+                bound = 256 * torch.finfo(dtype).eps * max(1.0, float(truth.detach().abs().max()))
                 torch.testing.assert_close(one.double(), truth, rtol=0, atol=bound)
     finally:
         torch.set_num_threads(before)
