@@ -106,8 +106,18 @@ def _add_product(typing, x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows
     of a row of x are `x_next` apart. Depth and columns are even.
     """
 
+    return _product(x, m, y, adds=True)
+
+
+@intrinsic
+def _put_product(typing, x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows, depth, columns):
+    """As `_add_product`, but y is the product, whatever it was."""
+    return _product(x, m, y, adds=False)
+
+
+def _product(x, m, y, *, adds):
     def emit(context, builder, signature, arguments):
-        _ProductCode(context, builder, signature, arguments).emit()
+        _ProductCode(context, builder, signature, arguments, adds).emit()
         return context.get_dummy_value()
 
     at = types.intp
@@ -119,8 +129,8 @@ class _ProductCode:
     in registers: numba's own loops would go to memory for every k.
     """
 
-    def __init__(self, context, builder, signature, arguments):
-        self.builder = builder
+    def __init__(self, context, builder, signature, arguments, adds):
+        self.builder, self.adds = builder, adds
         self.real = context.get_data_type(signature.args[0].dtype)
         self.size = context.get_abi_sizeof(self.real)
         self.index = arguments[1].type
@@ -184,7 +194,8 @@ class _ProductCode:
         for (i, at), (j, start) in product(enumerate(rows), enumerate(starts)):
             target = self._vector(self.y, widths[j], self.y_at, start, self.y_step, at)
             total = builder.fadd(builder.load(sums[i, j, 0]), builder.load(sums[i, j, 1]))
-            total = builder.fadd(builder.load(target, align=self.size), total)
+            if self.adds:
+                total = builder.fadd(builder.load(target, align=self.size), total)
             builder.store(total, target, align=self.size)
 
     def _steps(self, start, end, step):
@@ -675,10 +686,8 @@ def attend_forest(
                 rows, seen = (end - start) * group, before + asks[start:end]
                 used = (seen[-1] + KEYS - 1) // KEYS * KEYS
                 _fill_queries(asks[start:end], g, group, q, cosines, sines, scale, queries)
-                scores[:rows, :used] = 0
-                sums[:rows] = 0
                 for b in range(0, used, KEYS):
-                    _add_product(
+                    _put_product(
                         flat_queries, 0, d, 1, columns, b * d, flat_scores, b, width, rows, d, KEYS
                     )
                 for n in range(rows):
@@ -687,7 +696,7 @@ def attend_forest(
                     _exponentials(scores, n, count, largest)
                     logs[a, head] = largest + math.log(_sum(scores, n, 0, count, real(0)))
                     scores[n, count:used] = 0
-                _add_product(
+                _put_product(
                     flat_scores, 0, width, 1, flat_values, 0, flat_sums, 0, d, rows, used, d
                 )
                 for n in range(rows):
@@ -779,18 +788,17 @@ def attend_forest_backward(
                 _fill_queries(asks[start:end], g, group, q, cosines, sines, scale, queries)
                 for n in range(rows):
                     d_rows[n] = d_out[start + n // group, g * group + n % group]
-                p[:rows_even, :used] = 0
-                ds[:rows_even, :used] = 0
-                sums_q[:rows] = 0
+                p[rows:rows_even, :used] = 0
+                ds[rows:rows_even, :used] = 0
                 for b in range(0, used, KEYS):
-                    _add_product(
+                    _put_product(
                         flat_queries, 0, d, 1, key_columns, b * d, flat_p, b, width, rows, d, KEYS
                     )
-                    _add_product(
+                    _put_product(
                         flat_d_rows, 0, d, 1, value_columns, b * d, flat_ds, b, width, rows, d, KEYS
                     )
                 _score_gradients(start, g, group, seen, used, out, d_out, logs, p, ds)
-                _add_product(flat_ds, 0, width, 1, flat_keys, 0, flat_sums_q, 0, d, rows, used, d)
+                _put_product(flat_ds, 0, width, 1, flat_keys, 0, flat_sums_q, 0, d, rows, used, d)
                 _add_product(
                     flat_p, 0, 1, width, flat_d_rows, 0, flat_sums_v, 0, d, used, rows_even, d
                 )
