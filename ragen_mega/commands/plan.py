@@ -85,7 +85,7 @@ FLAGS = (
     flag(
         "--check-steps",
         "with --calibrate: also train the configurations of plan_calibration.py and print"
-        " their seconds beside the predicted ones (20 minutes on an idle machine)",
+        " their seconds beside the predicted ones (5 to 20 minutes on an idle machine)",
         False,
     ),
     JSON,
