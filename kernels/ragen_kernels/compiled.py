@@ -78,7 +78,7 @@ def _compiled(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
 
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="embedded-engine")
+    return ThreadPoolExecutor(count, thread_name_prefix="compiled")
 
 
 def in_parts(kernel: Callable[..., None], count: int, *arguments: Any) -> None:
@@ -672,6 +672,7 @@ def attend_forest(
     keys, values = np.empty((width, d), q.dtype), np.zeros((width, d), q.dtype)
     queries, sums = np.empty((tile * group, d), q.dtype), np.empty((tile * group, d), q.dtype)
     scores, columns = np.empty((tile * group, width), q.dtype), np.zeros(width * d, q.dtype)
+    totals = np.empty(tile * group, q.dtype)
     flat_values, flat_queries = values.reshape(-1), queries.reshape(-1)
     flat_sums, flat_scores = sums.reshape(-1), scores.reshape(-1)
     for g in range(first, last):
@@ -694,16 +695,16 @@ def attend_forest(
                     a, head, count = start + n // group, g * group + n % group, seen[n // group]
                     largest = _largest(scores, n, count)
                     _exponentials(scores, n, count, largest)
-                    logs[a, head] = largest + math.log(_sum(scores, n, 0, count, real(0)))
+                    totals[n] = _sum(scores, n, 0, count, real(0))
+                    logs[a, head] = largest + math.log(totals[n])
                     scores[n, count:used] = 0
                 _put_product(
                     flat_scores, 0, width, 1, flat_values, 0, flat_sums, 0, d, rows, used, d
                 )
                 for n in range(rows):
-                    a, head, count = start + n // group, g * group + n % group, seen[n // group]
-                    share = _ONE / _sum(scores, n, 0, count, real(0))
+                    share = _ONE / totals[n]
                     for i in range(d):
-                        out[a, head, i] = sums[n, i] * share
+                        out[start + n // group, g * group + n % group, i] = sums[n, i] * share
 
 
 @_compiled(fastmath=_EXACT)

@@ -218,7 +218,7 @@ class QwenCritic(QwenModel):
 
 def model_inputs(batch: Microbatch) -> dict[str, Any]:
     """Arguments of `QwenModel.forward` for one packed microbatch."""
-    nodes = batch.rows if batch.sources is None else batch.sources.index_select(0, batch.rows)
+    nodes = batch.rows if batch.edges is None else batch.edges.nodes
     return dict(
         input_ids=batch.input_ids.unsqueeze(0),
         position_ids=batch.depths.unsqueeze(0),
