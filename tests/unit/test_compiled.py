@@ -2,11 +2,8 @@
 not depend on the others, nor on the number of threads.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-import torch
 from numba.core import caching
 from numpy.typing import NDArray
 from ragen_kernels import compiled
@@ -23,14 +20,6 @@ HEADS = [(2, 2, 24), (1, 1, 2), (3, 3, 14), (1, 7, 64), (2, 4, 38), (2, 8, 128)]
 def close(ours: NDArray, exact: Reals) -> bool:
     error = np.abs(ours - exact).max()
     return error <= 32 * np.finfo(ours.dtype).eps * max(1.0, np.abs(exact).max())
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("real", REALS)

@@ -82,7 +82,6 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
 FOREST = Forest.of([90, 70, 70, 3, 41], [0, 33, 65, 1, 0], multiple=8)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("heads", [(4, 2, 24), (7, 1, 64), (3, 3, 2), (14, 2, 6), (40, 1, 14)])
 def test_attention_turns_queries_and_keys_and_answers_what_is_asked(
@@ -97,20 +96,15 @@ def test_attention_turns_queries_and_keys_and_answers_what_is_asked(
     q, k, v = exact
     expected = tree_attention(rotated(q, angles), rotated(k, angles), v, FOREST)
     packed = PackedForest.of(FOREST, torch.device("cpu"), torch.arange(FOREST.num_nodes))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for asks in (packed.paths.asks, np.arange(40, FOREST.num_nodes, 3), np.array([5])):
-            paths = packed.paths.of_nodes(asks)
-            output = forest_attention(*found, angles.cos(), angles.sin(), paths, d**-0.5)
-            weight = drawn(*output.shape).to(dtype)
-            gradients = torch.autograd.grad(output, found, weight)
-            truths = torch.autograd.grad(expected[asks], exact, weight.double(), retain_graph=True)
-            for one, truth in zip((output, *gradients), (expected[asks], *truths), strict=True):
-                bound = 256 * torch.finfo(dtype).eps * max(1.0, float(truth.detach().abs().max()))
-                torch.testing.assert_close(one.double(), truth, rtol=0, atol=bound)
-    finally:
-        torch.set_num_threads(before)
+    for asks in (packed.paths.asks, np.arange(40, FOREST.num_nodes, 3), np.array([5])):
+        paths = packed.paths.of_nodes(asks)
+        output = forest_attention(*found, angles.cos(), angles.sin(), paths, d**-0.5)
+        weight = drawn(*output.shape).to(dtype)
+        gradients = torch.autograd.grad(output, found, weight)
+        truths = torch.autograd.grad(expected[asks], exact, weight.double(), retain_graph=True)
+        for one, truth in zip((output, *gradients), (expected[asks], *truths), strict=True):
+            bound = 256 * torch.finfo(dtype).eps * max(1.0, float(truth.detach().abs().max()))
+            torch.testing.assert_close(one.double(), truth, rtol=0, atol=bound)
 
 
 def results(batch: TokenBatch, reference, parallel: ParallelConfig) -> list[Tensor]:
