@@ -326,24 +326,26 @@ def check_a_kill(engine: SGLangEngine, renderer: ChatRenderer, num_sent_again: i
         for task in tasks_for_group(group, "frozen_lake", group, episode, group_size=4)
     ]
     model = build_model(6)
-    restarts, ended, sent_again = engine.counts.restarts, [], []
+    restarts = engine.counts.restarts
+    turns, killed, sent_again = [], [], []
 
     def send_again() -> None:
-        sent_again.append(len(ended))
+        sent_again.append(len(turns))
         engine.pause()
         engine.load_weights(shards(model), again=True)
         engine.start()
 
     def kill_once(num_tokens: int, is_over: bool) -> None:
-        if is_over:
-            ended.append(engine.server.pid)
-        if is_over and len(ended) == 1:
+        """Once somebody is sure to ask again: others may all have their last answers by now."""
+        turns.append(is_over)
+        if len(turns) > len(tasks) and not is_over and not killed:
             scheduler = next(
                 pid
                 for pid in supervisor.descendants(engine.server.pid)
                 if "scheduler" in command_of(pid)
             )
             os.kill(scheduler, signal.SIGKILL)
+            killed.append(scheduler)
 
     with engine.awake():
         engine.load_weights(shards(model))
@@ -362,7 +364,7 @@ def check_a_kill(engine: SGLangEngine, renderer: ChatRenderer, num_sent_again: i
         assert engine.weight_version == version
         assert not any(map(is_alive, old))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    assert [len(group.trajectories) for group in groups] == [4, 4] and len(ended) == len(tasks)
+    assert [len(group.trajectories) for group in groups] == [4, 4] and sum(turns) == len(tasks)
     for trajectory in trajectories:
         assert trajectory.terminated or trajectory.truncated
         for turn in trajectory.turns:  # each once, and from the same weights on both servers
