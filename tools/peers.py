@@ -130,7 +130,7 @@ def train_ours(settings: Settings, pace: Pace) -> None:
     from ragen_mega.train import starpo
 
     run = build(settings.config())
-    run.renderer = DeafRenderer(run.renderer.tokenizer)
+    run.renderer = run.sampling.renderer = DeafRenderer(run.renderer.tokenizer)
     batch = ComparedBatch.of(run.policy.hf.vocab_size)
     trajectories = []
     for prompt, completion in zip(batch.prompts.tolist(), batch.completions.tolist(), strict=True):

@@ -14,10 +14,10 @@ in this one file: numba's cache on disk knows a kernel by the file that it stand
 one whose helper changed elsewhere.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -37,17 +37,19 @@ BLOCK = 16
 """Positions in one block of the cache."""
 TILE = 16
 """Queries of one trajectory that read its keys together; bounds the scores that are held."""
-KEYS = 32
-"""Keys of a path that stand together in training."""
 QUERIES = 32
-"""Queries of all heads that read them together, about."""
+"""Queries of a chain that read a head's keys together in training, about; a column each."""
+KEYS = 128
+"""Keys whose scores are held together in the backward pass; they fit into the nearest cache."""
+LANES = 16
+"""Numbers side by side in registers. The columns are a multiple of it."""
 ROWS = 256
 """Rows whose part of a norm's gradient is summed by itself, for any number of threads."""
 VOCABULARY_BLOCK = 1024
 """Tokens whose probabilities are scanned for one draw. A smaller vocabulary is one block."""
 
 # Of exp in float32: the interval, log 2 in two parts, and the polynomial.
-_ZERO, _ONE, _LEAST = np.float32(0.0), np.float32(1.0), np.float32(-87.0)
+_ONE, _LEAST = np.float32(1.0), np.float32(-87.0)
 _LOG2_E = np.float32(1.4426950408889634)
 _ROUNDER, _BITS_OF_ONE = np.float32(1.5 * 2**23), 0x3F800000
 _LOG_2_HIGH, _LOG_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -76,7 +78,7 @@ def _compiled(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
     return compile_lazily
 
 
-@cache
+@functools.cache
 def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="compiled")
 
@@ -98,6 +100,191 @@ def in_parts(kernel: Callable[..., None], count: int, *arguments: Any) -> None:
         other.result()
 
 
+class _Lanes:
+    """Numbers side by side in registers, in the instructions of an intrinsic."""
+
+    def __init__(self, builder, value):
+        self.builder, self.value = builder, value
+
+    def __add__(self, other):
+        return self._with(self.builder.fadd, other)
+
+    def __sub__(self, other):
+        return self._with(self.builder.fsub, other)
+
+    def __mul__(self, other):
+        return self._with(self.builder.fmul, other)
+
+    def __truediv__(self, other):
+        return self._with(self.builder.fdiv, other)
+
+    def __neg__(self):
+        return _Lanes(self.builder, self.builder.fneg(self.value))
+
+    def __lt__(self, other):
+        """In which lanes it is less; a NaN is not."""
+        return self.builder.fcmp_ordered("<", self.value, self._like(other))
+
+    def __gt__(self, other):
+        return self.builder.fcmp_ordered(">", self.value, self._like(other))
+
+    def where(self, condition, other):
+        """`other` in these lanes."""
+        return _Lanes(self.builder, self.builder.select(condition, self._like(other), self.value))
+
+    def exp(self):
+        """Of what is not positive; in float32 0 below 1e-37."""
+        builder, kind = self.builder, self.value.type
+        if isinstance(kind.element, ir.DoubleType):
+            return _Lanes(builder, self._call("exp", kind, self.value))
+        is_lost = self < _LEAST  # not so a NaN
+        y = self.where(is_lost, _LEAST)
+        # y = n log 2 + r; adding the rounder rounds, and leaves n in the last bits
+        shifted = y * _LOG2_E + _ROUNDER
+        bits = ir.VectorType(ir.IntType(32), kind.count)
+        exponent, one = (ir.Constant(bits, [x] * kind.count) for x in (23, _BITS_OF_ONE))
+        power = builder.shl(builder.bitcast(shifted.value, bits), exponent)
+        power = _Lanes(builder, builder.bitcast(builder.add(power, one), kind))
+        n = shifted - _ROUNDER
+        r = y - n * _LOG_2_HIGH - n * _LOG_2_LOW
+        p = ((((r * _P5 + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _P0
+        return ((p * (r * r) + r + 1.0) * power).where(is_lost, 0.0)
+
+    def larger(self, other):
+        """Of both in each lane; either if one is a NaN."""
+        return self.where(self < other, other)
+
+    def sum(self):
+        """One number, taken in any order."""
+        kind = self.value.type
+        start = ir.Constant(kind.element, 0.0)
+        options = {"fastmath": ("reassoc", "nsz")}
+        return self._call("vector.reduce.fadd", kind.element, start, self.value, **options)
+
+    def _call(self, name, result, *arguments, **options):
+        """What LLVM has for such lanes under this name."""
+        kind = self.value.type
+        name = f"llvm.{name}.v{kind.count}{kind.element.intrinsic_name}"
+        code = ir.FunctionType(result, [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, code, name)
+        return self.builder.call(function, arguments, **options)
+
+    def _with(self, operation, other):
+        value = operation(self.value, self._like(other), flags=("contract",))
+        return _Lanes(self.builder, value)
+
+    def _like(self, other):
+        """Lanes, or a constant in all of them."""
+        if isinstance(other, _Lanes):
+            return other.value
+        return ir.Constant(self.value.type, [float(other)] * self.value.type.count)
+
+
+class _Variable:
+    """Lanes that change; they stay in registers too."""
+
+    def __init__(self, builder, lanes):
+        self.builder, self.place = builder, cgutils.alloca_once(builder, lanes.value.type)
+        self.lanes = lanes
+
+    @property
+    def lanes(self):
+        return _Lanes(self.builder, self.builder.load(self.place))
+
+    @lanes.setter
+    def lanes(self, lanes):
+        self.builder.store(lanes.value, self.place)
+
+
+class _Code:
+    """Writes the instructions of an intrinsic, whose arguments are flat arrays of one type, places
+    in them, and numbers. numba's own loops take a row as short as a head's number by number.
+    """
+
+    def __init__(self, context, builder, signature, arguments):
+        self.builder, self.index = builder, context.get_value_type(types.intp)
+        self.real = context.get_data_type(signature.args[0].dtype)
+        self.size = context.get_abi_sizeof(self.real)
+        self.arguments = [
+            context.make_array(kind)(context, builder, argument).data
+            if isinstance(kind, types.Array)
+            else argument
+            for kind, argument in zip(signature.args, arguments)
+        ]
+
+    def steps(self, start, end, step):
+        """A loop, whose number `with` gives."""
+        return cgutils.for_range_slice(self.builder, start, end, self.index(step), self.index)
+
+    def in_lanes(self, count, widths=(LANES, 8, 4, 2, 1)):
+        """Loops over `count` numbers, some at a time: the first, and how many."""
+        start = self.index(0)
+        for width in widths:
+            whole = self.builder.and_(self.builder.sub(count, start), self.index(-width))
+            end = self.builder.add(start, whole)
+            with self.steps(start, end, width) as (at, _):
+                yield at, width
+            start = end
+
+    def load(self, array, width, *places):
+        """`width` numbers from the sum of places on."""
+        pointer = self._pointer(array, width, places)
+        return _Lanes(self.builder, self.builder.load(pointer, align=self.size))
+
+    def store(self, lanes, array, *places):
+        pointer = self._pointer(array, lanes.value.type.count, places)
+        self.builder.store(lanes.value, pointer, align=self.size)
+
+    def rows(self, first, count, width):
+        """Places of rows that are `width` long."""
+        return [
+            self.builder.mul(self.builder.add(first, self.index(i)), width) for i in range(count)
+        ]
+
+    def number(self, array, *places):
+        """The one at the sum of places."""
+        return self.builder.load(self.builder.gep(array, [self._sum(places)]))
+
+    def spread(self, number, width):
+        """A number in every lane."""
+        lane = ir.IntType(32)
+        undefined = ir.Constant(ir.VectorType(self.real, width), ir.Undefined)
+        first_lane = ir.Constant(ir.VectorType(lane, width), None)
+        number = self.builder.insert_element(undefined, number, lane(0))
+        return _Lanes(self.builder, self.builder.shuffle_vector(number, undefined, first_lane))
+
+    def variable(self, lanes):
+        return _Variable(self.builder, lanes)
+
+    def total(self, width):
+        """A variable that is 0."""
+        return self.variable(
+            _Lanes(self.builder, ir.Constant(ir.VectorType(self.real, width), None))
+        )
+
+    def _pointer(self, array, width, places):
+        pointer = ir.VectorType(self.real, width).as_pointer()
+        return self.builder.bitcast(self.builder.gep(array, [self._sum(places)]), pointer)
+
+    def _sum(self, places):
+        return functools.reduce(self.builder.add, places)
+
+
+def _written(write):
+    """What an intrinsic returns beside its signature: write(code, *arguments)."""
+
+    def emit(context, builder, signature, arguments):
+        code = _Code(context, builder, signature, arguments)
+        write(code, *code.arguments)
+        return context.get_dummy_value()
+
+    return emit
+
+
+_AT = types.intp
+"""A place in an array, or a count."""
+
+
 @intrinsic
 def _add_product(typing, x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows, depth, columns):
     """Add the product of x [rows, depth] and m [depth, columns] to y [rows, columns].
@@ -105,7 +292,6 @@ def _add_product(typing, x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows
     Each lies in a flat array from its place `_at` on; rows of x and y are `_step` apart, the items
     of a row of x are `x_next` apart. Depth and columns are even.
     """
-
     return _product(x, m, y, adds=True)
 
 
@@ -120,35 +306,26 @@ def _product(x, m, y, *, adds):
         _ProductCode(context, builder, signature, arguments, adds).emit()
         return context.get_dummy_value()
 
-    at = types.intp
-    return types.void(x, at, at, at, m, at, y, at, at, at, at, at), emit
+    return types.void(x, _AT, _AT, _AT, m, _AT, y, _AT, _AT, _AT, _AT, _AT), emit
 
 
-class _ProductCode:
+class _ProductCode(_Code):
     """The instructions of `_add_product`, in which the sums of up to four rows and 32 columns stay
     in registers: numba's own loops would go to memory for every k.
     """
 
     def __init__(self, context, builder, signature, arguments, adds):
-        self.builder, self.adds = builder, adds
-        self.real = context.get_data_type(signature.args[0].dtype)
-        self.size = context.get_abi_sizeof(self.real)
-        self.index = arguments[1].type
-        self.x, self.m, self.y = (
-            context.make_array(signature.args[i])(context, builder, arguments[i]).data
-            for i in (0, 4, 6)
-        )
-        self.x_at, self.x_step, self.x_next, self.m_at, self.y_at, self.y_step = (
-            arguments[i] for i in (1, 2, 3, 5, 7, 8)
-        )
-        self.rows, self.depth, self.columns = arguments[9:]
+        super().__init__(context, builder, signature, arguments)
+        self.adds = adds
+        self.x, self.x_at, self.x_step, self.x_next, self.m, self.m_at = self.arguments[:6]
+        self.y, self.y_at, self.y_step, self.rows, self.depth, self.columns = self.arguments[6:]
 
     def emit(self):
         builder, index = self.builder, self.index
         row_start = index(0)
         for num_rows in (4, 2, 1):
             row_end = builder.and_(self.rows, index(-num_rows))
-            with self._steps(row_start, row_end, num_rows) as (row, _):
+            with self.steps(row_start, row_end, num_rows) as (row, _):
                 column_start = index(0)
                 for widths in ((16, 16), (16, 8), (16,), (8,), (4,), (2,)):
                     width = sum(widths)
@@ -157,7 +334,7 @@ class _ProductCode:
                     whole = builder.and_(left, index(-32)) if width == 32 else index(width)
                     fits = builder.icmp_signed(">=", left, index(width))
                     column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
-                    with self._steps(column_start, column_end, width) as (column, _):
+                    with self.steps(column_start, column_end, width) as (column, _):
                         self._tile(row, num_rows, column, widths)
                     column_start = column_end
             row_start = row_end
@@ -169,54 +346,180 @@ class _ProductCode:
         starts = [builder.add(column, self.index(sum(widths[:j]))) for j in range(len(widths))]
         # For even and odd k apart, as an addition takes several cycles.
         sums = {
-            key: cgutils.alloca_once(builder, ir.VectorType(self.real, widths[key[1]]))
+            key: self.total(widths[key[1]])
             for key in product(range(num_rows), range(len(widths)), range(2))
         }
-        for total in sums.values():
-            builder.store(ir.Constant(total.type.pointee, None), total)
-        with self._steps(self.index(0), self.depth, 2) as (even, _):
+        with self.steps(self.index(0), self.depth, 2) as (even, _):
             for odd in range(2):
                 k = builder.add(even, self.index(odd))
-                pointers = [
-                    self._vector(self.m, width, self.m_at, start, self.columns, k)
+                line = builder.mul(self.columns, k)
+                lines = [
+                    self.load(self.m, width, self.m_at, start, line)
                     for start, width in zip(starts, widths)
                 ]
-                lines = [builder.load(pointer, align=self.size) for pointer in pointers]
                 item = builder.mul(k, self.x_next)
                 for i, at in enumerate(rows):
-                    factor = builder.load(self._place(self.x, self.x_at, item, self.x_step, at))
+                    row = builder.mul(self.x_step, at)
+                    factor = self.number(self.x, self.x_at, item, row)
                     for j, line in enumerate(lines):
-                        factors = self._spread(factor, widths[j])
-                        term = builder.fmul(line, factors, flags=("contract",))
-                        total = builder.load(sums[i, j, odd])
-                        total = builder.fadd(term, total, flags=("contract",))
-                        builder.store(total, sums[i, j, odd])
+                        sums[i, j, odd].lanes += line * self.spread(factor, widths[j])
         for (i, at), (j, start) in product(enumerate(rows), enumerate(starts)):
-            target = self._vector(self.y, widths[j], self.y_at, start, self.y_step, at)
-            total = builder.fadd(builder.load(sums[i, j, 0]), builder.load(sums[i, j, 1]))
+            places = self.y_at, start, builder.mul(self.y_step, at)
+            total = sums[i, j, 0].lanes + sums[i, j, 1].lanes
             if self.adds:
-                total = builder.fadd(builder.load(target, align=self.size), total)
-            builder.store(total, target, align=self.size)
+                total = self.load(self.y, widths[j], *places) + total
+            self.store(total, self.y, *places)
 
-    def _steps(self, start, end, step):
-        return cgutils.for_range_slice(self.builder, start, end, self.index(step), self.index)
 
-    def _place(self, array, start, offset, step, count):
-        builder = self.builder
-        offset = builder.add(builder.add(start, offset), builder.mul(step, count))
-        return builder.gep(array, [offset])
+@intrinsic
+def _put_line(typing, x, x_at, factor, y, y_at, count):
+    """y[y_at : y_at + count] <- factor * x[x_at : x_at + count]."""
 
-    def _vector(self, array, width, *place):
-        pointer = ir.VectorType(self.real, width).as_pointer()
-        return self.builder.bitcast(self._place(array, *place), pointer)
+    def write(code, x, x_at, factor, y, y_at, count):
+        for i, width in code.in_lanes(count):
+            code.store(code.load(x, width, x_at, i) * code.spread(factor, width), y, y_at, i)
 
-    def _spread(self, number, width):
-        """The number in every lane."""
-        lane = ir.IntType(32)
-        undefined = ir.Constant(ir.VectorType(self.real, width), ir.Undefined)
-        first_lane = ir.Constant(ir.VectorType(lane, width), None)
-        number = self.builder.insert_element(undefined, number, lane(0))
-        return self.builder.shuffle_vector(number, undefined, first_lane)
+    return types.void(x, _AT, x.dtype, y, _AT, _AT), _written(write)
+
+
+@intrinsic
+def _add_line(typing, x, x_at, y, y_at, count):
+    """Add x[x_at : x_at + count] to y[y_at : y_at + count]."""
+
+    def write(code, x, x_at, y, y_at, count):
+        for i, width in code.in_lanes(count):
+            code.store(code.load(y, width, y_at, i) + code.load(x, width, x_at, i), y, y_at, i)
+
+    return types.void(x, _AT, y, _AT, _AT), _written(write)
+
+
+@intrinsic
+def _rotate(typing, x, x_at, factor, cosines, sines, angle_at, sign, y, y_at, half):
+    """y[y_at:] <- factor * x[x_at:], pairs of `half` first and `half` second numbers, turned by the
+    angles at `angle_at`, back if sign is -1. The two may be the same.
+    """
+
+    def write(code, x, x_at, factor, cosines, sines, angle_at, sign, y, y_at, half):
+        for i, width in code.in_lanes(half):
+            cosine = code.load(cosines, width, angle_at, i)
+            sine = code.load(sines, width, angle_at, i) * code.spread(sign, width)
+            factors = code.spread(factor, width)
+            a = code.load(x, width, x_at, i) * factors
+            b = code.load(x, width, x_at, half, i) * factors
+            code.store(a * cosine - b * sine, y, y_at, i)
+            code.store(b * cosine + a * sine, y, y_at, half, i)
+
+    real = x.dtype
+    kinds = x, _AT, real, cosines, sines, _AT, real, y, _AT, _AT
+    return types.void(*kinds), _written(write)
+
+
+@intrinsic
+def _exponentials(typing, x, at, count, top):
+    """x[at : at + count] <- exp(x[at : at + count] - top), where nothing exceeds `top`."""
+
+    def write(code, x, at, count, top):
+        for i, width in code.in_lanes(count):
+            code.store((code.load(x, width, at, i) - code.spread(top, width)).exp(), x, at, i)
+
+    return types.void(x, _AT, _AT, x.dtype), _written(write)
+
+
+def _sigmoid(x):
+    """Of lanes."""
+    e = (-x).where(x < 0.0, x).exp()
+    return e.where(x > 0.0, 1.0) / (e + 1.0)
+
+
+@intrinsic
+def _gate_line(typing, gate_up, at, out, out_at, count):
+    """out[out_at : out_at + count] <- silu(gate) * up; both stand in gate_up from `at` on."""
+
+    def write(code, gate_up, at, out, out_at, count):
+        for i, width in code.in_lanes(count):
+            x = code.load(gate_up, width, at, i)
+            up = code.load(gate_up, width, at, count, i)
+            code.store(x * _sigmoid(x) * up, out, out_at, i)
+
+    return types.void(gate_up, _AT, out, _AT, _AT), _written(write)
+
+
+@intrinsic
+def _gate_line_backward(typing, gate_up, at, d_out, out_at, d_gate_up, count):
+    """d_gate_up[at:] <- gradient of `_gate_line`."""
+
+    def write(code, gate_up, at, d_out, out_at, d_gate_up, count):
+        for i, width in code.in_lanes(count):
+            x = code.load(gate_up, width, at, i)
+            up = code.load(gate_up, width, at, count, i)
+            d = code.load(d_out, width, out_at, i)
+            sigmoid = _sigmoid(x)
+            slope = sigmoid * (x - x * sigmoid + 1.0)
+            code.store(d * up * slope, d_gate_up, at, i)
+            code.store(d * x * sigmoid, d_gate_up, at, count, i)
+
+    return types.void(gate_up, _AT, d_out, _AT, d_gate_up, _AT), _written(write)
+
+
+@intrinsic
+def _soften(typing, scores, count, width, tops, totals):
+    """scores [count, width] <- their exp over the largest of each column; tops and totals [width]
+    <- that, and the sum of the column. The count is a multiple of 4, the width of LANES.
+    """
+
+    def write(code, scores, count, width, tops, totals):
+        zero = code.index(0)
+        for n, lanes in code.in_lanes(width, (LANES,)):
+            top = code.variable(code.load(scores, lanes, n))
+            sums = [code.total(lanes) for _ in range(2)]
+            with code.steps(zero, count, 4) as (first, _):
+                a, b, c, d = (
+                    code.load(scores, lanes, n, place) for place in code.rows(first, 4, width)
+                )
+                top.lanes = top.lanes.larger(a.larger(b).larger(c.larger(d)))
+            with code.steps(zero, count, 2) as (first, _):
+                for total, place in zip(sums, code.rows(first, 2, width)):
+                    weight = (code.load(scores, lanes, n, place) - top.lanes).exp()
+                    code.store(weight, scores, n, place)
+                    total.lanes += weight
+            code.store(top.lanes, tops, n)
+            code.store(sums[0].lanes + sums[1].lanes, totals, n)
+
+    return types.void(scores, _AT, _AT, tops, totals), _written(write)
+
+
+@intrinsic
+def _score_gradients(typing, p, ds, count, width, tops, means):
+    """p [count, width], at first scores, <- exp(p - tops [width]), which are probabilities; ds
+    [count, width], at first gradients of these, <- p * (ds - means [width]), those of the scores.
+    """
+
+    def write(code, p, ds, count, width, tops, means):
+        for n, lanes in code.in_lanes(width, (LANES,)):
+            top, mean = code.load(tops, lanes, n), code.load(means, lanes, n)
+            with code.steps(code.index(0), count, 1) as (first, _):
+                for place in code.rows(first, 1, width):
+                    weight = (code.load(p, lanes, n, place) - top).exp()
+                    code.store(weight, p, n, place)
+                    gradient = code.load(ds, lanes, n, place) - mean
+                    code.store(weight * gradient, ds, n, place)
+
+    return types.void(p, ds, _AT, _AT, tops, means), _written(write)
+
+
+@intrinsic
+def _put_dot(typing, x, x_at, y, y_at, count, out, out_at):
+    """out[out_at] <- the product of x[x_at : x_at + count] and y[y_at : y_at + count]."""
+
+    def write(code, x, x_at, y, y_at, count, out, out_at):
+        widths = LANES, 8, 4, 2, 1
+        sums = {width: code.total(width) for width in widths}
+        for i, width in code.in_lanes(count, widths):
+            sums[width].lanes += code.load(x, width, x_at, i) * code.load(y, width, y_at, i)
+        total = functools.reduce(code.builder.fadd, (part.lanes.sum() for part in sums.values()))
+        code.builder.store(total, code.builder.gep(out, [out_at]))
+
+    return types.void(x, _AT, y, _AT, _AT, out, _AT), _written(write)
 
 
 @intrinsic
@@ -225,65 +528,16 @@ def _fetch(typing, array, at, count):
     see where the next lines will be.
     """
 
-    def emit(context, builder, signature, arguments):
-        real, number = context.get_data_type(signature.args[0].dtype), ir.IntType(32)
-        base = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        pointer = ir.IntType(8).as_pointer()
-        prefetch = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [pointer, number, number, number]),
-            "llvm.prefetch.p0",
-        )
-        start, index = arguments[1], arguments[1].type
-        line = index(_CACHE_LINE // context.get_abi_sizeof(real))
-        end = builder.add(start, arguments[2])
-        with cgutils.for_range_slice(builder, start, end, line, intp=index) as (place, _):
-            target = builder.bitcast(builder.gep(base, [place]), pointer)
+    def write(code, array, at, count):
+        builder, number, pointer = code.builder, ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        with code.steps(at, builder.add(at, count), _CACHE_LINE // code.size) as (place, _):
+            target = builder.bitcast(builder.gep(array, [place]), pointer)
             # to read; into the second-level cache; data
             builder.call(prefetch, [target, number(0), number(2), number(1)])
-        return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.intp), emit
-
-
-@intrinsic
-def _bits_of(typing, real):
-    """The bits of a float as an integer of its size."""
-    integer = {types.float32: types.int32, types.float64: types.int64}[real]
-    return integer(real), _reinterpret
-
-
-@intrinsic
-def _real_of(typing, integer):
-    """The reverse of `_bits_of`."""
-    real = {types.int32: types.float32, types.int64: types.float64}[integer]
-    return real(integer), _reinterpret
-
-
-def _reinterpret(context, builder, signature, arguments):
-    return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
-
-
-@_compiled(fastmath=_EXACT)
-def _exponentials(x, row, count, top):
-    """x[row, :count] <- exp(x[row, :count] - top), where nothing exceeds `top`; in float32 0 for
-    what is below 1e-37.
-    """
-    if x.itemsize == 8:
-        for i in range(count):
-            x[row, i] = math.exp(x[row, i] - top)
-        return
-    for i in range(count):
-        distance = x[row, i] - top
-        is_lost = distance < _LEAST  # not so a NaN
-        y = _LEAST if is_lost else distance
-        # y = n log 2 + r; adding the rounder rounds, and leaves n in the last bits
-        shifted = y * _LOG2_E + _ROUNDER
-        power = _real_of(np.int32((_bits_of(np.float32(shifted)) << 23) + _BITS_OF_ONE))
-        n = shifted - _ROUNDER
-        r = y - n * _LOG_2_HIGH - n * _LOG_2_LOW
-        p = ((((_P5 * r + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _P0
-        x[row, i] = _ZERO if is_lost else (p * (r * r) + r + _ONE) * power
+    return types.void(array, _AT, _AT), _written(write)
 
 
 @_compiled(fastmath=_ANY_ORDER)
@@ -333,15 +587,9 @@ def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, ou
 @_compiled(fastmath=_EXACT)
 def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
     """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
-    width = out.shape[1]
+    width, flat_gate_up, flat_out = out.shape[1], gate_up.reshape(-1), out.reshape(-1)
     for t in range(first, last):
-        for i in range(width):
-            out[t, i] = -abs(gate_up[t, 0, i])
-        _exponentials(out, t, width, out.dtype.type(0))
-        for i in range(width):
-            x, e = gate_up[t, 0, i], out[t, i]
-            sigmoid = (e if x < 0 else _ONE) / (e + _ONE)
-            out[t, i] = x * sigmoid * gate_up[t, 1, i]
+        _gate_line(flat_gate_up, 2 * t * width, flat_out, t * width, width)
 
 
 @_compiled(fastmath=_ANY_ORDER)
@@ -377,20 +625,12 @@ def normalize_backward(
 @_compiled(fastmath=_EXACT)
 def gate_backward(first: int, last: int, gate_up: Reals, d_out: Reals, d_gate_up: Reals) -> None:
     """d_gate_up [T, 2, ffn] <- gradient of `gate`."""
-    width = d_out.shape[1]
-    scratch = np.empty((1, width), d_out.dtype)
+    width, flat_gate_up = d_out.shape[1], gate_up.reshape(-1)
+    flat_d_out, flat_d_gate_up = d_out.reshape(-1), d_gate_up.reshape(-1)
     for t in range(first, last):
-        for i in range(width):
-            scratch[0, i] = -abs(gate_up[t, 0, i])
-        _exponentials(scratch, 0, width, d_out.dtype.type(0))
-        for i in range(width):  # one result in each loop, or none would be taken in lanes
-            e = scratch[0, i]
-            scratch[0, i] = (e if gate_up[t, 0, i] < 0 else _ONE) / (e + _ONE)
-        for i in range(width):
-            d_gate_up[t, 1, i] = d_out[t, i] * gate_up[t, 0, i] * scratch[0, i]
-        for i in range(width):
-            slope = scratch[0, i] * (_ONE + gate_up[t, 0, i] * (_ONE - scratch[0, i]))
-            d_gate_up[t, 0, i] = d_out[t, i] * gate_up[t, 1, i] * slope
+        _gate_line_backward(
+            flat_gate_up, 2 * t * width, flat_d_out, t * width, flat_d_gate_up, width
+        )
 
 
 @_compiled(fastmath=_ANY_ORDER)
@@ -508,7 +748,7 @@ def attend(
                 for b in range(n, num_blocks, num_queries):  # the next keys, all queries together
                     _fetch(flat_blocks, (table[next_row, b] * kv_heads + next_h) * 2 * size, size)
                 seen = positions[queries[start + n // group]] + 1
-                _exponentials(scores, n, seen, _largest(scores, n, seen))
+                _exponentials(flat_scores, n * width, seen, _largest(scores, n, seen))
                 for i in range(seen, num_blocks * BLOCK):
                     scores[n, i] = 0
             for b in range(num_blocks):
@@ -541,7 +781,8 @@ def exponentiate(
         if inverse_temperature[n] != 1:
             for i in range(vocabulary):
                 logits[n, i] *= inverse_temperature[n]
-        _exponentials(logits, n, vocabulary, _largest(logits, n, vocabulary))
+        top = _largest(logits, n, vocabulary)
+        _exponentials(logits.reshape(-1), n * vocabulary, vocabulary, top)
         for block in range(masses.shape[1]):
             start = block * VOCABULARY_BLOCK
             end = min(start + VOCABULARY_BLOCK, vocabulary)
@@ -587,57 +828,63 @@ def draw(
 
 
 @_compiled(fastmath=_EXACT)
-def _rotate(x, row, cosines, sines, t, sign, factor, out, place):
-    """out[place] <- factor * x[row], turned by the angles of node t, back if sign is -1."""
-    half = cosines.shape[1]
-    for i in range(half):
-        a, b = x[row, i] * factor, x[row, half + i] * factor
-        sine = sign * sines[t, i]
-        out[place, i] = a * cosines[t, i] - b * sine
-        out[place, half + i] = b * cosines[t, i] + a * sine
-
-
-@_compiled(fastmath=_EXACT)
-def _pack(rows, first, last, columns):
-    """columns <- rows[first:last] [.., d], in blocks [d, KEYS]."""
-    d = rows.shape[1]
-    for j in range(first, last):
-        at, place = j // KEYS * KEYS * d, j % KEYS
-        for i in range(d):
-            columns[at + i * KEYS + place] = rows[j, i]
-
-
-@_compiled(fastmath=_EXACT)
 def _fill_path(path, shared, g, k, v, cosines, sines, keys, values):
     """keys and values [.., d] <- those of head g of the nodes path[shared:], keys rotated."""
     kv_heads, d = k.shape[1], k.shape[2]
-    rows_k, rows_v, one = k.reshape(-1, d), v.reshape(-1, d), k.dtype.type(1)
+    flat_k, flat_v, one = k.reshape(-1), v.reshape(-1), k.dtype.type(1)
+    flat_cosines, flat_sines, half = cosines.reshape(-1), sines.reshape(-1), d // 2
     for j in range(shared, len(path)):
-        row = path[j] * kv_heads + g
-        _rotate(rows_k, row, cosines, sines, path[j], one, one, keys, j)
-        values[j] = rows_v[row]
+        row = (path[j] * kv_heads + g) * d
+        _rotate(flat_k, row, one, flat_cosines, flat_sines, path[j] * half, one, keys, j * d, half)
+        _put_line(flat_v, row, one, values, j * d, d)
 
 
 @_compiled(fastmath=_EXACT)
-def _fill_queries(asks, g, group, q, cosines, sines, scale, queries):
-    """queries [.., d] <- those of the nodes `asks` that read the keys of head g, rotated and
+def _fill_queries(asks, g, group, q, cosines, sines, scale, rows):
+    """rows [.., d] <- the queries of the nodes `asks` that read the keys of head g, rotated and
     scaled.
     """
-    heads, d = q.shape[1], q.shape[2]
-    rows_q, real = q.reshape(-1, d), q.dtype.type
+    heads, d, real = q.shape[1], q.shape[2], q.dtype.type
+    flat_q, flat_cosines, flat_sines = q.reshape(-1), cosines.reshape(-1), sines.reshape(-1)
+    half = d // 2
     for n in range(len(asks) * group):
         t = asks[n // group]
-        row = t * heads + g * group + n % group
-        _rotate(rows_q, row, cosines, sines, t, real(1), real(scale), queries, n)
+        row = (t * heads + g * group + n % group) * d
+        _rotate(
+            flat_q, row, real(scale), flat_cosines, flat_sines, t * half, real(1), rows, n * d, half
+        )
 
 
 @_compiled(fastmath=_EXACT)
-def _longest_path(bounds):
-    """Nodes of it, up to a multiple of KEYS."""
+def _stand(rows, count, d, width, columns):
+    """columns [d, width] <- rows [count, d], and 0."""
+    for i in range(d):
+        for n in range(count):
+            columns[i * width + n] = rows[n * d + i]
+        for n in range(count, width):
+            columns[i * width + n] = 0
+
+
+@_compiled(fastmath=_EXACT)
+def _hide(scores, first, count, seen, group, width):
+    """No query scores keys behind itself, among `count` keys from `first` on: seen [.., in order]
+    is how many those of a node see.
+    """
+    hidden = 0
+    for j in range(max(first, seen[0]), first + count):
+        while hidden < len(seen) and seen[hidden] <= j:
+            hidden += 1
+        for n in range(hidden * group):
+            scores[(j - first) * width + n] = -np.inf
+
+
+@_compiled(fastmath=_EXACT)
+def _room(bounds):
+    """For the longest path: its nodes, up to a multiple of 4."""
     longest = 0
     for c in range(len(bounds) - 1):
         longest = max(longest, bounds[c + 1] - bounds[c])
-    return (longest + KEYS - 1) // KEYS * KEYS
+    return (longest + 3) // 4 * 4
 
 
 @_compiled(fastmath=_EXACT)
@@ -666,73 +913,46 @@ def attend_forest(
     path to the end of chain c; what is not of chain c in it the path of chain c - 1 begins with.
     asks[ask_bounds[c] : ask_bounds[c + 1]] are of chain c, in order.
     """
-    d, group = q.shape[2], q.shape[1] // k.shape[1]
-    tile, width = max(1, QUERIES // group), _longest_path(bounds)
-    real = q.dtype.type
-    keys, values = np.empty((width, d), q.dtype), np.zeros((width, d), q.dtype)
-    queries, sums = np.empty((tile * group, d), q.dtype), np.empty((tile * group, d), q.dtype)
-    scores, columns = np.empty((tile * group, width), q.dtype), np.zeros(width * d, q.dtype)
-    totals = np.empty(tile * group, q.dtype)
-    flat_values, flat_queries = values.reshape(-1), queries.reshape(-1)
-    flat_sums, flat_scores = sums.reshape(-1), scores.reshape(-1)
+    heads, d, group, real = q.shape[1], q.shape[2], q.shape[1] // k.shape[1], q.dtype.type
+    tile, room = max(1, QUERIES // group), _room(bounds)
+    most = (tile * group + LANES - 1) // LANES * LANES
+    keys, values = np.zeros(room * d, q.dtype), np.zeros(room * d, q.dtype)
+    rows, queries = np.empty(most * d, q.dtype), np.empty(most * d, q.dtype)
+    scores, sums = np.empty(room * most, q.dtype), np.empty(most * d, q.dtype)
+    tops, totals = np.empty(most, q.dtype), np.empty(most, q.dtype)
+    flat_out = out.reshape(-1)
     for g in range(first, last):
         for c in range(len(starts) - 1):
             path = paths[bounds[c] : bounds[c + 1]]
             shared = len(path) - (starts[c + 1] - starts[c])
             _fill_path(path, shared, g, k, v, cosines, sines, keys, values)
-            _pack(keys, shared, len(path), columns)
             before = shared - starts[c] + 1  # and the number of a node: how many keys it sees
             for start in range(ask_bounds[c], ask_bounds[c + 1], tile):
-                end = min(start + tile, ask_bounds[c + 1])
-                rows, seen = (end - start) * group, before + asks[start:end]
-                used = (seen[-1] + KEYS - 1) // KEYS * KEYS
-                _fill_queries(asks[start:end], g, group, q, cosines, sines, scale, queries)
-                for b in range(0, used, KEYS):
-                    _put_product(
-                        flat_queries, 0, d, 1, columns, b * d, flat_scores, b, width, rows, d, KEYS
-                    )
-                for n in range(rows):
-                    a, head, count = start + n // group, g * group + n % group, seen[n // group]
-                    largest = _largest(scores, n, count)
-                    _exponentials(scores, n, count, largest)
-                    totals[n] = _sum(scores, n, 0, count, real(0))
-                    logs[a, head] = largest + math.log(totals[n])
-                    scores[n, count:used] = 0
-                _put_product(
-                    flat_scores, 0, width, 1, flat_values, 0, flat_sums, 0, d, rows, used, d
-                )
-                for n in range(rows):
-                    share = _ONE / totals[n]
-                    for i in range(d):
-                        out[start + n // group, g * group + n % group, i] = sums[n, i] * share
-
-
-@_compiled(fastmath=_EXACT)
-def _score_gradients(start, g, group, seen, used, out, d_out, logs, p, ds):
-    """p[:, :used] <- probabilities of queries start to start + len(seen) - 1, of scores;
-    ds[:, :used] <- gradients of the scores, of those of the probabilities.
-    """
-    d = out.shape[2]
-    for n in range(len(seen) * group):
-        a, h, count = start + n // group, g * group + n % group, seen[n // group]
-        mean = out.dtype.type(0)
-        for i in range(d):
-            mean += d_out[a, h, i] * out[a, h, i]
-        _exponentials(p, n, count, logs[a, h])
-        for i in range(count):
-            ds[n, i] = p[n, i] * (ds[n, i] - mean)
-        p[n, count:used] = 0
-        ds[n, count:used] = 0
+                asked = asks[start : min(start + tile, ask_bounds[c + 1])]
+                count, seen = len(asked) * group, before + asked
+                used, width = (seen[-1] + 3) // 4 * 4, (count + LANES - 1) // LANES * LANES
+                _fill_queries(asked, g, group, q, cosines, sines, scale, rows)
+                _stand(rows, count, d, width, queries)
+                _put_product(keys, 0, d, 1, queries, 0, scores, 0, width, used, d, width)
+                _hide(scores, 0, used, seen, group, width)
+                _soften(scores, used, width, tops, totals)
+                _put_product(scores, 0, 1, width, values, 0, sums, 0, d, count, used, d)
+                for n in range(count):
+                    a, head = start + n // group, g * group + n % group
+                    logs[a, head] = tops[n] + math.log(totals[n])
+                    place = (a * heads + head) * d
+                    _put_line(sums, n * d, real(1) / totals[n], flat_out, place, d)
 
 
 @_compiled(fastmath=_EXACT)
 def _turn_back(g, d_k, cosines, sines):
     """Gradients of head g of rotated keys become those of the keys."""
-    kv_heads, d = d_k.shape[1], d_k.shape[2]
-    rows, one = d_k.reshape(-1, d), d_k.dtype.type(1)
+    kv_heads, d, one = d_k.shape[1], d_k.shape[2], d_k.dtype.type(1)
+    flat, flat_cosines, flat_sines = d_k.reshape(-1), cosines.reshape(-1), sines.reshape(-1)
+    half = d // 2
     for t in range(len(d_k)):
-        row = t * kv_heads + g
-        _rotate(rows, row, cosines, sines, t, -one, one, rows, row)
+        row = (t * kv_heads + g) * d
+        _rotate(flat, row, one, flat_cosines, flat_sines, t * half, -one, flat, row, half)
 
 
 @_compiled(fastmath=_EXACT)
@@ -758,60 +978,61 @@ def attend_forest_backward(
     d_v: Reals,
 ) -> None:
     """d_q[asks] <- gradient of `attend_forest`; those of k and v are added to d_k and d_v."""
-    heads, d, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
-    tile, width = max(1, QUERIES // group), _longest_path(bounds)
-    most, real = tile * group + tile * group % 2, q.dtype.type
-    keys, values = np.zeros((width, d), q.dtype), np.empty((width, d), q.dtype)
-    key_columns, value_columns = np.zeros(width * d, q.dtype), np.zeros(width * d, q.dtype)
-    sums_k, sums_v = np.empty((width, d), q.dtype), np.empty((width, d), q.dtype)
-    queries, d_rows = np.zeros((most, d), q.dtype), np.zeros((most, d), q.dtype)
-    sums_q = np.empty((most, d), q.dtype)
-    p, ds = np.empty((most, width), q.dtype), np.empty((most, width), q.dtype)
-    flat_p, flat_ds, flat_keys = p.reshape(-1), ds.reshape(-1), keys.reshape(-1)
-    flat_queries, flat_d_rows = queries.reshape(-1), d_rows.reshape(-1)
-    flat_sums_q, rows_dq = sums_q.reshape(-1), d_q.reshape(-1, d)
-    flat_sums_k, flat_sums_v = sums_k.reshape(-1), sums_v.reshape(-1)
+    kv_heads, heads, d, real = k.shape[1], q.shape[1], q.shape[2], q.dtype.type
+    group, half, one = heads // kv_heads, d // 2, real(1)
+    tile, room = max(1, QUERIES // group), _room(bounds)
+    most = (tile * group + LANES - 1) // LANES * LANES
+    keys, values = np.zeros(room * d, q.dtype), np.zeros(room * d, q.dtype)
+    sums_k, sums_v = np.empty(room * d, q.dtype), np.empty(room * d, q.dtype)
+    rows, d_rows = np.empty(most * d, q.dtype), np.empty(most * d, q.dtype)
+    queries, d_outs = np.empty(most * d, q.dtype), np.empty(most * d, q.dtype)
+    p, ds = np.empty(KEYS * most, q.dtype), np.empty(KEYS * most, q.dtype)
+    tops, means = np.zeros(most, q.dtype), np.zeros(most, q.dtype)
+    sums_q, flat_out, flat_d_out = np.empty(most * d, q.dtype), out.reshape(-1), d_out.reshape(-1)
+    flat_cosines, flat_sines = cosines.reshape(-1), sines.reshape(-1)
+    flat_d_q, flat_d_k, flat_d_v = d_q.reshape(-1), d_k.reshape(-1), d_v.reshape(-1)
     for g in range(first, last):
         for c in range(len(starts) - 1):
             path = paths[bounds[c] : bounds[c + 1]]
             shared = len(path) - (starts[c + 1] - starts[c])
             _fill_path(path, shared, g, k, v, cosines, sines, keys, values)
-            _pack(keys, shared, len(path), key_columns)
-            _pack(values, shared, len(path), value_columns)
-            sums_k[: len(path)] = 0
-            sums_v[: len(path)] = 0
+            sums_k[: len(path) * d] = 0
+            sums_v[: len(path) * d] = 0
             before = shared - starts[c] + 1  # and the number of a node: how many keys it sees
             for start in range(ask_bounds[c], ask_bounds[c + 1], tile):
-                end = min(start + tile, ask_bounds[c + 1])
-                rows, seen = (end - start) * group, before + asks[start:end]
-                used = (seen[-1] + KEYS - 1) // KEYS * KEYS
-                rows_even = rows + rows % 2  # a product's depth is even
-                _fill_queries(asks[start:end], g, group, q, cosines, sines, scale, queries)
-                for n in range(rows):
-                    d_rows[n] = d_out[start + n // group, g * group + n % group]
-                p[rows:rows_even, :used] = 0
-                ds[rows:rows_even, :used] = 0
-                for b in range(0, used, KEYS):
-                    _put_product(
-                        flat_queries, 0, d, 1, key_columns, b * d, flat_p, b, width, rows, d, KEYS
-                    )
-                    _put_product(
-                        flat_d_rows, 0, d, 1, value_columns, b * d, flat_ds, b, width, rows, d, KEYS
-                    )
-                _score_gradients(start, g, group, seen, used, out, d_out, logs, p, ds)
-                _put_product(flat_ds, 0, width, 1, flat_keys, 0, flat_sums_q, 0, d, rows, used, d)
-                _add_product(
-                    flat_p, 0, 1, width, flat_d_rows, 0, flat_sums_v, 0, d, used, rows_even, d
-                )
-                _add_product(
-                    flat_ds, 0, 1, width, flat_queries, 0, flat_sums_k, 0, d, used, rows_even, d
-                )
-                for n in range(rows):
-                    t = asks[start + n // group]
-                    row = t * heads + g * group + n % group
-                    _rotate(sums_q, n, cosines, sines, t, -real(1), real(scale), rows_dq, row)
+                asked = asks[start : min(start + tile, ask_bounds[c + 1])]
+                count, seen = len(asked) * group, before + asked
+                used, width = (seen[-1] + 3) // 4 * 4, (count + LANES - 1) // LANES * LANES
+                depth = count + count % 2  # of a product, which is even
+                _fill_queries(asked, g, group, q, cosines, sines, scale, rows)
+                for n in range(count):
+                    a, h = start + n // group, g * group + n % group
+                    tops[n], place = logs[a, h], (a * heads + h) * d
+                    _put_line(flat_d_out, place, one, d_rows, n * d, d)
+                    _put_dot(d_rows, n * d, flat_out, place, d, means, n)
+                rows[count * d : depth * d] = 0
+                d_rows[count * d : depth * d] = 0
+                sums_q[: count * d] = 0
+                _stand(rows, count, d, width, queries)
+                _stand(d_rows, count, d, width, d_outs)
+                for j in range(0, used, KEYS):
+                    at, some = j * d, min(KEYS, used - j)
+                    _put_product(keys, at, d, 1, queries, 0, p, 0, width, some, d, width)
+                    _put_product(values, at, d, 1, d_outs, 0, ds, 0, width, some, d, width)
+                    _hide(p, j, some, seen, group, width)
+                    _score_gradients(p, ds, some, width, tops, means)
+                    _add_product(ds, 0, 1, width, keys, at, sums_q, 0, d, count, some, d)
+                    _add_product(p, 0, width, 1, d_rows, 0, sums_v, at, d, some, depth, d)
+                    _add_product(ds, 0, width, 1, rows, 0, sums_k, at, d, some, depth, d)
+                for n in range(count):
+                    t = asked[n // group]
+                    place = (t * heads + g * group + n % group) * d
+                    _rotate(
+                        sums_q, n * d, real(scale), flat_cosines, flat_sines, t * half, -one,
+                        flat_d_q, place, half,
+                    )  # fmt: skip
             for j in range(len(path)):
-                for i in range(d):
-                    d_k[path[j], g, i] += sums_k[j, i]
-                    d_v[path[j], g, i] += sums_v[j, i]
+                place = (path[j] * kv_heads + g) * d
+                _add_line(sums_k, j * d, flat_d_k, place, d)
+                _add_line(sums_v, j * d, flat_d_v, place, d)
         _turn_back(g, d_k, cosines, sines)
