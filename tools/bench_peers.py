@@ -128,6 +128,13 @@ def measure(python: str, settings: Settings, scratch: Path, repeats: int) -> dic
                 )
         steps = {name: side.step for name, side in both.items()}
         readings = interleave(steps, repeats, warmups=WARMUPS)
+    expected = settings.groups * settings.group_size * settings.turns * settings.max_tokens
+    for name, of in readings.items():
+        if wrong := {one["num_sampled"] for one in of} - {expected}:
+            raise ValueError(
+                f"a step of {name} must sample {expected} tokens, not {wrong.pop()}; the steps are"
+                " not comparable"
+            )
     clocks = {
         clock: {name: [one[clock] for one in of] for name, of in readings.items()}
         for clock in ("wall", "cpu")

@@ -83,6 +83,8 @@ class Pace:
     def __init__(self, reply: int) -> None:
         self._reply = os.fdopen(reply, "w")
         self._started: tuple[float, float] | None = None
+        self.num_sampled = 0
+        """Tokens of the step."""
 
     def say(self, **facts: Any) -> None:
         """One line of facts for the benchmark."""
@@ -97,8 +99,9 @@ class Pace:
 
     def end(self) -> None:
         """The step is over."""
-        wall, cpu = self._started
-        self.say(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
+        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = wall - self._started[0], cpu - self._started[1]
+        self.say(wall=wall, cpu=cpu, num_sampled=self.num_sampled)
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,13 @@ def train_ours(settings: Settings, pace: Pace) -> None:
     )
     pace.say(loss=result["loss"], grad_norm=result["grad_norm"])
 
+    play = run.sample
+
+    def sample(tasks: Any) -> Any:
+        groups = play(tasks)
+        pace.num_sampled = run.timers.sampled_tokens
+        return groups
+
     def steps() -> Iterator[int]:
         for step in range(settings.num_steps):
             pace.begin()
@@ -156,7 +166,7 @@ def train_ours(settings: Settings, pace: Pace) -> None:
             pace.end()
         pace.begin()
 
-    run.steps = steps
+    run.sample, run.steps = sample, steps
     gc.collect()
     gc.freeze()  # as the program does, see train.main
     with run:
@@ -187,11 +197,15 @@ def train_trl(settings: Settings, pace: Pace) -> None:
             pace.end()
 
     def tokens_mod_7(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        if settings.turns == 1:
+            pace.num_sampled = sum(map(len, completion_ids))
         return [sum(ids) % 7 for ids in completion_ids]
 
     def play(texts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         tasks = [next(by_prompt[text]) for text in texts]
-        return play_turns(trainer.model, renderer, tasks, settings.max_tokens)
+        played = play_turns(trainer.model, renderer, tasks, settings.max_tokens)
+        pace.num_sampled = sum(map(sum, played["env_mask"]))
+        return played
 
     trainer = GRPOTrainer(
         model,
