@@ -655,8 +655,9 @@ def rotate_and_store(
     """
     kv_heads, half = blocks.shape[1], qkv.shape[3]
     heads = qkv.shape[1] - 2 * kv_heads
-    scale = qkv.dtype.type(1.0 / math.sqrt(2.0 * half))
-    flat_qkv, flat_bias = qkv.reshape(len(qkv), -1), bias.reshape(-1)
+    scale, one = qkv.dtype.type(1.0 / math.sqrt(2.0 * half)), qkv.dtype.type(1)
+    flat_qkv, flat_bias, numbers = qkv.reshape(len(qkv), -1), bias.reshape(-1), qkv.reshape(-1)
+    flat_cosines, flat_sines = cosines.reshape(-1), sines.reshape(-1)
     flat_blocks, size = blocks.reshape(-1), 2 * half * BLOCK  # of the keys of one head in a block
     for t in range(len(qkv)):
         block, place = table[rows[t], positions[t] // BLOCK], positions[t] % BLOCK
@@ -669,7 +670,7 @@ def rotate_and_store(
             flat_qkv[t, i] += flat_bias[i]
         for h in range(heads + kv_heads):
             norm = q_norm if h < heads else k_norm
-            factor = scale if h < heads else qkv.dtype.type(1)
+            factor = scale if h < heads else one
             if len(norm):
                 squares = qkv.dtype.type(0)
                 for part in range(2):
@@ -679,18 +680,18 @@ def rotate_and_store(
                 for part in range(2):
                     for i in range(half):
                         qkv[t, h, part, i] *= norm[0, part, i]
-            for i in range(half):
-                a, b = qkv[t, h, 0, i] * factor, qkv[t, h, 1, i] * factor
-                cosine, sine = cosines[positions[t], i], sines[positions[t], i]
-                qkv[t, h, 0, i] = a * cosine - b * sine
-                qkv[t, h, 1, i] = b * cosine + a * sine
+            head = (t * qkv.shape[1] + h) * 2 * half
+            _rotate(
+                numbers, head, factor, flat_cosines, flat_sines, positions[t] * half, one,
+                numbers, head, half,
+            )  # fmt: skip
         for h in range(kv_heads):
-            for part in range(2):
-                for i in range(half):
-                    channel = part * half + i
-                    blocks[block, h, 0, channel * BLOCK + place] = qkv[t, heads + h, part, i]
-                    v = qkv[t, heads + kv_heads + h, part, i]
-                    blocks[block, h, 1, place * 2 * half + channel] = v
+            keys = (block * kv_heads + h) * 2 * size
+            key = (t * qkv.shape[1] + heads + h) * 2 * half
+            for i in range(2 * half):
+                flat_blocks[keys + i * BLOCK + place] = numbers[key + i]
+            value = key + kv_heads * 2 * half
+            _put_line(numbers, value, one, flat_blocks, keys + size + place * 2 * half, 2 * half)
 
 
 @_compiled(fastmath=_EXACT)
