@@ -523,6 +523,45 @@ def _put_dot(typing, x, x_at, y, y_at, count, out, out_at):
 
 
 @intrinsic
+def _put_row_sums(typing, x, at, count, factor, top, sums):
+    """sums [2] <- of exp(z - top) and of z * exp(z - top), over z = factor * x[at : at + count],
+    which nothing exceeds `top` in.
+    """
+
+    def write(code, x, at, count, factor, top, sums):
+        widths = LANES, 8, 4, 2, 1
+        totals = {width: [code.total(width) for _ in range(2)] for width in widths}
+        for i, width in code.in_lanes(count, widths):
+            z = code.load(x, width, at, i) * code.spread(factor, width)
+            weight = (z - code.spread(top, width)).exp()
+            masses, moments = totals[width]
+            masses.lanes += weight
+            moments.lanes += weight * z
+        for place, parts in enumerate(zip(*totals.values())):
+            total = functools.reduce(code.builder.fadd, (part.lanes.sum() for part in parts))
+            code.builder.store(total, code.builder.gep(sums, [code.index(place)]))
+
+    return types.void(x, _AT, _AT, x.dtype, x.dtype, sums), _written(write)
+
+
+@intrinsic
+def _put_row_gradient(typing, x, at, count, factor, lse, constant, slope, out, out_at):
+    """out[out_at :] <- exp(z - lse) * (constant + slope * z), with z = factor * x[at : at + count].
+    The two may be the same.
+    """
+
+    def write(code, x, at, count, factor, lse, constant, slope, out, out_at):
+        for i, width in code.in_lanes(count):
+            z = code.load(x, width, at, i) * code.spread(factor, width)
+            weight = (z - code.spread(lse, width)).exp()
+            outer = code.spread(slope, width) * z + code.spread(constant, width)
+            code.store(weight * outer, out, out_at, i)
+
+    real = x.dtype
+    return types.void(x, _AT, _AT, real, real, real, real, out, _AT), _written(write)
+
+
+@intrinsic
 def _fetch(typing, array, at, count):
     """Ask for array[at : at + count] before it is needed: a block is too short for the processor to
     see where the next lines will be.
@@ -563,11 +602,11 @@ def _larger(typing, a, b):
 
 
 @_compiled(fastmath=_ANY_ORDER | {"nnan"})
-def _largest(x, row, count):
-    """Of x[row, :count]; any number if there is a NaN."""
-    largest = x[row, 0]
+def _largest(x, at, count):
+    """Of x[at : at + count]; any number if there is a NaN."""
+    largest = x[at]
     for i in range(count):
-        largest = _larger(largest, x[row, i])
+        largest = _larger(largest, x[at + i])
     return largest
 
 
@@ -749,7 +788,7 @@ def attend(
                 for b in range(n, num_blocks, num_queries):  # the next keys, all queries together
                     _fetch(flat_blocks, (table[next_row, b] * kv_heads + next_h) * 2 * size, size)
                 seen = positions[queries[start + n // group]] + 1
-                _exponentials(flat_scores, n * width, seen, _largest(scores, n, seen))
+                _exponentials(flat_scores, n * width, seen, _largest(flat_scores, n * width, seen))
                 for i in range(seen, num_blocks * BLOCK):
                     scores[n, i] = 0
             for b in range(num_blocks):
@@ -782,8 +821,8 @@ def exponentiate(
         if inverse_temperature[n] != 1:
             for i in range(vocabulary):
                 logits[n, i] *= inverse_temperature[n]
-        top = _largest(logits, n, vocabulary)
-        _exponentials(logits.reshape(-1), n * vocabulary, vocabulary, top)
+        flat, at = logits.reshape(-1), n * vocabulary
+        _exponentials(flat, at, vocabulary, _largest(flat, at, vocabulary))
         for block in range(masses.shape[1]):
             start = block * VOCABULARY_BLOCK
             end = min(start + VOCABULARY_BLOCK, vocabulary)
@@ -826,6 +865,72 @@ def draw(
                 tokens[n] = i
                 if cdf > reached:
                     break
+
+
+@_compiled(fastmath=_EXACT)
+def row_statistics(
+    first: int,
+    last: int,
+    logits: Reals,
+    step: int,
+    vocabulary: int,
+    factor: float,
+    columns: Integers,
+    lse: Reals,
+    mean: Reals,
+    target: Reals,
+) -> None:
+    """Of T rows of logits, `step` apart in a flat array, times `factor`: lse, mean and target [T]
+    as in `vocab.RowStatistics`; columns [T] of their labels, -1 where there is none.
+    """
+    real, sums = logits.dtype.type, np.empty(2, logits.dtype)
+    factor_here = real(factor)
+    for t in range(first, last):
+        top = _largest(logits, t * step, vocabulary) * factor_here
+        mass, moment = 0.0, 0.0
+        for start in range(0, vocabulary, VOCABULARY_BLOCK):
+            count = min(VOCABULARY_BLOCK, vocabulary - start)
+            _put_row_sums(logits, t * step + start, count, factor_here, top, sums)
+            mass += sums[0]
+            moment += sums[1]
+        lse[t] = top + real(math.log(mass))
+        mean[t] = real(moment / mass)
+        target[t] = logits[t * step + columns[t]] * factor_here if columns[t] >= 0 else 0
+
+
+@_compiled(fastmath=_EXACT)
+def logits_gradient(
+    first: int,
+    last: int,
+    logits: Reals,
+    step: int,
+    vocabulary: int,
+    factor: float,
+    columns: Integers,
+    lse: Reals,
+    mean: Reals,
+    d_logprobs: Reals,
+    d_entropy: Reals,
+    out: Reals,
+    out_step: int,
+    width: int,
+) -> None:
+    """T rows of out [.., :width], `out_step` apart in a flat array, <- gradient in the logits of
+    `row_statistics`, 0 behind the vocabulary; d_entropy [T], or [0] for none.
+    """
+    real = logits.dtype.type
+    factor_here = real(factor)
+    for t in range(first, last):
+        d_logprob = d_logprobs[t] * factor_here
+        slope = -d_entropy[t] * factor_here if len(d_entropy) else real(0)
+        constant = -slope * mean[t] - d_logprob
+        _put_row_gradient(
+            logits, t * step, vocabulary, factor_here, lse[t], constant, slope, out, t * out_step
+        )
+        if columns[t] >= 0:
+            out[t * out_step + columns[t]] += d_logprob
+        for i in range(vocabulary, width):
+            out[t * out_step + i] = 0
 
 
 @_compiled(fastmath=_EXACT)
