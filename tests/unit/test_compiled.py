@@ -4,10 +4,12 @@ not depend on the others, nor on the number of threads.
 
 import numpy as np
 import pytest
+import torch
 from numba.core import caching
 from numpy.typing import NDArray
-from ragen_kernels import compiled
+from ragen_kernels import compiled, compiled_rows, reference
 from ragen_kernels.compiled import BLOCK, TILE, VOCABULARY_BLOCK, in_parts
+from ragen_kernels.vocab import RowStatistics, VocabShard
 
 Reals = NDArray[np.float64]
 REALS = (np.float32, np.float64)
@@ -172,6 +174,30 @@ def test_exponentials(real: type, threads: int) -> None:
     parts = np.array_split(np.exp(distance), range(VOCABULARY_BLOCK, size, VOCABULARY_BLOCK), 1)
     exact = np.stack([part.sum(-1) for part in parts], axis=1)
     assert np.abs(masses / exact - 1).max() < 64 * np.finfo(real).eps
+
+
+@pytest.mark.parametrize("real", [torch.float32, torch.float64])
+def test_softmax_rows_are_those_of_the_definition(real: torch.dtype, threads: int) -> None:
+    """Of a shard, over several blocks of its vocabulary, in rows with a gap between them."""
+    size, start, temperature = 2 * VOCABULARY_BLOCK + 77, 100, 0.7
+    shard = VocabShard(start, size, start + size + 50, None)
+    generator = torch.Generator().manual_seed(0)
+    exact = 5 * torch.randn(9, size + 3, dtype=torch.float64, generator=generator)
+    logits = torch.zeros(9, size + 19, dtype=real)[:, : size + 3].copy_(exact)
+    labels = torch.tensor([start, start + size - 1, 0, start + size, 500, 501, 502, 503, 99])
+    found = compiled_rows.row_statistics(logits, labels, shard, temperature)
+    truth = reference.row_statistics(exact, labels, shard, temperature)
+    for ours, theirs in zip(found, truth, strict=True):
+        assert ours.dtype == real and close(ours.numpy(), theirs.numpy())
+    derivatives = torch.randn(2, 9, dtype=torch.float64, generator=generator)
+    for d_logprobs, d_entropy in (derivatives, (derivatives[0], None)):
+        theirs = reference.logits_gradient(
+            exact, torch.empty_like(exact), labels, truth, d_logprobs, d_entropy, shard, temperature
+        )
+        given = d_logprobs.to(real), None if d_entropy is None else d_entropy.to(real)
+        rows, out = RowStatistics(*(one.to(real) for one in truth)), logits.clone()
+        compiled_rows.logits_gradient(out, out, labels, rows, *given, shard, temperature)
+        assert close(out.numpy(), theirs.numpy()) and not out[:, size:].any()
 
 
 def test_where_no_cache_can_be_written_kernels_are_compiled_all_the_same(
