@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ragen_kernels import compiled, reference
 from ragen_kernels.compiled import Integers, Reals, in_parts
-from ragen_kernels.vocab import RowStatistics, VocabShard
+from ragen_kernels.objective import PolicyObjective, TokenTerms
+from ragen_kernels.vocab import RowStatistics, VocabShard, reduce_over_group
 
 _REALS = (torch.float32, torch.float64)
 
@@ -49,6 +50,21 @@ def logits_gradient(
         out.shape[1],
     )  # fmt: skip
     return out
+
+
+def policy_rows_(
+    logits: Tensor,
+    labels: Tensor,
+    terms: TokenTerms,
+    objective: PolicyObjective,
+    shard: VocabShard,
+    temperature: float,
+) -> Tensor:
+    """See `reference.policy_rows_`."""
+    rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
+    outputs, *derivatives = reference.token_losses(rows.logprobs, rows.entropy, terms, objective)
+    logits_gradient(logits, logits, labels, rows, *derivatives, shard, temperature)
+    return outputs
 
 
 def _is_taken(logits: Tensor, shard: VocabShard) -> bool:

@@ -295,7 +295,9 @@ def fail(message: str, exit_code: int = 2) -> NoReturn:
     fixed rank can be relied on to get as far as its message.
     """
     if _is_first_to_say(message):
-        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        # in one piece: `print` would write the end of the line by itself, behind another rank's
+        sys.stderr.write(f"error: {' '.join(message.split())}\n")
+        sys.stderr.flush()
     raise SystemExit(exit_code)
 
 
