@@ -1119,6 +1119,10 @@ def attend_forest_backward(
                 rows[count * d : depth * d] = 0
                 d_rows[count * d : depth * d] = 0
                 sums_q[: count * d] = 0
+                for n in range(
+                    count, width
+                ):  # with queries of 0 their weights are 1, never infinite
+                    tops[n] = means[n] = 0
                 _stand(rows, count, d, width, queries)
                 _stand(d_rows, count, d, width, d_outs)
                 for j in range(0, used, KEYS):

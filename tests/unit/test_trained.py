@@ -7,9 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from ragen_kernels.compiled import ROWS
-from ragen_kernels.trained import forest_attention, rms_norm, swiglu
+import torch.nn.functional as F
+from ragen_kernels.compiled import QUERIES, ROWS
+from ragen_kernels.trained import Paths, forest_attention, rms_norm, swiglu
 from torch import Tensor
+from torch.testing import assert_close
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.forest import Forest
@@ -105,6 +107,30 @@ def test_attention_turns_queries_and_keys_and_answers_what_is_asked(
         for one, truth in zip((output, *gradients), (expected[asks], *truths), strict=True):
             bound = 256 * torch.finfo(dtype).eps * max(1.0, float(truth.detach().abs().max()))
             torch.testing.assert_close(one.double(), truth, rtol=0, atol=bound)
+
+
+def test_attention_to_keys_that_all_point_away() -> None:
+    """Scores of -89, and in the second tile of queries a single one: what the first left behind
+    beside it, exp(89), must not become infinite.
+    """
+    num_nodes, d, direction = QUERIES + 1, 4, torch.tensor([178.8**0.5, 0.0, 0.0, 0.0])
+    q, k = (sign * direction + drawn(num_nodes, 1, d, scale=0.01).float() for sign in (1.0, -1.0))
+    v, upstream = drawn(num_nodes, 1, d).float(), drawn(num_nodes, d).float()
+    ends = np.array([0, num_nodes])
+    nodes = np.arange(num_nodes)
+    cosines, sines = torch.ones(num_nodes, d // 2), torch.zeros(num_nodes, d // 2)
+    ours = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = forest_attention(*ours, cosines, sines, Paths(ends, ends, nodes, nodes, ends), 0.5)
+    out.backward(upstream)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    heads = (x.transpose(0, 1) for x in exact)
+    truth = F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.5)[0]
+    truth.backward(upstream.double())
+    assert_close(out, truth.float(), rtol=1e-3, atol=1e-3)
+    for found, expected in zip(ours, exact, strict=True):
+        assert_close(
+            found.grad, expected.grad.float(), rtol=0, atol=1e-3 * expected.grad.abs().max()
+        )
 
 
 def results(batch: TokenBatch, reference, parallel: ParallelConfig) -> list[Tensor]:
