@@ -962,6 +962,21 @@ def _fill_queries(asks, g, group, q, cosines, sines, scale, rows):
 
 
 @_compiled(fastmath=_EXACT)
+def _return_queries(asks, g, group, rows, cosines, sines, scale, d_q):
+    """d_q of the nodes `asks` <- gradients of what `_fill_queries` made of their queries."""
+    heads, d, real = d_q.shape[1], d_q.shape[2], d_q.dtype.type
+    flat_d_q, flat_cosines, flat_sines = d_q.reshape(-1), cosines.reshape(-1), sines.reshape(-1)
+    half = d // 2
+    for n in range(len(asks) * group):
+        t = asks[n // group]
+        row = (t * heads + g * group + n % group) * d
+        _rotate(
+            rows, n * d, real(scale), flat_cosines, flat_sines, t * half, -real(1), flat_d_q, row,
+            half,
+        )  # fmt: skip
+
+
+@_compiled(fastmath=_EXACT)
 def _stand(rows, count, d, width, columns):
     """columns [d, width] <- rows [count, d], and 0."""
     for i in range(d):
@@ -1085,7 +1100,7 @@ def attend_forest_backward(
 ) -> None:
     """d_q[asks] <- gradient of `attend_forest`; those of k and v are added to d_k and d_v."""
     kv_heads, heads, d, real = k.shape[1], q.shape[1], q.shape[2], q.dtype.type
-    group, half, one = heads // kv_heads, d // 2, real(1)
+    group, one = heads // kv_heads, real(1)
     tile, room = max(1, QUERIES // group), _room(bounds)
     most = (tile * group + LANES - 1) // LANES * LANES
     keys, values = np.zeros(room * d, q.dtype), np.zeros(room * d, q.dtype)
@@ -1095,8 +1110,7 @@ def attend_forest_backward(
     p, ds = np.empty(KEYS * most, q.dtype), np.empty(KEYS * most, q.dtype)
     tops, means = np.zeros(most, q.dtype), np.zeros(most, q.dtype)
     sums_q, flat_out, flat_d_out = np.empty(most * d, q.dtype), out.reshape(-1), d_out.reshape(-1)
-    flat_cosines, flat_sines = cosines.reshape(-1), sines.reshape(-1)
-    flat_d_q, flat_d_k, flat_d_v = d_q.reshape(-1), d_k.reshape(-1), d_v.reshape(-1)
+    flat_d_k, flat_d_v = d_k.reshape(-1), d_v.reshape(-1)
     for g in range(first, last):
         for c in range(len(starts) - 1):
             path = paths[bounds[c] : bounds[c + 1]]
@@ -1134,13 +1148,7 @@ def attend_forest_backward(
                     _add_product(ds, 0, 1, width, keys, at, sums_q, 0, d, count, some, d)
                     _add_product(p, 0, width, 1, d_rows, 0, sums_v, at, d, some, depth, d)
                     _add_product(ds, 0, width, 1, rows, 0, sums_k, at, d, some, depth, d)
-                for n in range(count):
-                    t = asked[n // group]
-                    place = (t * heads + g * group + n % group) * d
-                    _rotate(
-                        sums_q, n * d, real(scale), flat_cosines, flat_sines, t * half, -one,
-                        flat_d_q, place, half,
-                    )  # fmt: skip
+                _return_queries(asked, g, group, sums_q, cosines, sines, scale, d_q)
             for j in range(len(path)):
                 place = (path[j] * kv_heads + g) * d
                 _add_line(sums_k, j * d, flat_d_k, place, d)
