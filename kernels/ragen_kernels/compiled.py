@@ -771,13 +771,11 @@ def attend(
                 t, head = queries[start + n // group], h * group + n % group
                 for i in range(half):
                     q[n, 0, i], q[n, 1, i] = qkv[t, head, 0, i], qkv[t, head, 1, i]
-                for i in range(num_blocks * BLOCK):
-                    scores[n, i] = 0
                 for i in range(d):
                     sums[n, i] = 0
             for b in range(num_blocks):
                 keys = (table[row, b] * kv_heads + h) * 2 * size
-                _add_product(
+                _put_product(
                     flat_q, 0, d, 1, flat_blocks, keys,
                     flat_scores, b * BLOCK, width, num_queries, d, BLOCK,
                 )  # fmt: skip
