@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 
 Reals = NDArray[np.float32] | NDArray[np.float64]
 Integers = NDArray[np.int64]
+REALS = torch.float32, torch.float64
+"""What kernels are compiled for."""
 
 BLOCK = 16
 """Positions in one block of the cache."""
@@ -63,7 +65,7 @@ _ANY_ORDER = {"contract", "reassoc", "nsz", "arcp"}
 """Sums may be taken in any order. Not finite-only: a NaN has to reach the logits."""
 
 
-def _compiled(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
+def compiled(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
     """Compile at the first call, once for each dtype, and keep the result next to this file or in
     the user's cache; where neither can be written, for this process only.
     """
@@ -579,7 +581,7 @@ def _fetch(typing, array, at, count):
     return types.void(array, _AT, _AT), _written(write)
 
 
-@_compiled(fastmath=_ANY_ORDER)
+@compiled(fastmath=_ANY_ORDER)
 def _sum(x, row, first, last, total):
     """`total`, whose type it is taken in, plus x[row, first:last]."""
     for i in range(first, last):
@@ -601,7 +603,7 @@ def _larger(typing, a, b):
     return a(a, b), emit
 
 
-@_compiled(fastmath=_ANY_ORDER | {"nnan"})
+@compiled(fastmath=_ANY_ORDER | {"nnan"})
 def _largest(x, at, count):
     """Of x[at : at + count]; any number if there is a NaN."""
     largest = x[at]
@@ -610,7 +612,7 @@ def _largest(x, at, count):
     return largest
 
 
-@_compiled(fastmath=_ANY_ORDER)
+@compiled(fastmath=_ANY_ORDER)
 def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
     """out [T, hidden] <- the RMS norm of x [T, hidden] with weight [hidden]."""
     width = x.shape[1]
@@ -623,7 +625,7 @@ def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, ou
             out[t, i] = x[t, i] * factor * weight[i]
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
     """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
     width, flat_gate_up, flat_out = out.shape[1], gate_up.reshape(-1), out.reshape(-1)
@@ -631,7 +633,7 @@ def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
         _gate_line(flat_gate_up, 2 * t * width, flat_out, t * width, width)
 
 
-@_compiled(fastmath=_ANY_ORDER)
+@compiled(fastmath=_ANY_ORDER)
 def normalize_backward(
     first: int,
     last: int,
@@ -661,7 +663,7 @@ def normalize_backward(
                 d_x[t, i] = d_out[t, i] * weight[i] * factor - x[t, i] * share
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def gate_backward(first: int, last: int, gate_up: Reals, d_out: Reals, d_gate_up: Reals) -> None:
     """d_gate_up [T, 2, ffn] <- gradient of `gate`."""
     width, flat_gate_up = d_out.shape[1], gate_up.reshape(-1)
@@ -672,7 +674,7 @@ def gate_backward(first: int, last: int, gate_up: Reals, d_out: Reals, d_gate_up
         )
 
 
-@_compiled(fastmath=_ANY_ORDER)
+@compiled(fastmath=_ANY_ORDER)
 def rotate_and_store(
     qkv: Reals,
     bias: Reals,
@@ -733,7 +735,7 @@ def rotate_and_store(
             _put_line(numbers, value, one, flat_blocks, keys + size + place * 2 * half, 2 * half)
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def attend(
     first: int,
     last: int,
@@ -803,7 +805,7 @@ def attend(
         start = end
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def exponentiate(
     first: int,
     last: int,
@@ -827,7 +829,7 @@ def exponentiate(
             masses[n, block] = _sum(logits, n, start, end, logits.dtype.type(0))
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def draw(
     weights: Reals,
     masses: NDArray[np.float64],
@@ -865,7 +867,7 @@ def draw(
                     break
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def row_statistics(
     first: int,
     last: int,
@@ -896,7 +898,7 @@ def row_statistics(
         target[t] = logits[t * step + columns[t]] * factor_here if columns[t] >= 0 else 0
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def logits_gradient(
     first: int,
     last: int,
@@ -931,7 +933,7 @@ def logits_gradient(
             out[t * out_step + i] = 0
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def _fill_path(path, shared, g, k, v, cosines, sines, keys, values):
     """keys and values [.., d] <- those of head g of the nodes path[shared:], keys rotated."""
     kv_heads, d = k.shape[1], k.shape[2]
@@ -943,7 +945,7 @@ def _fill_path(path, shared, g, k, v, cosines, sines, keys, values):
         _put_line(flat_v, row, one, values, j * d, d)
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def _fill_queries(asks, g, group, q, cosines, sines, scale, rows):
     """rows [.., d] <- the queries of the nodes `asks` that read the keys of head g, rotated and
     scaled.
@@ -959,7 +961,7 @@ def _fill_queries(asks, g, group, q, cosines, sines, scale, rows):
         )
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def _return_queries(asks, g, group, rows, cosines, sines, scale, d_q):
     """d_q of the nodes `asks` <- gradients of what `_fill_queries` made of their queries."""
     heads, d, real = d_q.shape[1], d_q.shape[2], d_q.dtype.type
@@ -974,7 +976,7 @@ def _return_queries(asks, g, group, rows, cosines, sines, scale, d_q):
         )  # fmt: skip
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def _stand(rows, count, d, width, columns):
     """columns [d, width] <- rows [count, d], and 0."""
     for i in range(d):
@@ -984,7 +986,7 @@ def _stand(rows, count, d, width, columns):
             columns[i * width + n] = 0
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def _hide(scores, first, count, seen, group, width):
     """No query scores keys behind itself, among `count` keys from `first` on: seen [.., in order]
     is how many those of a node see.
@@ -997,7 +999,7 @@ def _hide(scores, first, count, seen, group, width):
             scores[(j - first) * width + n] = -np.inf
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def _room(bounds):
     """For the longest path: its nodes, up to a multiple of 4."""
     longest = 0
@@ -1006,7 +1008,7 @@ def _room(bounds):
     return (longest + 3) // 4 * 4
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def attend_forest(
     first: int,
     last: int,
@@ -1063,7 +1065,7 @@ def attend_forest(
                     _put_line(sums, n * d, real(1) / totals[n], flat_out, place, d)
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def _turn_back(g, d_k, cosines, sines):
     """Gradients of head g of rotated keys become those of the keys."""
     kv_heads, d, one = d_k.shape[1], d_k.shape[2], d_k.dtype.type(1)
@@ -1074,7 +1076,7 @@ def _turn_back(g, d_k, cosines, sines):
         _rotate(flat, row, one, flat_cosines, flat_sines, t * half, -one, flat, row, half)
 
 
-@_compiled(fastmath=_EXACT)
+@compiled(fastmath=_EXACT)
 def attend_forest_backward(
     first: int,
     last: int,

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from ragen_kernels import compiled, reference
-from ragen_kernels.compiled import Integers, Reals, in_parts
+from ragen_kernels.compiled import REALS, Integers, Reals, in_parts
+from ragen_kernels.compiled_token import token_losses
 from ragen_kernels.objective import PolicyObjective, TokenTerms
 from ragen_kernels.vocab import RowStatistics, VocabShard, reduce_over_group
-
-_REALS = (torch.float32, torch.float64)
 
 
 def row_statistics(
@@ -62,14 +61,14 @@ def policy_rows_(
 ) -> Tensor:
     """See `reference.policy_rows_`."""
     rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
-    outputs, *derivatives = reference.token_losses(rows.logprobs, rows.entropy, terms, objective)
+    outputs, *derivatives = token_losses(rows.logprobs, rows.entropy, terms, objective)
     logits_gradient(logits, logits, labels, rows, *derivatives, shard, temperature)
     return outputs
 
 
 def _is_taken(logits: Tensor, shard: VocabShard) -> bool:
     return (
-        logits.dtype in _REALS
+        logits.dtype in REALS
         and logits.stride(1) == 1
         and len(logits) > 0
         and shard.num_valid > 0

@@ -44,6 +44,7 @@ def by_device(
 
 row_statistics = by_device(reference.row_statistics, "triton_rows", "compiled_rows")
 logits_gradient = by_device(reference.logits_gradient, "triton_rows", "compiled_rows")
+token_losses = by_device(reference.token_losses, "triton_token", "compiled_token")
 policy_rows_ = by_device(reference.policy_rows_, "triton_policy", "compiled_rows")
 gae = by_device(reference.gae, "triton_returns")
 group_normalize = by_device(reference.group_normalize, "triton_returns")

@@ -160,6 +160,28 @@ class PolicyObjective:
         """Whether a term of a token's loss depends on the other tokens of its sequence."""
         return self.surrogate == "gspo" or self.importance_level == "sequence"
 
+    def arguments(self) -> dict[str, float | bool | int]:
+        """Those of a kernel, in order: first numbers, at run time, so that only which terms there
+        are is compiled in.
+        """
+        return {
+            "lower": 1.0 - self.clip_ratio_low,
+            "upper": 1.0 + self.clip_ratio_high,
+            "dual_clip": float(self.dual_clip or 0.0),
+            "importance_cap": float(self.importance_cap or 0.0),
+            "importance_floor": float(self.importance_floor or 0.0),
+            "kl_coef": float(self.kl_coef),
+            "entropy_coef": float(self.entropy_coef),
+            "min_entropy": float(self.min_entropy),
+            "CISPO": self.surrogate == "cispo",
+            "DUAL_CLIP": self.dual_clip is not None,
+            "KL": 0 if self.kl_kind is None else 1 + KL_KINDS.index(self.kl_kind),
+            "IMPORTANCE": 0
+            if self.importance_cap is None
+            else 1 + IMPORTANCE_MODES.index(self.importance_mode),
+            "MIN_ENTROPY": self.min_entropy > 0.0,
+        }
+
     def check_inputs(
         self,
         ref_logprobs: Tensor | None,

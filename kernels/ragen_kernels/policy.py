@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics
+from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics, token_losses
 from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
-from ragen_kernels.reference import compute_dtype, token_losses
+from ragen_kernels.reference import compute_dtype
 from ragen_kernels.sequences import over_sequences
 from ragen_kernels.vocab import (
     RowStatistics,

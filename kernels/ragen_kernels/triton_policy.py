@@ -24,7 +24,7 @@ from ragen_kernels.triton_rows import (
     row_statistics,
     write_gradient,
 )
-from ragen_kernels.triton_token import lose_tokens, objective_arguments, token_losses
+from ragen_kernels.triton_token import lose_tokens, token_losses
 from ragen_kernels.vocab import VocabShard, is_split, reduce_over_group
 
 # One program per multiprocessor has to keep enough bytes in flight on its own: wider than the
@@ -115,7 +115,7 @@ def policy_rows_(
             num_columns,
             shard.num_entries,
             LOG2E.value / temperature,
-            **objective_arguments(objective),
+            **objective.arguments(),
             ENTROPY_GRADIENT=objective.entropy_coef != 0,
             BLOCK=min(BLOCK, ODD_VOCABULARY_BLOCK) if is_odd else BLOCK,
             GROUP=group_size(logits.dtype),

@@ -8,14 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ragen_kernels.launch import PER_TOKEN
-from ragen_kernels.objective import (
-    IMPORTANCE_MODES,
-    KL_KINDS,
-    MAX_LOG_RATIO,
-    NUM_OUTPUTS,
-    PolicyObjective,
-    TokenTerms,
-)
+from ragen_kernels.objective import MAX_LOG_RATIO, NUM_OUTPUTS, PolicyObjective, TokenTerms
 from ragen_kernels.triton_rows import LOG2E
 
 BOUND = tl.constexpr(MAX_LOG_RATIO)
@@ -163,29 +156,6 @@ def token_kernel(
 # fmt: on
 
 
-def objective_arguments(objective: PolicyObjective) -> dict[str, float | bool | int]:
-    """The objective as kernel arguments: its numbers at run time, so that only which terms it has
-    is compiled in.
-    """
-    return {
-        "lower": 1.0 - objective.clip_ratio_low,
-        "upper": 1.0 + objective.clip_ratio_high,
-        "dual_clip": float(objective.dual_clip or 0.0),
-        "importance_cap": float(objective.importance_cap or 0.0),
-        "importance_floor": float(objective.importance_floor or 0.0),
-        "kl_coef": float(objective.kl_coef),
-        "entropy_coef": float(objective.entropy_coef),
-        "min_entropy": float(objective.min_entropy),
-        "CISPO": objective.surrogate == "cispo",
-        "DUAL_CLIP": objective.dual_clip is not None,
-        "KL": 0 if objective.kl_kind is None else 1 + KL_KINDS.index(objective.kl_kind),
-        "IMPORTANCE": 0
-        if objective.importance_cap is None
-        else 1 + IMPORTANCE_MODES.index(objective.importance_mode),
-        "MIN_ENTROPY": objective.min_entropy > 0.0,
-    }
-
-
 def token_losses(
     logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -202,7 +172,7 @@ def token_losses(
             d_logprobs,
             d_entropy,
             size,
-            **objective_arguments(objective),
+            **objective.arguments(),
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -285,36 +286,44 @@ class TokenBatch:
     """
 
     def __post_init__(self) -> None:
-        num_positions = self.num_positions
-        for name, value in self.tensors():
-            if (dtype := _TOKEN_FIELDS.get(name)) is None:
-                continue
-            if value.shape != (num_positions,) or value.dtype != dtype:
-                raise ValueError(
-                    f"TokenBatch.{name} must be {dtype} of shape [{num_positions}], not"
-                    f" {value.dtype} of shape {list(value.shape)}"
-                )
+        self._check(dict(self.tensors()))
         if len(self.group_ids) != self.num_trajectories:
             raise ValueError(
                 f"{self.num_trajectories} trajectories but {len(self.group_ids)} group ids"
             )
-        # Data enters in host memory; on a device, checking values would make the host wait.
-        if not self.tokens.is_cuda:
-            self._check_values()
+        if self.cu_seqlens.dtype != torch.int32 or (
+            not self.cu_seqlens.is_cuda and int(self.cu_seqlens[-1]) > self.num_positions
+        ):
+            raise ValueError(
+                f"cu_seqlens must be int32 offsets into {self.num_positions} positions, not"
+                f" {self.cu_seqlens.dtype} ending at {int(self.cu_seqlens[-1])}"
+            )
 
-    def _check_values(self) -> None:
-        num_positions = self.num_positions
-        for name, value in self.tensors():
-            is_float = _TOKEN_FIELDS.get(name) == torch.float32
-            if is_float and not bool(torch.isfinite(value[self.loss_mask]).all()):
+    def _check(self, given: dict[str, Tensor]) -> None:
+        """Shape and dtype of [T] fields and, in host memory, that they are finite under the mask:
+        data enters there, and on a device the host would have to wait.
+        """
+        for name, value in given.items():
+            if (dtype := _TOKEN_FIELDS.get(name)) is None:
+                continue
+            if value.shape != (self.num_positions,) or value.dtype != dtype:
+                raise ValueError(
+                    f"TokenBatch.{name} must be {dtype} of shape [{self.num_positions}], not"
+                    f" {value.dtype} of shape {list(value.shape)}"
+                )
+            if dtype != torch.float32 or value.is_cuda or torch.isfinite(value).all():
+                continue
+            if not torch.isfinite(value[self.loss_mask]).all():
                 raise FloatingPointError(
                     f"TokenBatch.{name} has a non-finite value on a sampled token"
                 )
-        if self.cu_seqlens.dtype != torch.int32 or int(self.cu_seqlens[-1]) > num_positions:
-            raise ValueError(
-                f"cu_seqlens must be int32 offsets into {num_positions} positions, not"
-                f" {self.cu_seqlens.dtype} ending at {int(self.cu_seqlens[-1])}"
-            )
+
+    def _with(self, **changes: Any) -> TokenBatch:
+        """A copy with other fields, without the checks: for what comes from checked fields."""
+        changed = copy(self)
+        for name, value in changes.items():
+            object.__setattr__(changed, name, value)
+        return changed
 
     @property
     def num_trajectories(self) -> int:
@@ -330,14 +339,19 @@ class TokenBatch:
 
     def with_fields(self, **tensors: Tensor) -> TokenBatch:
         """A copy with the named [T] fields set; shape, dtype and finiteness are checked."""
-        return replace(
-            self, **{name: value.to(_TOKEN_FIELDS[name]) for name, value in tensors.items()}
-        )
+        given = {name: value.to(_TOKEN_FIELDS[name]) for name, value in tensors.items()}
+        changed = self._with(**given)
+        # numbers that were hidden may be under a new mask
+        changed._check(dict(changed.tensors()) if "loss_mask" in given else given)
+        return changed
 
     def positions(self, trajectory_ids: Sequence[int]) -> Tensor:
         """Positions of the given trajectories, in the given order, as an index."""
-        offsets = self.cu_seqlens.tolist()
-        return torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in trajectory_ids])
+        offsets, ids = self.cu_seqlens.numpy().astype(np.int64), np.asarray(trajectory_ids, int)
+        starts = offsets[ids]
+        ends = np.cumsum(lengths := offsets[ids + 1] - starts)  # in the result
+        ahead = np.repeat(starts - ends + lengths, lengths)
+        return torch.from_numpy(ahead + np.arange(len(ahead)))
 
     def select(self, trajectory_ids: Sequence[int]) -> TokenBatch:
         """The batch of the given trajectories, in the given order, without padding."""
@@ -352,8 +366,7 @@ class TokenBatch:
             selected["cu_segments"] = torch.cat([found, found.new_tensor([len(positions)])]).int()
         if self.here is not None:
             selected["here"] = self.here[ids]
-        return replace(
-            self,
+        return self._with(
             cu_seqlens=offsets_of(self.lengths[ids]),
             group_ids=self.group_ids[ids],
             **selected,
@@ -366,8 +379,7 @@ class TokenBatch:
         if self.cu_segments is None:
             return self
         num_segments = torch.bucketize(self.cu_seqlens, self.cu_segments).diff()
-        return replace(
-            self,
+        return self._with(
             cu_seqlens=self.cu_segments,
             cu_segments=None,
             group_ids=self.group_ids.repeat_interleave(num_segments),
@@ -376,7 +388,7 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on `device`; on the way to CUDA the host does not wait."""
-        return replace(self, **{name: move(value, device) for name, value in self.tensors()})
+        return self._with(**{name: move(value, device) for name, value in self.tensors()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(field name, tensor) of every field that is set."""
@@ -416,6 +428,9 @@ class Microbatch(TokenBatch):
     """
     edges: Edges | None
     """None where no position is shared: then each row is one."""
+
+    def __post_init__(self) -> None:
+        """Nothing to check: it consists of parts of a batch."""
 
     def per_position(self, values: Tensor) -> Tensor:
         """[N] values of nodes -> [T] of positions."""

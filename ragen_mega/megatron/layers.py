@@ -25,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -165,7 +166,9 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    layer.submodules.mlp.submodules.activation_func = swiglu
+    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
+    mlp = layer.submodules.mlp.submodules
+    mlp.linear_fc1, mlp.linear_fc2, mlp.activation_func = ColumnLinear, RowLinear, swiglu
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
@@ -193,6 +196,29 @@ class RMSNorm(nn.Module):
         if self.is_compiled:
             return compiled_operations().rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """A plain product where one rank holds the whole weight: small batches feel the calls that
+    megatron-core makes around each.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _product(self, x) if self.tp_group.size() == 1 else super().forward(x)
+
+
+class RowLinear(RowParallelLinear):
+    """See `ColumnLinear`."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _product(self, x) if self.tp_group.size() == 1 else super().forward(x)
+
+
+def _product(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x W^T with the bias, or beside the bias that the caller will add."""
+    if linear.skip_bias_add:
+        return F.linear(x, linear.weight), linear.bias
+    return F.linear(x, linear.weight, linear.bias), None
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 OPERATIONS = {
     "row_statistics": "triton_rows",
     "logits_gradient": "triton_rows",
+    "token_losses": "triton_token",
     "policy_rows_": "triton_policy",
     "gae": "triton_returns",
     "group_normalize": "triton_returns",
@@ -24,6 +25,20 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_signatures_agree(name, kernel_device):
     module = import_module(f"ragen_kernels.{OPERATIONS[name]}")
+    assert inspect.signature(getattr(module, name)) == inspect.signature(getattr(dispatch, name))
+
+
+COMPILED = {
+    "row_statistics": "compiled_rows",
+    "logits_gradient": "compiled_rows",
+    "token_losses": "compiled_token",
+    "policy_rows_": "compiled_rows",
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_signatures_of_what_is_compiled_agree(name):
+    module = import_module(f"ragen_kernels.{COMPILED[name]}")
     assert inspect.signature(getattr(module, name)) == inspect.signature(getattr(dispatch, name))
 
 

@@ -3,10 +3,11 @@ log-probability, entropy, token objective and their gradients.
 """
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
-from ragen_kernels import PolicyObjective, PolicyStats, dispatch, logprob_entropy
+from ragen_kernels import PolicyObjective, PolicyStats, dispatch, logprob_entropy, reference
 from ragen_kernels.objective import TokenTerms
 from ragen_kernels.policy import empty_rows
 from ragen_kernels.vocab import VocabShard, combine_shards, vocab_shard
@@ -137,17 +138,12 @@ def test_every_output_is_written(backend, monkeypatch):
     assert_stats(stats, truth.stats, 1e-5)
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(params=["reference", "compiled_token", "triton_token"])
 def token_losses(request):
-    """The token objective of both implementations, and its device."""
-    if request.param == "reference":
-        from ragen_kernels.reference import token_losses
-
-        return token_losses, "cpu"
-    device = request.getfixturevalue("small_blocks")
-    from ragen_kernels.triton_token import token_losses
-
-    return token_losses, device
+    """The token objective of each implementation, and its device."""
+    is_triton = request.param == "triton_token"
+    device = request.getfixturevalue("small_blocks") if is_triton else "cpu"
+    return import_module(f"ragen_kernels.{request.param}").token_losses, device
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
@@ -193,21 +189,25 @@ def test_beyond_the_clamp_the_reference_gives_no_gradient(token_losses, kind):
     torch.testing.assert_close(d_logprobs.cpu(), torch.tensor([0.0, 0.0, slope]))
 
 
-@pytest.mark.parametrize("name", ["clip", "k1", "k2", "everything", "cispo", "icepop"])
-def test_token_losses_of_several_blocks(small_blocks, name):
-    """The kernel that tensor parallelism needs, against the definition in float64."""
-    from ragen_kernels import reference, triton_token
-
+@pytest.mark.parametrize("name", TOKEN_OBJECTIVES)
+def test_token_losses_of_several_blocks(token_losses, name):
+    """Those that work on tokens alone: loss and statistics against unfused float64, derivatives
+    against the definition's.
+    """
+    lose, device = token_losses
     case, objective = make_case(37, seed=8, active=1.0), OBJECTIVES[name]
-    truth, inputs = unfused_truth(case, objective), case.to(small_blocks, torch.float32)
+    truth, inputs = unfused_truth(case, objective), case.to(device, torch.float32)
     rows = truth.logprobs, truth.entropy
     expected = reference.token_losses(*rows, case.token_terms, objective)
-    actual = triton_token.token_losses(
-        *(x.float().to(small_blocks) for x in rows), inputs.token_terms, objective
-    )
+    actual = lose(*(x.float().to(device) for x in rows), inputs.token_terms, objective)
     assert (actual[2] is None) is (expected[2] is None) is (objective.entropy_coef == 0)
     for ours, exact in zip(actual, expected, strict=True):
         assert exact is None or relative_error(ours, exact) < 1e-5
+    assert relative_error(actual[0][0].sum(), truth.loss) < 1e-5
+    stats = PolicyStats(*actual[0][1:])
+    assert_stats(
+        replace(stats, ref_kl=None) if objective.kl_kind is None else stats, truth.stats, 1e-5
+    )
 
 
 @pytest.mark.parametrize(("num_shards", "valid"), [(2, 512), (4, 505), (4, 300)])
