@@ -36,6 +36,21 @@ def _within(x, low, high):
 
 
 @compiled(fastmath=())
+def _divergence(kind, difference, bound):
+    """The KL estimate of a log-ratio, the reference's to the policy's, and its derivative in the
+    policy's log-probability.
+    """
+    log_ratio = _within(difference, -bound, bound)
+    if kind == 1:
+        value, slope = -log_ratio, 1.0
+    elif kind == 2:
+        value, slope = log_ratio * log_ratio / 2, -log_ratio
+    else:
+        value, slope = math.expm1(log_ratio) - log_ratio, -math.expm1(log_ratio)
+    return value, slope if log_ratio == difference else 0.0
+
+
+@compiled(fastmath=())
 def _lose_tokens(
     first: int,
     last: int,
@@ -100,18 +115,9 @@ def _lose_tokens(
         loss, d_loss = importance * surrogate - real(entropy_coef) * entropy[t], importance * slope
         ref_kl = zero
         if kl_kind:
-            ref_difference = ref_logprobs[t] - logprobs[t]
-            log_ref_ratio = _within(ref_difference, -bound, bound)
-            if kl_kind == 1:
-                ref_kl, d_ref_kl = -log_ref_ratio, one
-            elif kl_kind == 2:
-                ref_kl, d_ref_kl = real(0.5) * log_ref_ratio * log_ref_ratio, -log_ref_ratio
-            else:
-                ref_kl = math.expm1(log_ref_ratio) - log_ref_ratio
-                d_ref_kl = -math.expm1(log_ref_ratio)
+            ref_kl, d_ref_kl = _divergence(kl_kind, ref_logprobs[t] - logprobs[t], bound)
             loss += real(kl_coef) * ref_kl
-            if log_ref_ratio == ref_difference:
-                d_loss += real(kl_coef) * d_ref_kl
+            d_loss += real(kl_coef) * d_ref_kl
         outputs[0, t] = weight * loss
         outputs[1, t], outputs[2, t], outputs[3, t] = logprobs[t], entropy[t], ratio
         outputs[4, t], outputs[5, t], outputs[6, t] = is_low, is_high, is_dual

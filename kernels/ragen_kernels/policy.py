@@ -115,13 +115,13 @@ def _active_rows(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     temperature: float,
     vocabulary: tuple[int, int | None, ProcessGroup | None],
     chunk_tokens: int | None,
-) -> tuple[Tensor, Tensor, Tensor, VocabShard, list[slice]]:
-    """Indices of the active rows, their hidden states and labels, the shard, and the chunks of
-    them. Raises ValueError as `linear_policy_loss` says.
+) -> tuple[Tensor, Tensor, VocabShard, list[slice]]:
+    """Hidden states and labels of the active rows (None: all), the shard, and the chunks of them.
+    Raises ValueError as `linear_policy_loss` says.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
@@ -139,9 +139,11 @@ def _active_rows(
         )
     check_rows(hidden, labels, temperature)
     shard = vocab_shard(len(weight), *vocabulary)
+    if ids is not None:
+        hidden, labels = hidden.index_select(0, ids), labels[ids]
     row_bytes = shard.num_entries * hidden.itemsize
-    chunks = chunk_rows(len(ids), row_bytes, CHUNK_BYTES[hidden.device.type], chunk_tokens)
-    return ids, hidden.index_select(0, ids), labels[ids], shard, chunks
+    chunks = chunk_rows(len(labels), row_bytes, CHUNK_BYTES[hidden.device.type], chunk_tokens)
+    return hidden, labels, shard, chunks
 
 
 @torch.no_grad()
@@ -179,11 +181,12 @@ def linear_logprobs(
             active label out of range.
     """
     result = hidden.new_zeros((2, len(hidden)), dtype=compute_dtype(hidden))
-    ids, hidden, labels, shard, chunks = _active_rows(
+    ids = active.nonzero().squeeze(1) if rows is None else rows
+    hidden, labels, shard, chunks = _active_rows(
         hidden,
         weight,
         labels,
-        active.nonzero().squeeze(1) if rows is None else rows,
+        ids,
         temperature,
         (vocab_start, vocab_valid, group),
         chunk_tokens,
@@ -347,11 +350,11 @@ def linear_policy_loss(
     stats = hidden.new_zeros((NUM_OUTPUTS, len(weights)), dtype=torch.float32)
     if rows is None:
         rows = weights.nonzero().squeeze(1)
-    _, hidden, labels, shard, chunks = _active_rows(
+    hidden, labels, shard, chunks = _active_rows(
         hidden,
         weight,
         labels,
-        rows if repeats is None else torch.arange(len(labels), device=labels.device),
+        rows if repeats is None else None,
         temperature,
         (vocab_start, vocab_valid, group),
         chunk_tokens,

@@ -8,7 +8,7 @@ Aggregation: token-mean, DAPO arXiv:2503.14476 Eq. 8; seq-mean-token-mean, GRPO 
 
 from typing import Literal, get_args
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
@@ -46,11 +46,8 @@ def aggregation_weights(
             f" {', '.join(get_args(AggregationMode))}"
         )
     mask = loss_mask.float()
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()  # [S]
-    ids = torch.arange(len(lengths), device=mask.device)
-    owners = ids.repeat_interleave(lengths)  # [cu_seqlens[S]]
     # [S] sampled tokens of each trajectory
-    counts = mask.new_zeros(len(lengths)).index_add(0, owners, mask[: len(owners)])
+    counts = F.pad(loss_mask.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
     if num_tokens < counts.sum() or num_trajectories < (counts > 0).sum():
         raise ValueError(
             f"the normaliser counts the whole minibatch, but num_tokens={num_tokens} and"
@@ -62,6 +59,6 @@ def aggregation_weights(
         return mask / max(num_tokens, 1)
     if mode == "seq-mean-token-sum":
         return mask / max(num_trajectories, 1)
-    per_token = torch.ones_like(mask)
-    per_token[: len(owners)] = counts.clamp(min=1)[owners]
+    owned = counts.clamp(min=1).repeat_interleave(cu_seqlens.diff())
+    per_token = F.pad(owned, (0, len(mask) - len(owned)), value=1)
     return mask / (max(num_trajectories, 1) * per_token)

@@ -299,12 +299,13 @@ def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.de
         base = int(whole.labels.max()) + 1
         found = (nodes * base + whole.labels)[rows].unique(return_inverse=True, return_counts=True)
         pairs, edge_of, repeats = found
+        edge_of, order = edge_of.sort(stable=True)
         edges = Edges(
             *(move(one, device) for one in (pairs // base, pairs % base)),
             repeats,
-            move(edge_of.sort().values, device),
+            move(edge_of, device),
         )
-        rows = rows[edge_of.argsort(stable=True)]
+        rows = rows[order]
     return Microbatch(
         **{name: move(value, device) for name, value in whole.tensors() if name != "here"},
         forest=forest,

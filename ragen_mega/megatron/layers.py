@@ -12,7 +12,7 @@ never a parameter: nothing here reads or stores it.
 import enum
 import importlib
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,7 @@ def is_compiled(config: TransformerConfig) -> bool:
     return config.use_te_activation_func
 
 
+@cache
 def compiled_operations() -> ModuleType:
     """`ragen_kernels.trained`, which takes numba a second to import."""
     return importlib.import_module("ragen_kernels.trained")

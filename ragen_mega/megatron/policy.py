@@ -195,15 +195,16 @@ class MegatronPolicy:
                 "ref_kl": stats.ref_kl,
                 "forking_share": (stats.entropy >= self.objective.min_entropy) & is_active,
             }
-            sums = (per_token[name].sum() for name in self._means)
-            return value, torch.stack([value.detach().float(), *sums]), stats.logprobs
+            sums = torch.stack([per_token[name].float() for name in self._means]).sum(1)
+            return value, torch.cat([value.detach().float().reshape(1), sums]), stats.logprobs
 
         sums, self.pass_logprobs, step = self.trainer.step(
             minibatch, loss, 1 + len(self._means), self.aggregation
         )
         num_tokens = max(1, int(minibatch.loss_mask.sum()))
-        metrics = {name: float(total) / num_tokens for name, total in zip(self._means, sums[1:])}
-        metrics["loss"] = float(sums[0])
+        loss_sum, *totals = sums.tolist()
+        metrics = {name: total / num_tokens for name, total in zip(self._means, totals)}
+        metrics["loss"] = loss_sum
         return metrics | step | {"lr": self.trainer.lr}
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:
