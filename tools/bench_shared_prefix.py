@@ -6,8 +6,8 @@ Of every run directory: its model, recipe and newest stored rollout, of which th
 groups that its filter names is kept. Beside them trajectories of random tokens for a random model
 of the default size: 16 members behind one system prompt of 2,000 tokens; five pages of 250 tokens,
 of which a group shares the first and, as long as it has chosen alike, further ones; and such that
-share nothing. With `--wide` that model is twelve layers of Qwen2.5-0.5B's shape, since the last layer
-answers sampled tokens alone, with sharing and without; a repetition takes an hour then.
+share nothing. With `--wide` that model is half of the layers of Qwen2.5-0.5B, many, since the last
+one answers sampled tokens alone, with sharing and without; a repetition takes an hour then.
 
 For each, log-probabilities and values of the batch, and an actor's and a critic's update on each of
 its minibatches, `--shared-prefixes off` and `auto` by turns, in one process of one thread. Seconds
@@ -224,7 +224,7 @@ def tables(report: dict[str, Any]) -> str:
     *OUTPUTS,
     ("runs", {"nargs": "*", "type": Path, "metavar": "RUN", "help": "run directories"}),
     flag("--repetitions", "of every pass, after one that does not count", 5),
-    ("--wide", {"action": "store_true", "help": "draw for twelve layers of Qwen2.5-0.5B's shape"}),
+    ("--wide", {"action": "store_true", "help": "draw for half of Qwen2.5-0.5B's layers"}),
 )
 def main(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)

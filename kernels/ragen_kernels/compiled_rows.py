@@ -83,6 +83,8 @@ def _flat(rows: Tensor) -> Reals:
 
 
 def _columns(labels: Tensor, shard: VocabShard) -> Integers:
-    """Of each label in this shard, -1 where it has none."""
+    """Of each label in this shard, -1 where it has none. The labels are checked."""
+    if shard.num_valid == shard.num_entries:
+        return labels.contiguous().numpy()
     column = labels - shard.start
     return torch.where((column >= 0) & (column < shard.num_valid), column, -1).numpy()

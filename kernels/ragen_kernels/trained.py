@@ -63,6 +63,11 @@ def _arrays(*tensors: Tensor) -> list[Reals]:
     return [tensor.detach().contiguous().numpy() for tensor in tensors]
 
 
+def _rows(x: Tensor) -> Reals:
+    """Of the last dimension, in the memory of x if that is contiguous."""
+    return x.detach().contiguous().numpy().reshape(-1, x.shape[-1])
+
+
 class _ForestAttention(Function):
     @staticmethod
     def forward(
@@ -106,39 +111,42 @@ class _RMSNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        rows, factors = _arrays(x.flatten(0, -2), weight.clone())  # weights may be offloaded
-        output = x.new_empty(rows.shape)
-        in_parts(compiled.normalize, len(rows), rows, factors, epsilon, output.numpy())
-        return output.view(x.shape)
+        output = x.new_empty(x.shape)
+        # a copy: what numpy has seen can no longer be resized, and weights may be offloaded
+        rows, factors, out = _rows(x), weight.clone().numpy(), _rows(output)
+        in_parts(compiled.normalize, len(rows), rows, factors, epsilon, out)
+        return output
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, factors, d_out = _arrays(x.flatten(0, -2), weight.clone(), d_output.flatten(0, -2))
+        d_x = x.new_empty(x.shape)
+        rows, factors = _rows(x), weight.clone().numpy()
         parts = -(-len(rows) // ROWS)
-        d_x, d_weight = x.new_empty(rows.shape), np.empty((parts, rows.shape[1]))
+        d_weight = np.empty((parts, rows.shape[1]))
         in_parts(
-            compiled.normalize_backward, parts, rows, factors, ctx.epsilon, d_out, d_x.numpy(),
-            d_weight,
+            compiled.normalize_backward, parts, rows, factors, ctx.epsilon, _rows(d_output),
+            _rows(d_x), d_weight,
         )  # fmt: skip
-        return d_x.view(x.shape), torch.from_numpy(d_weight.sum(0)).to(weight), None
+        return d_x, torch.from_numpy(d_weight.sum(0)).to(weight), None
 
 
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        shape = *gate_up.shape[:-1], gate_up.shape[-1] // 2
-        (pairs,) = _arrays(gate_up.reshape(-1, 2, shape[-1]))
-        output = gate_up.new_empty(len(pairs), shape[-1])
-        in_parts(compiled.gate, len(pairs), pairs, output.numpy())
-        return output.view(shape)
+        width = gate_up.shape[-1] // 2
+        output = gate_up.new_empty(*gate_up.shape[:-1], width)
+        pairs = _rows(gate_up).reshape(-1, 2, width)
+        in_parts(compiled.gate, len(pairs), pairs, _rows(output))
+        return output
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        width = d_output.shape[-1]
-        pairs, d_out = _arrays(gate_up.reshape(-1, 2, width), d_output.reshape(-1, width))
-        d_pairs = gate_up.new_empty(pairs.shape)
-        in_parts(compiled.gate_backward, len(pairs), pairs, d_out, d_pairs.numpy())
-        return d_pairs.view(gate_up.shape)
+        d_gate_up = gate_up.new_empty(gate_up.shape)
+        pairs, d_pairs = (
+            _rows(one).reshape(-1, 2, d_output.shape[-1]) for one in (gate_up, d_gate_up)
+        )
+        in_parts(compiled.gate_backward, len(pairs), pairs, _rows(d_output), d_pairs)
+        return d_gate_up

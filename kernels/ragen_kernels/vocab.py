@@ -75,11 +75,13 @@ class VocabShard:
 
     def check_labels(self, labels: Tensor) -> None:
         """Raise ValueError for a label outside the vocabulary. Reads the labels on the host."""
-        if labels.numel() and not (0 <= int(labels.min()) and int(labels.max()) < self.num_entries):
+        if not labels.numel():
+            return
+        least, most = (int(bound) for bound in labels.aminmax())
+        if least < 0 or most >= self.num_entries:
             raise ValueError(
-                f"labels must be in [0, {self.num_entries}), got"
-                f" {int(labels.min())}..{int(labels.max())}; give masked rows weight 0 (or"
-                " active=False), or a valid label"
+                f"labels must be in [0, {self.num_entries}), got {least}..{most}; give masked rows"
+                " weight 0 (or active=False), or a valid label"
             )
 
 
