@@ -27,9 +27,8 @@ pytestmark = needs_sglang
 TEXT = "<|im_start|>user\nWhich arm?<|im_end|>\n"
 
 
-@pytest.mark.parametrize(
-    "architecture", ["qwen2_tied", pytest.param("qwen3_untied", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["qwen2_tied", "qwen3_untied"])
 def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> None:
     start = write_start(tmp_path, architecture)
     cut = convert(start, tmp_path / "megatron", "megatron", tp=2, pp=2)
