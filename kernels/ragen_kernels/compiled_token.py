@@ -1,5 +1,7 @@
 """The token objective of `objective.py` compiled for a processor: one pass over the tokens, where
 torch takes fifty.
+
+Kernels here call none of another file, and take its constants as arguments; see `compiled.py`.
 """
 
 import math
@@ -19,11 +21,11 @@ def token_losses(
         return reference.token_losses(logprobs, entropy, terms, objective)
     outputs = logprobs.new_empty(NUM_OUTPUTS, len(logprobs))
     d_logprobs = logprobs.new_empty(len(logprobs))
-    given = (logprobs if one is None else one.to(logprobs.dtype) for one in terms)
-    arrays = [one.detach().contiguous().numpy() for one in (logprobs, entropy, *given)]
+    terms = TokenTerms(*(logprobs if one is None else one.to(logprobs.dtype) for one in terms))
+    arrays = (one.detach().contiguous().numpy() for one in (logprobs, entropy, *terms))
     in_parts(
-        _lose_tokens, len(logprobs), *arrays, *objective.arguments().values(), outputs.numpy(),
-        d_logprobs.numpy(),
+        _lose_tokens, len(logprobs), *arrays, MAX_LOG_RATIO, *objective.arguments().values(),
+        outputs.numpy(), d_logprobs.numpy(),
     )  # fmt: skip
     d_entropy = -objective.entropy_coef * terms.weights if objective.entropy_coef else None
     return outputs, d_logprobs, d_entropy
@@ -61,6 +63,7 @@ def _lose_tokens(
     weights: Reals,
     ref_logprobs: Reals,
     rollout_logprobs: Reals,
+    max_log_ratio: float,
     lower: float,
     upper: float,
     dual_clip: float,
@@ -81,7 +84,7 @@ def _lose_tokens(
     `PolicyObjective.arguments`. Which terms there are is as in `triton_token.token_objective`.
     """
     real = logprobs.dtype.type
-    bound, zero, one = real(MAX_LOG_RATIO), real(0), real(1)
+    bound, zero, one = real(max_log_ratio), real(0), real(1)
     # bounds in the tokens' own precision, or one may be beyond what it is rounded to
     low, high, dual = real(lower), real(upper), real(dual_clip)
     cap, floor, least = real(importance_cap), real(importance_floor), real(min_entropy)
