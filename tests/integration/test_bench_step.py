@@ -78,6 +78,12 @@ def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
     } <= phases.keys()
     assert sum(phases.values()) == pytest.approx(run["seconds"])
     assert phases["other"] > -0.1, "timers lie within their step"
+    untimed = [
+        (gap - sum(seconds for key, seconds in row.items() if bench_step.is_phase(key)), gap)
+        for row, gap in zip(run["rows"], run["all_seconds"], strict=True)
+    ]
+    # of one step at least: beside other work any may have to wait between its timers
+    assert any(rest < 0.1 + 0.2 * gap for rest, gap in untimed), untimed
     assert all(seconds >= 0 for name, seconds in phases.items() if name != "other")
     assert (
         run["target_seconds"] is None
