@@ -65,7 +65,7 @@ _ANY_ORDER = {"contract", "reassoc", "nsz", "arcp"}
 """Sums may be taken in any order. Not finite-only: a NaN has to reach the logits."""
 
 
-def compiled(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
+def jit(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
     """Compile at the first call, once for each dtype, and keep the result next to this file or in
     the user's cache; where neither can be written, for this process only.
     """
@@ -581,7 +581,7 @@ def _fetch(typing, array, at, count):
     return types.void(array, _AT, _AT), _written(write)
 
 
-@compiled(fastmath=_ANY_ORDER)
+@jit(fastmath=_ANY_ORDER)
 def _sum(x, row, first, last, total):
     """`total`, whose type it is taken in, plus x[row, first:last]."""
     for i in range(first, last):
@@ -603,7 +603,7 @@ def _larger(typing, a, b):
     return a(a, b), emit
 
 
-@compiled(fastmath=_ANY_ORDER | {"nnan"})
+@jit(fastmath=_ANY_ORDER | {"nnan"})
 def _largest(x, at, count):
     """Of x[at : at + count]; any number if there is a NaN."""
     largest = x[at]
@@ -612,7 +612,7 @@ def _largest(x, at, count):
     return largest
 
 
-@compiled(fastmath=_ANY_ORDER)
+@jit(fastmath=_ANY_ORDER)
 def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
     """out [T, hidden] <- the RMS norm of x [T, hidden] with weight [hidden]."""
     width = x.shape[1]
@@ -625,7 +625,7 @@ def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, ou
             out[t, i] = x[t, i] * factor * weight[i]
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
     """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
     width, flat_gate_up, flat_out = out.shape[1], gate_up.reshape(-1), out.reshape(-1)
@@ -633,7 +633,7 @@ def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
         _gate_line(flat_gate_up, 2 * t * width, flat_out, t * width, width)
 
 
-@compiled(fastmath=_ANY_ORDER)
+@jit(fastmath=_ANY_ORDER)
 def normalize_backward(
     first: int,
     last: int,
@@ -663,7 +663,7 @@ def normalize_backward(
                 d_x[t, i] = d_out[t, i] * weight[i] * factor - x[t, i] * share
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def gate_backward(first: int, last: int, gate_up: Reals, d_out: Reals, d_gate_up: Reals) -> None:
     """d_gate_up [T, 2, ffn] <- gradient of `gate`."""
     width, flat_gate_up = d_out.shape[1], gate_up.reshape(-1)
@@ -674,7 +674,7 @@ def gate_backward(first: int, last: int, gate_up: Reals, d_out: Reals, d_gate_up
         )
 
 
-@compiled(fastmath=_ANY_ORDER)
+@jit(fastmath=_ANY_ORDER)
 def rotate_and_store(
     qkv: Reals,
     bias: Reals,
@@ -735,7 +735,7 @@ def rotate_and_store(
             _put_line(numbers, value, one, flat_blocks, keys + size + place * 2 * half, 2 * half)
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def attend(
     first: int,
     last: int,
@@ -805,7 +805,7 @@ def attend(
         start = end
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def exponentiate(
     first: int,
     last: int,
@@ -829,7 +829,7 @@ def exponentiate(
             masses[n, block] = _sum(logits, n, start, end, logits.dtype.type(0))
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def draw(
     weights: Reals,
     masses: NDArray[np.float64],
@@ -867,7 +867,7 @@ def draw(
                     break
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def row_statistics(
     first: int,
     last: int,
@@ -898,7 +898,7 @@ def row_statistics(
         target[t] = logits[t * step + columns[t]] * factor_here if columns[t] >= 0 else 0
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def logits_gradient(
     first: int,
     last: int,
@@ -933,7 +933,7 @@ def logits_gradient(
             out[t * out_step + i] = 0
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def _fill_path(path, shared, g, k, v, cosines, sines, keys, values):
     """keys and values [.., d] <- those of head g of the nodes path[shared:], keys rotated."""
     kv_heads, d = k.shape[1], k.shape[2]
@@ -945,7 +945,7 @@ def _fill_path(path, shared, g, k, v, cosines, sines, keys, values):
         _put_line(flat_v, row, one, values, j * d, d)
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def _fill_queries(asks, g, group, q, cosines, sines, scale, rows):
     """rows [.., d] <- the queries of the nodes `asks` that read the keys of head g, rotated and
     scaled.
@@ -961,7 +961,7 @@ def _fill_queries(asks, g, group, q, cosines, sines, scale, rows):
         )
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def _return_queries(asks, g, group, rows, cosines, sines, scale, d_q):
     """d_q of the nodes `asks` <- gradients of what `_fill_queries` made of their queries."""
     heads, d, real = d_q.shape[1], d_q.shape[2], d_q.dtype.type
@@ -976,7 +976,7 @@ def _return_queries(asks, g, group, rows, cosines, sines, scale, d_q):
         )  # fmt: skip
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def _stand(rows, count, d, width, columns):
     """columns [d, width] <- rows [count, d], and 0."""
     for i in range(d):
@@ -986,7 +986,7 @@ def _stand(rows, count, d, width, columns):
             columns[i * width + n] = 0
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def _hide(scores, first, count, seen, group, width):
     """No query scores keys behind itself, among `count` keys from `first` on: seen [.., in order]
     is how many those of a node see.
@@ -999,7 +999,7 @@ def _hide(scores, first, count, seen, group, width):
             scores[(j - first) * width + n] = -np.inf
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def _room(bounds):
     """For the longest path: its nodes, up to a multiple of 4."""
     longest = 0
@@ -1008,7 +1008,7 @@ def _room(bounds):
     return (longest + 3) // 4 * 4
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def attend_forest(
     first: int,
     last: int,
@@ -1065,7 +1065,7 @@ def attend_forest(
                     _put_line(sums, n * d, real(1) / totals[n], flat_out, place, d)
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def _turn_back(g, d_k, cosines, sines):
     """Gradients of head g of rotated keys become those of the keys."""
     kv_heads, d, one = d_k.shape[1], d_k.shape[2], d_k.dtype.type(1)
@@ -1076,7 +1076,7 @@ def _turn_back(g, d_k, cosines, sines):
         _rotate(flat, row, one, flat_cosines, flat_sines, t * half, -one, flat, row, half)
 
 
-@compiled(fastmath=_EXACT)
+@jit(fastmath=_EXACT)
 def attend_forest_backward(
     first: int,
     last: int,
@@ -1133,10 +1133,9 @@ def attend_forest_backward(
                 rows[count * d : depth * d] = 0
                 d_rows[count * d : depth * d] = 0
                 sums_q[: count * d] = 0
-                for n in range(
-                    count, width
-                ):  # with queries of 0 their weights are 1, never infinite
-                    tops[n] = means[n] = 0
+                # so that the weights of columns without a query are 1, never infinite
+                tops[count:width] = 0
+                means[count:width] = 0
                 _stand(rows, count, d, width, queries)
                 _stand(d_rows, count, d, width, d_outs)
                 for j in range(0, used, KEYS):

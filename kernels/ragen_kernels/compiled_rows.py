@@ -8,8 +8,7 @@ from torch import Tensor
 from ragen_kernels import compiled, reference
 from ragen_kernels.compiled import REALS, Integers, Reals, in_parts
 from ragen_kernels.compiled_token import token_losses
-from ragen_kernels.objective import PolicyObjective, TokenTerms
-from ragen_kernels.vocab import RowStatistics, VocabShard, reduce_over_group
+from ragen_kernels.vocab import RowStatistics, VocabShard
 
 
 def row_statistics(
@@ -51,21 +50,6 @@ def logits_gradient(
     return out
 
 
-def policy_rows_(
-    logits: Tensor,
-    labels: Tensor,
-    terms: TokenTerms,
-    objective: PolicyObjective,
-    shard: VocabShard,
-    temperature: float,
-) -> Tensor:
-    """See `reference.policy_rows_`."""
-    rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
-    outputs, *derivatives = token_losses(rows.logprobs, rows.entropy, terms, objective)
-    logits_gradient(logits, logits, labels, rows, *derivatives, shard, temperature)
-    return outputs
-
-
 def _is_taken(logits: Tensor, shard: VocabShard) -> bool:
     return (
         logits.dtype in REALS
@@ -88,3 +72,6 @@ def _columns(labels: Tensor, shard: VocabShard) -> Integers:
         return labels.contiguous().numpy()
     column = labels - shard.start
     return torch.where((column >= 0) & (column < shard.num_valid), column, -1).numpy()
+
+
+policy_rows_ = reference.in_pieces(row_statistics, token_losses, logits_gradient)

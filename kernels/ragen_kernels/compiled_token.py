@@ -9,7 +9,7 @@ import math
 from torch import Tensor
 
 from ragen_kernels import reference
-from ragen_kernels.compiled import REALS, Reals, compiled, in_parts
+from ragen_kernels.compiled import REALS, Reals, in_parts, jit
 from ragen_kernels.objective import MAX_LOG_RATIO, NUM_OUTPUTS, PolicyObjective, TokenTerms
 
 
@@ -31,13 +31,13 @@ def token_losses(
     return outputs, d_logprobs, d_entropy
 
 
-@compiled(fastmath=())
+@jit(fastmath=())
 def _within(x, low, high):
     """x, or the bound that it is beyond; a NaN is beyond none."""
     return low if x < low else high if x > high else x
 
 
-@compiled(fastmath=())
+@jit(fastmath=())
 def _divergence(kind, difference, bound):
     """The KL estimate of a log-ratio, the reference's to the policy's, and its derivative in the
     policy's log-probability.
@@ -52,7 +52,7 @@ def _divergence(kind, difference, bound):
     return value, slope if log_ratio == difference else 0.0
 
 
-@compiled(fastmath=())
+@jit(fastmath=())
 def _lose_tokens(
     first: int,
     last: int,

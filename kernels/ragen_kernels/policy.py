@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics, token_losses
 from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
-from ragen_kernels.reference import compute_dtype
+from ragen_kernels.reference import compute_dtype, in_pieces
 from ragen_kernels.sequences import over_sequences
 from ragen_kernels.vocab import (
     RowStatistics,
@@ -271,17 +271,21 @@ def _repeated_rows_(
     """`policy_rows_` where as many tokens as `repeats` [T] says, in host memory, share a row of
     logits and its label: one softmax for all of them, a loss for each, their gradients summed.
     """
-    rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
     row_of = _sharing(repeats, logits.device)
-    outputs, *derivatives = token_losses(
-        rows.logprobs[row_of], rows.entropy[row_of], terms, objective
+
+    def lose(
+        logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
+    ) -> tuple[Tensor | None, ...]:
+        outputs, *derivatives = token_losses(logprobs[row_of], entropy[row_of], terms, objective)
+        summed = (
+            None if one is None else torch.zeros_like(logprobs).index_add_(0, row_of, one)
+            for one in derivatives
+        )
+        return outputs, *summed
+
+    return in_pieces(row_statistics, lose, logits_gradient)(
+        logits, labels, terms, objective, shard, temperature
     )
-    summed = (
-        None if one is None else torch.zeros_like(rows.lse).index_add_(0, row_of, one)
-        for one in derivatives
-    )
-    logits_gradient(logits, logits, labels, rows, *summed, shard, temperature)
-    return outputs
 
 
 def _sharing(repeats: Tensor, device: torch.device) -> Tensor:

@@ -6,6 +6,8 @@ tokens of a trajectory: the successor of a sampled token is the next sampled tok
 environment wrote in between. Bi-level GAE (turns, then tokens): RAGEN, arXiv:2504.20073.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -187,21 +189,35 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def policy_rows_(
-    logits: Tensor,
-    labels: Tensor,
-    terms: TokenTerms,
-    objective: PolicyObjective,
-    shard: VocabShard,
-    temperature: float,
-) -> Tensor:
-    """Outputs [10, T] of `token_losses` for rows of logits [T, V/tp], which the gradient of the
-    summed loss replaces.
+def in_pieces(
+    row_statistics: Callable[..., RowStatistics],
+    token_losses: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    logits_gradient: Callable[..., Tensor],
+) -> Callable[..., Tensor]:
+    """`policy_rows_` by these three operations, of whichever implementation; the statistics of a
+    row cross ranks in between.
     """
-    rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
-    outputs, *derivatives = token_losses(rows.logprobs, rows.entropy, terms, objective)
-    logits_gradient(logits, logits, labels, rows, *derivatives, shard, temperature)
-    return outputs
+
+    def policy_rows_(
+        logits: Tensor,
+        labels: Tensor,
+        terms: TokenTerms,
+        objective: PolicyObjective,
+        shard: VocabShard,
+        temperature: float,
+    ) -> Tensor:
+        """Outputs [10, T] of `token_losses` for rows of logits [T, V/tp], which the gradient of the
+        summed loss replaces.
+        """
+        rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
+        outputs, *derivatives = token_losses(rows.logprobs, rows.entropy, terms, objective)
+        logits_gradient(logits, logits, labels, rows, *derivatives, shard, temperature)
+        return outputs
+
+    return policy_rows_
+
+
+policy_rows_ = in_pieces(row_statistics, token_losses, logits_gradient)
 
 
 def check_gae_arguments(

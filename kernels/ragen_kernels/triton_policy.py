@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ragen_kernels.launch import PER_TOKEN, num_persistent_programs
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, TokenTerms
+from ragen_kernels.reference import in_pieces
 from ragen_kernels.triton_rows import (
     LN2,
     LOG2E,
@@ -25,7 +26,7 @@ from ragen_kernels.triton_rows import (
     write_gradient,
 )
 from ragen_kernels.triton_token import lose_tokens, token_losses
-from ragen_kernels.vocab import VocabShard, is_split, reduce_over_group
+from ragen_kernels.vocab import VocabShard, is_split
 
 # One program per multiprocessor has to keep enough bytes in flight on its own: wider than the
 # kernels with one row per program.
@@ -93,10 +94,9 @@ def policy_rows_(
     vocabulary gives NaN.
     """
     if is_split(shard.group):
-        rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
-        outputs, *derivatives = token_losses(rows.logprobs, rows.entropy, terms, objective)
-        logits_gradient(logits, logits, labels, rows, *derivatives, shard, temperature)
-        return outputs
+        return in_pieces(row_statistics, token_losses, logits_gradient)(
+            logits, labels, terms, objective, shard, temperature
+        )
     assert logits.stride(1) == 1, "the kernel walks rows of contiguous columns"
     num_rows, num_columns = logits.shape
     outputs = logits.new_empty((NUM_OUTPUTS, num_rows), dtype=torch.float32)

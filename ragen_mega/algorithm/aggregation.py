@@ -11,6 +11,8 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor
 
+from ragen_mega.data.types import counts_of
+
 AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 
 
@@ -47,7 +49,7 @@ def aggregation_weights(
         )
     mask = loss_mask.float()
     # [S] sampled tokens of each trajectory
-    counts = F.pad(loss_mask.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
+    counts = counts_of(loss_mask, cu_seqlens)
     if num_tokens < counts.sum() or num_trajectories < (counts > 0).sum():
         raise ValueError(
             f"the normaliser counts the whole minibatch, but num_tokens={num_tokens} and"

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from ragen_mega.data.balance import TOKENS, Cost, balanced_split
 from ragen_mega.data.forest import Forest, PrefixOrder
-from ragen_mega.data.types import Edges, Microbatch, TokenBatch, Trajectory, move, offsets_of
+from ragen_mega.data.types import (
+    Edges,
+    Microbatch,
+    TokenBatch,
+    Trajectory,
+    counts_of,
+    move,
+    offsets_of,
+    ranges,
+)
 
 
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -80,9 +89,8 @@ def _of_turns(
     spans = torch.tensor(bounds, dtype=torch.int64).reshape(-1, 2)
     spans += starts.repeat_interleave(counts)[:, None] - 1  # token t is the label of position t - 1
     sizes = spans[:, 1] - spans[:, 0]
-    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    numbers = torch.arange(len(turns)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    turn_ids[spans[:, 0].repeat_interleave(sizes) + within] = numbers.repeat_interleave(sizes).int()
+    numbers = ranges(torch.zeros_like(counts), counts)
+    turn_ids[ranges(spans[:, 0], sizes)] = numbers.repeat_interleave(sizes).int()
     earned = torch.tensor([turn.reward for turn in turns], dtype=torch.float32)
     rewards[spans[sizes > 0, 1] - 1] = earned[sizes > 0]
     return turn_ids, rewards
@@ -136,8 +144,7 @@ def count_minibatches(num_trajectories: int, minibatch_size: int) -> int:
 def costs_of(batch: TokenBatch, cost: Cost) -> list[int]:
     """[S] of the trajectories, each by itself."""
     active = batch.loss_mask if batch.weights is None else batch.weights != 0
-    before = torch.nn.functional.pad(active.cumsum(0), (1, 0))
-    labels = before[batch.cu_seqlens.long()].diff().tolist()
+    labels = counts_of(active, batch.cu_seqlens).tolist()
     if batch.cu_segments is None:
         return [cost.of(*sizes) for sizes in zip(batch.lengths.tolist(), labels)]
     segments = [cost.of(size) for size in batch.cu_segments.diff().tolist()]
@@ -206,17 +213,19 @@ def parts_of(
     max_tokens: int,
     *,
     cost: Cost = TOKENS,
+    costs: Sequence[int] | None = None,
     most_nodes: float = 0.0,
     num_stages: int = 1,
 ) -> list[Part]:
     """Divide the given trajectories of a batch into microbatches of at most `max_tokens` nodes,
     which are the distinct positions where these are fewer than `most_nodes` of all, see `shares`.
+    `costs` [S] of all trajectories by themselves (None: what `cost` says).
     """
-    costs = costs_of(batch, cost)
+    costs = costs_of(batch, cost) if costs is None else costs
     if order := _shared_order(batch.tokens, batch.cu_seqlens, ids, costs, cost, most_nodes):
         runs = order.cut(4 * num_stages if num_stages > 1 else 1, max_tokens)
         return [Part(run.ids, run.shared) for run in runs]
-    found = microbatches(batch, max_tokens, ids, cost=cost, num_stages=num_stages)
+    found = microbatches(batch, max_tokens, ids, cost=cost, costs=costs, num_stages=num_stages)
     return [Part(chosen, [0] * len(chosen)) for chosen in found]
 
 
@@ -226,6 +235,7 @@ def microbatches(
     trajectory_ids: Sequence[int],
     *,
     cost: Cost = TOKENS,
+    costs: Sequence[int] | None = None,
     num_stages: int = 1,
 ) -> list[list[int]]:
     """Divide the given trajectories of a batch into microbatches of at most `max_tokens` positions.
@@ -235,10 +245,11 @@ def microbatches(
     (microbatches + num_stages - 1) of a pass (1F1B, arXiv:2104.04473 sec. 2.2), so there are at
     least 4 x num_stages microbatches as long as there are trajectories, of near-equal cost: all
     wait for the slowest. A trajectory longer than `max_tokens` is a microbatch of its own.
+    `costs`: see `parts_of`.
     """
     lengths = batch.lengths.tolist()
     if num_stages > 1:
-        costs = costs_of(batch, cost)
+        costs = costs_of(batch, cost) if costs is None else costs
         items = [(i, lengths[i], costs[i]) for i in trajectory_ids]
         return _balanced(items, max_tokens, num_stages, cost)
     bins: list[list[int]] = []

@@ -347,11 +347,8 @@ class TokenBatch:
 
     def positions(self, trajectory_ids: Sequence[int]) -> Tensor:
         """Positions of the given trajectories, in the given order, as an index."""
-        offsets, ids = self.cu_seqlens.numpy().astype(np.int64), np.asarray(trajectory_ids, int)
-        starts = offsets[ids]
-        ends = np.cumsum(lengths := offsets[ids + 1] - starts)  # in the result
-        ahead = np.repeat(starts - ends + lengths, lengths)
-        return torch.from_numpy(ahead + np.arange(len(ahead)))
+        ids = torch.tensor(list(trajectory_ids), dtype=torch.int64)
+        return ranges(self.cu_seqlens[ids], self.lengths[ids])
 
     def select(self, trajectory_ids: Sequence[int]) -> TokenBatch:
         """The batch of the given trajectories, in the given order, without padding."""
@@ -455,6 +452,20 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 def offsets_of(lengths: Tensor) -> Tensor:
     """[S] lengths of trajectories -> [S + 1] int32 offsets, as `TokenBatch.cu_seqlens`."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[sum of lengths] int64: from each start [S] on as many integers as its length [S] says. In
+    host memory, by numpy, which takes a fraction of torch's time for few of them.
+    """
+    ends = np.cumsum(sizes := lengths.numpy())  # in the result
+    ahead = np.repeat(starts.numpy() - ends + sizes, sizes)
+    return torch.from_numpy(ahead + np.arange(len(ahead)))
+
+
+def counts_of(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[S] int64 how many positions of each trajectory are under a mask [T]."""
+    return torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
 
 
 _TOKEN_FIELDS = {

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -98,10 +99,18 @@ def install() -> None:
 def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:
     """Inside: `.cuda()` is the identity, `.type()` reports CUDA names, device="cuda" means the CPU.
 
-    All optimizers need it while they are built and saved, the distributed and the bf16 one while
-    they are stepped.
+    Optimizers need it while they are built, stepped (see `stepping`) and saved.
     """
     return _CudaLiteralMode() if is_active() else contextlib.nullcontext()
+
+
+def stepping(optimizers: Iterable[MegatronOptimizer]) -> contextlib.AbstractContextManager[Any]:
+    """What a step of the optimizers needs: in float32 nothing, or each of its operations would pass
+    through Python once more.
+    """
+    if all(isinstance(one, FP32Optimizer) for one in optimizers):
+        return contextlib.nullcontext()
+    return cuda_literals_as_cpu()
 
 
 class _CudaLiteralMode(TorchFunctionMode):

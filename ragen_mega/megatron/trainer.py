@@ -7,7 +7,6 @@ batch, `TokenBatch.here` or one of even cost, and per-token results and metrics 
 the control group, so that all ranks go on with the same numbers.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,7 +19,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -121,9 +119,6 @@ class Trainer:
             # for each, which small models feel.
             for group in self.optimizer.param_groups:
                 group["fused"] = True
-        # float32 alone: the mode meets every operation of a step, and takes some time for each
-        needs_mode = not all(isinstance(one, FP32Optimizer) for one in self.optimizers)
-        self._stepping = cpu.cuda_literals_as_cpu if needs_mode else contextlib.nullcontext
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, module)
 
@@ -202,7 +197,7 @@ class Trainer:
         # float32 and bfloat16 do not. With a norm whose square overflows in float32, clipping would
         # multiply all gradients by zero, and Adam would still move.
         if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
-            with self._stepping():
+            with cpu.stepping(self.optimizers):
                 _, norm, _ = self.optimizer.step()
         return (
             totals,
@@ -275,17 +270,15 @@ class Trainer:
     def _parts(self, batch: TokenBatch) -> list[Part]:
         """This data-parallel rank's microbatches."""
         dp, options = self.groups.dp, {"cost": self.cost, "most_nodes": self.most_nodes}
+        costs = costs_of(batch, self.cost)
         if batch.here is not None:
             ids = batch.here.nonzero()[:, 0].tolist()
-        elif dp.size() == 1:
-            ids = list(range(batch.num_trajectories))
         else:
-            costs = costs_of(batch, self.cost)
             ids = shares(batch.tokens, batch.cu_seqlens, costs, dp.size(), **options)[dp.rank()]
         if not ids:
             return []
         stages = self.groups.pp.size()
-        return parts_of(batch, ids, self.max_tokens, num_stages=stages, **options)
+        return parts_of(batch, ids, self.max_tokens, costs=costs, num_stages=stages, **options)
 
     def _microbatches(self, batch: TokenBatch, parts: list[Part]) -> list[Microbatch]:
         """The microbatches of one pass. In a pipeline all have one size: stages then need not

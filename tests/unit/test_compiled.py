@@ -204,5 +204,5 @@ def test_where_no_cache_can_be_written_kernels_are_compiled_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    double = compiled.compiled(fastmath=())(lambda x: 2 * x)
+    double = compiled.jit(fastmath=())(lambda x: 2 * x)
     assert double(21) == 42
