@@ -6,11 +6,19 @@ not installed: tools and tests find it in the repository. Tested versions are in
 which `ragen_mega/config` links to, so that an installed `ragen-mega doctor` knows them.
 """
 
+import itertools
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 PACKAGE = Path(__file__).parent / "ragen_mega"
+OPTIONAL = {
+    # search, stems, similar words, files that are read entry by entry
+    "webshop": ["bm25s>=0.3,<0.4", "PyStemmer>=3,<4", "rapidfuzz>=3.10,<4", "ijson>=3.3,<4"],
+    "gymnasium": ["gymnasium>=1.0,<2"],
+    "studies": ["matplotlib>=3.10", "scipy>=1.14"],  # plots; intervals and fits
+}
+"""Extras that the tests need as well."""
 
 
 def read_version() -> str:
@@ -30,6 +38,8 @@ setup(
         "StarPO on Megatron-Core: reinforcement learning of language-model agents over whole"
         " trajectories"
     ),
+    license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.11",
     packages=[*find_packages(include=["ragen_mega", "ragen_mega.*"]), "ragen_kernels"],
     package_dir={"ragen_kernels": "kernels/ragen_kernels"},
@@ -50,20 +60,15 @@ setup(
         "numba>=0.62,<0.69",  # the embedded engine; brings llvmlite, needs no compiler
         "httpx2>=2,<3",  # requests to rollout servers; huggingface_hub 2 brings it as well
         "psutil>=6",  # megatron-core's checkpoint writer imports it without requiring it
-        "gymnasium>=1.0,<2",
         "rich>=14",
         "tensorboard>=2.18",
-        "matplotlib>=3.10",
-        # WebShop: search, stems, similar words, files that are read entry by entry
-        "bm25s>=0.3,<0.4",
-        "PyStemmer>=3,<4",
-        "rapidfuzz>=3.10,<4",
-        "ijson>=3.3,<4",
-        "scipy>=1.14",  # intervals and fits of studies
         "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
+    # ragen_mega/data/extras.py knows which extra a missing module belongs to.
     extras_require={
+        **OPTIONAL,
         "test": [
+            *itertools.chain(*OPTIONAL.values()),
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

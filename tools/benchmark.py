@@ -15,6 +15,7 @@ import torch
 from ragen_mega.commands.command_line import JSON, flag
 from ragen_mega.report.markdown import table as table
 from ragen_mega.report.metrics import write_json
+from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.provenance import provenance as provenance
 from ragen_mega.run.timers import seconds_of
 
@@ -96,11 +97,7 @@ def publish(
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n")
     if arguments.plot:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
+        pyplot = headless_pyplot()
         heights = [0.8 + 0.25 * len(rows) for rows in panels.values()]
         size = {"figsize": (9, sum(heights)), "height_ratios": heights}
         figure, grid = pyplot.subplots(len(panels), squeeze=False, layout="constrained", **size)

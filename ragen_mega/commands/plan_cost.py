@@ -12,6 +12,7 @@ from ragen_mega.models.layout_search import fits
 from ragen_mega.models.memory_plan import GIB
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import Play, Sizes, Terms, computed_length, step_seconds
+from ragen_mega.report.plots import headless_pyplot
 
 STEPS = 100
 """Steps whose price is given."""
@@ -226,11 +227,7 @@ def described(
 
 def timeline(result: Mapping[str, Any], title: str, path: Path) -> None:
     """Draw the step: phases one after the other, each with its terms."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = headless_pyplot()
     figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
     phases, start = result["phases_seconds"], 0.0
     names = sorted({name for terms in phases.values() for name in terms})

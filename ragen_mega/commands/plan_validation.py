@@ -13,7 +13,6 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from ragen_mega.commands.plan_machine import find_machine
 from ragen_mega.config import ParallelConfig
@@ -352,6 +351,8 @@ def solve(
     logarithms of predicted over published, are nearest to 0; outliers have little
     influence. `weight` pulls the constants towards `start`.
     """
+    from scipy.optimize import least_squares  # an optional package
+
     ranges = [one.metadata for name in names for one in fields(Constants) if one.name == name]
     high = np.log([one["high"] for one in ranges])
     low = np.log([max(1e-6 * one["high"], one["low"]) for one in ranges])

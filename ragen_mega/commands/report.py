@@ -24,14 +24,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 from ragen_mega.commands.command_line import command, flag, report_folder
+from ragen_mega.data.extras import require
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import SUMMARY_FILE, write_json
+from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.viewer.data import read_run
 
 SIGNALS = {
@@ -172,7 +169,8 @@ def plot(
     """
     measure = "reward" if players else "success"
     lines = players or shared_players(rows)
-    figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
+    pyplot = headless_pyplot()
+    figure, grid = pyplot.subplots(2, 2, figsize=(10, 6.5), sharex=True)
     axes, panels = grid[0, 0], dict(zip(SIGNALS, grid.flat[1:]))
     for run in runs:
         (line,) = axes.plot(*series(run, f"rollout/{measure}"), alpha=0.35)
@@ -192,7 +190,7 @@ def plot(
         panel.set_xlabel("step")
     figure.tight_layout()
     figure.savefig(path)
-    plt.close(figure)
+    pyplot.close(figure)
 
 
 def shared_players(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -253,6 +251,7 @@ def main(arguments: argparse.Namespace) -> None:
                 f"--return-of needs mean returns, and {SUMMARY_FILE} of {row['run']} has no reward"
                 f" of {row['set']}; leave the run or --return-of out"
             )
+    require("studies", "reports")
     beside = arguments.runs[0].parent.parent / "reports"
     folder = arguments.output or report_folder("docs/results", beside)
     folder.mkdir(parents=True, exist_ok=True)

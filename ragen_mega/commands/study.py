@@ -45,6 +45,7 @@ from ragen_mega.commands.study_runs import (
 )
 from ragen_mega.config import parse
 from ragen_mega.config.cli import RECIPES
+from ragen_mega.data.extras import require
 from ragen_mega.models.hardware import Machine
 from ragen_mega.report.study import PRESETS, Arm, Study
 
@@ -151,6 +152,7 @@ def predict(
     flag("--slurm", "write the commands here, one a line, instead of running them", type=Path),
 )
 def main(arguments: argparse.Namespace) -> int | None:
+    require("studies", "studies")
     if arguments.signals:
         beside = report_folder("docs/results/studies", arguments.signals / "report")
         return study_signals.write(arguments.signals, arguments.reports or beside)

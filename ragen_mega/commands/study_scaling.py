@@ -12,14 +12,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
-from matplotlib import pyplot
-from matplotlib.axes import Axes
 from transformers import AutoConfig
 
 from ragen_mega.commands.command_line import read_settings
@@ -35,6 +30,7 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import Play, Sizes, computed_length, default_play, step_seconds
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import write_json
+from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.scaling import (
     Constant,
     Curve,
@@ -46,6 +42,9 @@ from ragen_mega.report.scaling import (
 )
 from ragen_mega.report.study import Arm, Study, estimate, percent
 from ragen_mega.storage.run_directory import FINAL_EXPORT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Runs = Mapping[str, Mapping[int, dict[str, Any]]]
 """Arm -> seed -> what `study_table.collect` found."""
@@ -375,6 +374,7 @@ def plot(
     losses: Sequence[Curve], path: Path,
 ) -> None:  # fmt: skip
     """Success over compute with each model's sigmoid, and losses of all sizes with their law."""
+    pyplot = headless_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for position, (model, own) in enumerate(curves.items()):
         color, size = f"C{position}", own[0].size
@@ -400,7 +400,7 @@ def plot(
     pyplot.close(figure)
 
 
-def slopes(axes: Axes, law: Fit, sizes: Sequence[float]) -> None:
+def slopes(axes: "Axes", law: Fit, sizes: Sequence[float]) -> None:
     """The law's slope k(N) over the sizes that it was fitted on."""
     shown = np.geomspace(sizes[0], sizes[-1])
     most, half = (law.constants[name].value for name in ("efficiency", "half_size"))

@@ -5,14 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 from ragen_mega.commands.study_runs import warm_start_key
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import write_json
+from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.provenance import provenance
 from ragen_mega.report.signals import (
     AHEAD,
@@ -136,6 +132,7 @@ def correlations(found: Table, comparisons: int) -> str:
 
 def plot(final: Table, collapse: Table, path: Path) -> None:
     """A panel for each table: every correlation as a point with its interval."""
+    pyplot = headless_pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 7), sharey=True, layout="constrained")
     for axes, found, title in zip(panels, (final, collapse), ("success at the end", "collapse")):
         names = list(next(iter(found.values())))

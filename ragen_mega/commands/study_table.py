@@ -7,14 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
-from matplotlib import pyplot
 
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
+from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.study import Estimate, Study, estimate, percent
 
 PLAYERS = ("random", "optimum")
@@ -190,6 +187,7 @@ def judged(less: Estimate | None) -> tuple[str, str]:
 
 def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
     """Each metric of the study over the steps: the mean of an arm's seeds, and their range."""
+    pyplot = headless_pyplot()
     figure, grid = pyplot.subplots(
         1, len(study.metrics), figsize=(4.2 * len(study.metrics), 3.4), layout="constrained"
     )

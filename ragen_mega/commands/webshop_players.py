@@ -8,30 +8,35 @@
 import argparse
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ragen_mega.commands.baselines import OPTION, parse_option
 from ragen_mega.commands.command_line import JSON, command, flag
+from ragen_mega.data.extras import require
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.environments.registry import held_out_options, make
-from ragen_mega.environments.worlds.webshop.players import optimal_actions, play, rule_actions
-from ragen_mega.environments.worlds.webshop.world import WebShop
 from ragen_mega.report.metrics import write_json
+
+if TYPE_CHECKING:
+    from ragen_mega.environments.worlds.webshop.world import WebShop
 
 _SEED = 0  # of the random shopper
 FLAGS = (
     flag("--num-goals", "the first N goals of the split", 256, metavar="N"),
-    flag("--max-turns", "of an episode", WebShop.max_turns, metavar="N"),
+    flag("--max-turns", "of an episode (default: the environment's)", type=int, metavar="N"),
     OPTION,
     JSON,
 )
 
 
 def measure(
-    shopper: WebShop, choose: Callable[[WebShop], str], num_goals: int, num_turns: int
+    shopper: "WebShop", choose: Callable[["WebShop"], str], num_goals: int, num_turns: int
 ) -> dict[str, float]:
     """Mean score of a player, its success with the 95% interval, and how often its purchase scored
     above 0.
     """
+    from ragen_mega.environments.worlds.webshop.players import play
+
     scores = []
     for seed in range(num_goals):
         shopper.reset(seed)
@@ -49,9 +54,13 @@ def measure(
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
+    require("webshop", "environments of WebShop")
+    from ragen_mega.environments.worlds.webshop.players import optimal_actions, rule_actions
+
     options = held_out_options("webshop") | dict(map(parse_option, arguments.option))
     shopper = make("webshop", **options)
-    num_goals, num_turns = arguments.num_goals, arguments.max_turns
+    num_goals = arguments.num_goals
+    num_turns = shopper.max_turns if arguments.max_turns is None else arguments.max_turns
     if not 1 <= num_goals <= shopper.num_tasks:
         raise ValueError(
             f"--num-goals must be 1 to {shopper.num_tasks}, the goals of the split, not {num_goals}"

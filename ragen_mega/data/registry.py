@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
+from ragen_mega.data.extras import extra_of, install_command
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean x?)` of the known name that is closest, nothing if none is close."""
@@ -105,9 +107,12 @@ class Registry:
         try:
             thing = pkgutil.resolve_name(path)
         except Exception as error:
+            remedy = "check the name, and that the module is installed or in the working directory"
+            if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error.name)):
+                remedy = f"run {install_command(extra)}"
             raise ValueError(
-                f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error}); check"
-                " the name, and that the module lies in the working directory or is installed"
+                f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error});"
+                f" {remedy}"
             ) from error
         if not callable(thing) and not hasattr(thing, "function"):  # as declarations have
             raise ValueError(

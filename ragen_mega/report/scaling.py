@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares, minimize_scalar
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
@@ -86,6 +85,8 @@ def fit_sigmoid(curves: Sequence[Curve], *, start: float, seed: int = 0) -> Fit:
             " train longer"
         )
 
+    from scipy.optimize import least_squares  # an optional package
+
     def solve(chosen: Sequence[Curve], near: Floats | None = None) -> Floats:
         compute, value = _joined(chosen)
         unit = np.exp(np.log(compute).mean())
@@ -142,6 +143,8 @@ def fit_power_law(curves: Sequence[Curve], *, seed: int = 0) -> Fit:
             f"a run of size {few[0].size:g} has {len(few[0].compute)} point, and a slope needs 2;"
             " evaluate more often (--eval-interval)"
         )
+
+    from scipy.optimize import minimize_scalar  # an optional package
 
     def solve(chosen: Sequence[Curve], _: Floats | None = None) -> Floats:
         compute, loss = (np.log(part) for part in _joined(chosen))

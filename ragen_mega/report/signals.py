@@ -12,7 +12,6 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.config.recorded import read_object, read_recorded
@@ -202,6 +201,8 @@ def correlation(
     size of it. Resampling keeps the ranks. None where fewer than MIN_GROUPS are left, or the signal
     is constant within all strata.
     """
+    from scipy.stats import rankdata  # an optional package
+
     rows: dict[Hashable, list[int]] = {}
     for row in np.flatnonzero(~np.isnan(signal)):
         rows.setdefault(strata[row], []).append(row)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from ragen_mega.environments.reference_players import wilson_interval
 
@@ -274,6 +273,8 @@ def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
 
 def _half_width(means: NDArray[np.float64]) -> float:
     """Half the Student's t interval of the mean of these."""
+    from scipy import stats  # an optional package
+
     quantile = float(stats.t.ppf((1 + LEVEL) / 2, len(means) - 1))
     return quantile * float(means.std(ddof=1)) / math.sqrt(len(means))
 

@@ -12,13 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("ragen_mega", "kernels", "setup.py", "pyproject.toml", "constraints.txt")
+LICENSES = ("LICENSE", "NOTICE")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy, because setuptools writes beside its sources."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in (*SOURCES, "constraints-h100.txt"):
+    for name in (*SOURCES, "constraints-h100.txt", *LICENSES):
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
@@ -45,6 +46,8 @@ def test_the_wheel_holds_what_the_commands_read(wheel: Path) -> None:
         assert packed.get(str(path.relative_to(ROOT))) == path.read_bytes(), path
     modules = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
     assert modules <= packed.keys()
+    for name in LICENSES:
+        assert any(path.endswith(f"licenses/{name}") for path in packed), name
     assert not [name for name in packed if name.startswith(("tests", "tools", "docs"))]
 
 

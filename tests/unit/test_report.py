@@ -17,6 +17,7 @@ from ragen_mega.commands import report
 from ragen_mega.commands.command_line import report_folder
 from ragen_mega.config import parse
 from ragen_mega.report.markdown import table
+from ragen_mega.report.plots import headless_pyplot
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,7 +189,7 @@ def test_every_player_and_return_is_on_the_plot(
     """Also the fourth player, and returns above 1 or below 0."""
     runs = [report.read_run(finished(tmp_path / "run", {"bandit": 0.5}))]
     drawn: list[Axes] = []
-    monkeypatch.setattr(report.plt, "close", lambda figure: drawn.append(figure.axes[0]))
+    monkeypatch.setattr(headless_pyplot(), "close", lambda figure: drawn.append(figure.axes[0]))
     players = {"random": -2.0, "rule": 3.0, "person": 7.0, "oracle": 9.0}
     rows = [row for run in runs for row in report.rows_of(run)]
     report.plot(runs, rows, tmp_path / "returns.svg", players)

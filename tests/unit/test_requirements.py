@@ -1,14 +1,13 @@
-"""The packages that setup.py names: one set for Hopper that the ranges of the base install admit,
-and no impostor.
+"""The packages that setup.py names, as the installation recorded them: one set for Hopper that the
+ranges of the base install admit, and no impostor.
 """
 
-import ast
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from importlib.metadata import requires, version
+from importlib.metadata import metadata, requires, version
 from pathlib import Path
 
 import pytest
@@ -20,23 +19,21 @@ from ragen_mega.commands import doctor
 ROOT = Path(__file__).parents[2]
 
 
-def named_in_setup(keyword: str) -> dict | list:
-    """The literal that setup.py passes for `keyword`."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    (value,) = (
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.keyword) and node.arg == keyword
-    )
-    return ast.literal_eval(value)
-
-
-BASE = {canonicalize_name(r.name): r for r in map(Requirement, named_in_setup("install_requires"))}
+STATED = [*map(Requirement, requires("ragen-mega"))]
+BASE = {canonicalize_name(r.name): r for r in STATED if r.marker is None}
 EXTRAS = {
-    name: list(map(Requirement, entries))
-    for name, entries in named_in_setup("extras_require").items()
+    name: [r for r in STATED if r.marker is not None and r.marker.evaluate({"extra": name})]
+    for name in metadata("ragen-mega").get_all("Provides-Extra")
 }
 H100 = {canonicalize_name(r.name): r for r in EXTRAS["h100"]}
+
+
+def bare(requirements: Iterable[Requirement]) -> list[Requirement]:
+    """The requirements without the marker that names their extra."""
+    copies = [Requirement(str(requirement)) for requirement in requirements]
+    for copy in copies:
+        copy.marker = None
+    return copies
 
 
 def pinned(requirement: Requirement) -> str:
@@ -129,14 +126,18 @@ def test_the_constraints_are_those_of_the_h100_set() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_h100_set_resolves_to_its_constraints(tmp_path: Path) -> None:
-    """From PyPI, by its metadata. Without Transformer Engine's torch extension, a source package
-    whose requirements take a compiler and torch to find; they are named here.
+    """From PyPI, by its metadata, with the extras that the tests need. Without Transformer Engine's
+    torch extension, a source package whose requirements take a compiler and torch to find; they are
+    named here.
     """
     environment, asked = tmp_path / "environment", tmp_path / "asked.txt"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     subprocess.run([environment / "bin" / "pip", "install", "-q", "uv"], check=True)
     extension = ("einops", "onnx", "onnxscript")
-    asked.write_text("\n".join(map(str, [*BASE.values(), *H100.values(), *extension])))
+    optional = [r for name in ("webshop", "gymnasium", "studies") for r in bare(EXTRAS[name])]
+    asked.write_text(
+        "\n".join(map(str, [*BASE.values(), *bare(H100.values()), *optional, *extension]))
+    )
     asked.write_text(asked.read_text().replace("[core_cu13,pytorch]", "[core_cu13]"))
     flags = (
         "--python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header --no-annotate"

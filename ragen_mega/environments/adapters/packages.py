@@ -11,6 +11,8 @@ from types import ModuleType
 
 import numpy as np
 
+from ragen_mega.data.extras import install_command
+
 _swapping = threading.Lock()
 MAX_SEED = 2**32
 """Exclusive bound on seeds of NumPy's legacy generators, which many packages seed."""
@@ -25,7 +27,7 @@ def required(module: str, extra: str) -> ModuleType:
             raise
         raise ValueError(
             f"environments of {module.partition('.')[0]} need a package that is not installed; run"
-            f" pip install 'ragen-mega[{extra}]'"
+            f" {install_command(extra)}"
         ) from None
 
 

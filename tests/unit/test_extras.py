@@ -1,0 +1,63 @@
+"""Optional packages: the default installation works without them, and errors name their extra."""
+
+import subprocess
+import sys
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+from ragen_mega.data.extras import EXTRAS
+
+BLOCKED = [module for modules in EXTRAS.values() for module in modules]
+WITHOUT = f"""
+import sys
+for module in {BLOCKED}:
+    sys.modules[module] = None  # importing it raises ModuleNotFoundError
+"""
+
+
+def without_extras(code: str) -> str:
+    """The output of `code` in a process that has no optional package."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_every_extra_installs_its_modules_and_the_default_installation_none():
+    names = {"Stemmer": "PyStemmer"}
+    declared = [Requirement(text) for text in requires("ragen-mega")]
+    for extra, modules in EXTRAS.items():
+        for module in modules:
+            name = names.get(module, module)
+            markers = [one.marker for one in declared if one.name.lower() == name.lower()]
+            assert any(marker.evaluate({"extra": extra}) for marker in markers), (extra, module)
+            assert not any(marker.evaluate({"extra": ""}) for marker in markers), module
+
+
+def test_training_and_every_command_are_imported_without_optional_packages():
+    without_extras(
+        "from importlib import import_module\n"
+        "from ragen_mega.commands.program import COMMANDS\n"
+        "import ragen_mega.train\n"
+        "for commands in COMMANDS.values():\n"
+        "    for module, _ in commands.values():\n"
+        "        import_module(f'ragen_mega.commands.{module}')\n"
+    )
+
+
+def test_what_needs_a_missing_package_names_the_extra_that_installs_it():
+    said = without_extras(
+        "from ragen_mega.environments.registry import make\n"
+        "from ragen_mega.report.plots import headless_pyplot\n"
+        "uses = (lambda: make('webshop'), lambda: make('gymnasium:Taxi-v3'), headless_pyplot)\n"
+        "for use in uses:\n"
+        "    try:\n"
+        "        use()\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
+    ).splitlines()
+    assert [line[line.rindex("ragen-mega[") :] for line in said] == [
+        "ragen-mega[webshop]'",
+        "ragen-mega[gymnasium]'",
+        "ragen-mega[studies]'",
+    ]
