@@ -104,12 +104,11 @@ def command(
 
 def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[str]:
     """The command that runs `script`, a file or the name of a module, on that many ranks of this
-    machine, on a free port.
+    machine.
     """
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
     kind = () if isinstance(script, Path) else ("--module",)
     # `--`, because torchrun would take flags of the script for abbreviations of its own.
-    words = ("--nproc-per-node", num_ranks, *rendezvous, *kind, "--", script, *flags)
+    words = ("--nproc-per-node", num_ranks, *kind, "--", script, *flags)
     # -P: no file of the working directory may stand in for a module.
     return [sys.executable, "-P", "-m", "ragen_mega.commands.launch", *map(str, words)]
 
@@ -130,7 +129,9 @@ def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:
     """Become command `name` on that many ranks of this machine; nothing if one is enough, or if
     this is a rank already.
     """
-    if num_ranks > 1 and "RANK" not in os.environ:
+    from ragen_mega.data.launcher import is_rank
+
+    if num_ranks > 1 and not is_rank():
         os.execv(sys.executable, ranks_command(num_ranks, PROGRAM, name, *argv))
 
 

@@ -17,8 +17,10 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -30,12 +32,17 @@ if TYPE_CHECKING:
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
+_SECONDS_TO_END = 10.0
+"""Time that ranks have to end after a second signal."""
 _EXPLAINED = (1, 2)
 """Exit codes of an exception that nobody caught, and of an error in one line."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """torch's switch. A page is faulted in by every fresh tensor, and 512 small ones cost more than a
 large one; where the kernel has none, nothing changes.
 """
+
+
+_num_signals = 0
 
 
 class _Stopped(BaseException):
@@ -68,10 +75,12 @@ def main(argv: Sequence[str]) -> int:
         # Who starts a program by nohup wants it to outlive the terminal.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
+    is_one_node = args.nnodes in ("1", "1:1")
     try:
-        if args.nnodes not in ("1", "1:1") and args.rdzv_backend == "static":
+        if not is_one_node and args.rdzv_backend == "static":
             _check_meeting(args)
-        run.run(args)
+        with _one_node(args) if is_one_node else nullcontext():
+            run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
@@ -95,6 +104,54 @@ def main(argv: Sequence[str]) -> int:
     except _Stopped as stopped:
         return 128 + stopped.args[0]
     return 0
+
+
+@contextmanager
+def _one_node(args: Namespace) -> Iterator[None]:
+    """Let torchrun start the ranks of one node without its store, which would listen on every
+    interface, ask nobody for a key and unpickle what it is given. Its folder for logs, in which
+    the ranks meet, is temporary unless --log-dir names one.
+    """
+    args.rdzv_backend = _register_one_node()
+    with tempfile.TemporaryDirectory(prefix="ragen_mega_") as folder:  # mode 0700
+        args.log_dir = args.log_dir or folder
+        yield
+
+
+@cache
+def _register_one_node() -> str:
+    """The name of a rendezvous of torchrun's in which a node waits for no other."""
+    from torch.distributed import HashStore
+    from torch.distributed.elastic import rendezvous
+
+    class OneNode(rendezvous.RendezvousHandler):
+        def __init__(self, parameters: rendezvous.RendezvousParameters) -> None:
+            self._run_id = parameters.run_id
+
+        def get_backend(self) -> str:
+            return "one_node"
+
+        def get_run_id(self) -> str:
+            return self._run_id
+
+        def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+            address = rendezvous.RendezvousStoreInfo("127.0.0.1", 0)  # which no rank asks
+            return rendezvous.RendezvousInfo(HashStore(), 0, 1, address)
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def shutdown(self) -> bool:
+            return True
+
+    rendezvous.rendezvous_handler_registry.register("one_node", OneNode)
+    return "one_node"
 
 
 def _check_meeting(args: Namespace) -> None:
@@ -148,12 +205,23 @@ def can_bind(system: Path = Path("/sys")) -> bool:
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     """Pass a signal on to the ranks, and exit after them, however long they take to write a
-    checkpoint. Signals that arrive meanwhile are passed on as well.
+    checkpoint. After a second signal they have ten seconds, then they are killed: one that hangs
+    would never end. SIGUSR1 is no second signal: schedulers send it to launcher and ranks alike.
     """
+    global _num_signals
+    _num_signals += signum != signal.SIGUSR1
     ranks = psutil.Process().children()
+    job = psutil.Process().children(recursive=True)
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(signum)
+    if _num_signals > 1:
+        _, left = psutil.wait_procs(ranks, timeout=_SECONDS_TO_END)
+        if left:
+            os.write(2, f"ranks that hang, and are killed: {len(left)}\n".encode())
+        for process in job if left else ():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     psutil.wait_procs(ranks)
     raise _Stopped(signum)
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ragen_mega.data.launcher import is_rank, meeting_file, num_nodes, stay_on_loopback
+
 T = TypeVar("T")
 _control_group: dist.ProcessGroup | None = None
 _store: dist.Store | None = None
@@ -23,13 +25,14 @@ _store: dist.Store | None = None
 def start(timeout_minutes: float = 30.0) -> None:
     """Join the job that torchrun started, or a job of one process without torchrun; idempotent.
 
-    Raises ValueError on a rank that has no GPU where others have one.
+    Ranks of one node find each other in a file and talk on the loopback interface. Raises
+    ValueError on a rank that has no GPU where others have one, and as `is_rank` does.
     """
     global _store
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    if "RANK" not in os.environ:
+    if not is_rank():
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
         )
@@ -37,12 +40,17 @@ def start(timeout_minutes: float = 30.0) -> None:
     else:
         if torch.cuda.is_available():
             _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun --max-restarts hands restarted ranks the store of those that died, with their
-        # addresses in it.
-        store = dist.PrefixStore(
-            f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-        )
+        if num_nodes() == 1:
+            stay_on_loopback()
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = dist.FileStore(str(meeting_file()), world_size)
+            store.set_timeout(timeout)
+        else:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            # torchrun --max-restarts hands restarted ranks the store of those that died, with
+            # their addresses in it.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt_{attempt}", store)
     _store = store
     _join(store, rank, world_size, timeout)
 

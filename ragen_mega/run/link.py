@@ -6,25 +6,38 @@ A frame is eight bytes of length and a pickled message; an empty one says that i
 """
 
 import hmac
-import os
+import json
 import pickle
 import secrets
 import socket
 import struct
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
+from ragen_mega.algorithm.tables import PlugInError
+from ragen_mega.data.launcher import own_address
+from ragen_mega.rollout.engine import EngineError
+
 TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
-_KEY, _ALARM = "link", "alarm"
+_PLACE, _ALARM = "link", "alarm"
+_KEY_FILE = ".link-"
 _SECONDS_TO_MEET = 300.0
+_SECONDS_TO_ANSWER = 10
+_CHALLENGE_BYTES = 32  # as long as an answer
 _SECONDS_TO_FLUSH = 30.0
+
+
+FAILURES = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
+"""The types of errors that one part tells the other, the special ones first."""
 
 
 class LinkLost(ConnectionError):
@@ -40,12 +53,21 @@ class Alarm:
         self._store = store
 
     def give(self, error: Exception) -> None:
-        """Leave an error that can be pickled."""
-        self._store.set(_ALARM, pickle.dumps(error))
+        """Leave an error whose type is one of FAILURES."""
+        self._store.set(_ALARM, json.dumps([type(error).__name__, str(error)]))
 
     def given(self) -> Exception | None:
-        """The error that a rank has left."""
-        return pickle.loads(self._store.get(_ALARM)) if self._store.check([_ALARM]) else None
+        """The error that a rank has left. It is read as text, since whoever reaches the store of
+        several nodes can write into it.
+        """
+        if not self._store.check([_ALARM]):
+            return None
+        kinds = {each.__name__: each for each in FAILURES}
+        try:
+            kind, text = json.loads(self._store.get(_ALARM))
+            return kinds[kind](str(text))
+        except (ValueError, TypeError, KeyError):
+            return ValueError(f"the key {_ALARM} of the job's store holds no error of a rank")
 
 
 class Link:
@@ -124,40 +146,77 @@ class Link:
         self._incoming.put(None)
 
 
-def listen(store: dist.Store, host: str) -> Link:
-    """The connection that `connect` makes in the other part, through an address of this machine
-    ("": any). Raises OSError.
+def _knows_key(connection: socket.socket, key: bytes, *, listens: bool) -> bool:
+    """Whether the other end knows the key. Each end sends a random challenge and answers the
+    other's by its HMAC, so that the key itself is never sent.
     """
-    token, options = secrets.token_hex(16), {}
-    if not host and socket.has_dualstack_ipv6():  # nodes may have addresses of either kind
-        options = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-    with socket.create_server((host, 0), **options) as server:
-        server.settimeout(_SECONDS_TO_MEET)
-        store.set(_KEY, f"{server.getsockname()[1]} {token}")
-        while True:
-            connection, _ = server.accept()
-            connection.settimeout(_SECONDS_TO_MEET)
-            said = connection.recv(len(token), socket.MSG_WAITALL)
-            if hmac.compare_digest(said, token.encode()):
-                connection.settimeout(None)
-                return Link(connection, SAMPLERS)
-            connection.close()
 
+    def answer(is_listener: bool, challenge: bytes) -> bytes:
+        return hmac.digest(key, bytes([is_listener]) + challenge, "sha256")
 
-def connect(store: dist.Store, host: str) -> Link:
-    """The connection to the part that listens on `host`. Raises OSError."""
-    store.set_timeout(timedelta(seconds=_SECONDS_TO_MEET))
-    port, token = store.get(_KEY).decode().split()
-    connection = socket.create_connection((host, int(port)), timeout=_SECONDS_TO_MEET)
-    connection.sendall(token.encode())
+    ours = secrets.token_bytes(_CHALLENGE_BYTES)
     connection.settimeout(None)
+    try:
+        _limit_silence(connection, _SECONDS_TO_ANSWER)
+        connection.sendall(ours)
+        theirs = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
+        connection.sendall(answer(listens, theirs))
+        said = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
+        _limit_silence(connection, 0)
+    except OSError:
+        return False
+    return hmac.compare_digest(said, answer(not listens, ours))
+
+
+def _limit_silence(connection: socket.socket, seconds: int) -> None:
+    """Let `recv` fail after so much silence; 0: never."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+def listen(store: dist.Store, folder: Path) -> Link:
+    """The connection that `connect` makes in the other part. Raises OSError.
+
+    The store, which anybody who reaches its port can read, gets the address and the name of a file
+    of `folder`; the key is in that file, which only its owner can read.
+    """
+    key, host = secrets.token_bytes(32), own_address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, path = tempfile.mkstemp(prefix=_KEY_FILE, dir=folder)  # mode 0600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(key)
+        with socket.create_server((host, 0), family=family) as server:
+            server.settimeout(_SECONDS_TO_MEET)
+            place = {"host": host, "port": server.getsockname()[1], "file": Path(path).name}
+            store.set(_PLACE, json.dumps(place))
+            while True:
+                connection, _ = server.accept()
+                if _knows_key(connection, key, listens=True):
+                    return Link(connection, SAMPLERS)
+                connection.close()
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
+def connect(store: dist.Store, folder: Path) -> Link:
+    """The connection to the part that listens. Raises OSError, also where it does not know the key.
+    """
+    store.set_timeout(timedelta(seconds=_SECONDS_TO_MEET))
+    place = json.loads(store.get(_PLACE))
+    path = folder / Path(place["file"]).name
+    if not path.name.startswith(_KEY_FILE):
+        raise OSError(f"{path} must be a file {_KEY_FILE}*; somebody has changed the job's store")
+    key = path.read_bytes()
+    address = (place["host"], place["port"])
+    connection = socket.create_connection(address, timeout=_SECONDS_TO_MEET)
+    if not _knows_key(connection, key, listens=False):
+        raise OSError(f"{address[0]}:{address[1]} must know the key in {path}, and does not")
     return Link(connection, TRAINERS)
 
 
-def meet_part(store: dist.Store, *, listens: bool, is_one_machine: bool) -> Link:
+def connect_parts(store: dist.Store, folder: Path, *, listens: bool) -> Link:
     """The connection between the first ranks of both parts; the one that listens is rank 0 of the
-    job. Raises OSError.
+    job. Both see `folder`. Raises OSError.
     """
-    if listens:
-        return listen(store, "127.0.0.1" if is_one_machine else "")
-    return connect(store, "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"])
+    return (listen if listens else connect)(store, folder)

@@ -21,21 +21,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ragen_kernels
 import torch.distributed as dist
 
 import ragen_mega
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
+from ragen_mega.data.launcher import INTERFACE, interfaces, node, num_nodes
 from ragen_mega.report.console import fail
 from ragen_mega.report.hardware import PACKAGES, device, versions
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.run.stop import end_process
 from ragen_mega.storage.run_directory import Finished
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable that names the interface by which ranks of several nodes reach each other."""
 MAX_CLOCK_SKEW = 5.0
 """Seconds between the clocks of two nodes. torchrun's c10d rendezvous gives a node up whose sign of
 life, by its own clock, is 15 s old.
@@ -48,16 +46,6 @@ PATIENCE_AT_START = 600.0
 """For its first one: file systems give every node its programs in their own time."""
 _PERIOD = 2.0
 _CONNECT_SECONDS = 30.0
-
-
-def num_nodes() -> int:
-    """Nodes of this job."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
-
-def node() -> int:
-    """Which of them this is."""
-    return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def _is_first_of_node() -> bool:
@@ -184,11 +172,7 @@ def choose_interface() -> None:
     Raises ValueError if this node is not reached by it, or the next one is not.
     """
     master = os.environ["MASTER_ADDR"]
-    families = socket.AF_INET, socket.AF_INET6
-    addresses = {
-        name: [each.address for each in entries if each.family in families]
-        for name, entries in psutil.net_if_addrs().items()
-    }
+    addresses = interfaces()
     named = os.environ.get(INTERFACE)
     if named is None:
         local = _address_towards(master)

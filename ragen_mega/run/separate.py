@@ -21,7 +21,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.compact import CompactTrajectories, compact, expand
@@ -32,12 +31,11 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.collector import in_groups
-from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
+from ragen_mega.rollout.engine import Interrupted, RolloutEngine
 from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import SAMPLERS, Alarm, Link, LinkLost, meet_part
-from ragen_mega.run.nodes import num_nodes
+from ragen_mega.run.link import FAILURES, SAMPLERS, Alarm, Link, LinkLost, connect_parts
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
 from ragen_mega.run.stop import StopSignal
 
@@ -46,7 +44,6 @@ WEIGHTS = "weights_{:08d}.safetensors"
 """
 _POLL_SECONDS = 0.2
 _SECONDS_BETWEEN_BEATS = 1.0
-_FAILURES = (ValueError, OSError, EngineError, FloatingPointError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +102,9 @@ def divide(config: StarPOConfig) -> Part:
     if not num_samplers:
         return Part(samples=False)
     samples = distributed.rank() >= distributed.world_size() - num_samplers
-    store, is_one_machine = distributed.divide(num_samplers), num_nodes() == 1
-    link = None
+    store, link = distributed.divide(num_samplers), None
     if is_main():
-        link = meet_part(store, listens=not samples, is_one_machine=is_one_machine)
+        link = connect_parts(store, Path(config.logging.output), listens=not samples)
     return Part(samples, link, Alarm(store))
 
 
@@ -442,7 +438,7 @@ class Sampler:
     ) -> None:
         if isinstance(error, LinkLost) and not self._has_begun:
             raise SystemExit(2) from error  # the trainers have said why
-        if isinstance(error, _FAILURES) and not isinstance(error, LinkLost):
+        if isinstance(error, FAILURES) and not isinstance(error, LinkLost):
             if self._link:
                 self._link.send(_portable(error))  # behind what was delivered
             else:  # the others may know nothing of it
@@ -512,5 +508,4 @@ def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
 
 def _portable(error: Exception) -> Exception:
     """The error in a form that another process can unpickle."""
-    kinds = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
-    return next(kind for kind in kinds if isinstance(error, kind))(str(error))
+    return next(kind for kind in FAILURES if isinstance(error, kind))(str(error))

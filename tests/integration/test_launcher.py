@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from ragen_mega.commands import launch
 from ragen_mega.commands.train import default_ranks
 from ragen_mega.config import StarPOConfig, parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags, sizes_without_effect
+from tests.support.processes import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/pretrain_starpo.sh"
@@ -404,6 +406,71 @@ class TestLaunch:
             os.killpg(process.pid, signal.SIGINT)
             assert [process.stdout.readline() for _ in range(2)] == ["2\n"] * 2
         assert process.communicate() == ("", "") and process.returncode == 128 + signal.SIGINT
+
+    def test_ranks_that_hang_are_killed_after_a_second_signal(self, tmp_path):
+        script = program(
+            tmp_path,
+            """
+            import os, signal, subprocess, time
+            if os.environ["RANK"] == "0":
+                time.sleep(600)  # longer than the test may take
+            child = subprocess.Popen(["sleep", "600"])
+            os.write(1, f"{os.getpid()} {child.pid}\\n".encode())
+            os.kill(os.getpid(), signal.SIGSTOP)
+            """,
+        )
+        process = subprocess.Popen(
+            [*LAUNCH, "--nproc-per-node", "2", str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            time.sleep(0.5)  # two that arrive together are one
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM and "killed" in said
+        assert not [pid for pid in pids if is_alive(pid)]
+
+    def test_a_job_of_one_node_listens_on_the_loopback_alone(self, tmp_path):
+        """Both placements; whatever interface the platform names for several nodes."""
+        script = program(
+            tmp_path,
+            f"""
+            import os, psutil
+            from pathlib import Path
+            from ragen_mega.data import distributed
+            from ragen_mega.run.link import connect_parts
+
+            def tell():
+                distributed.barrier()
+                for process in (psutil.Process(), psutil.Process().parent()):
+                    for each in process.net_connections("inet"):
+                        if each.status == psutil.CONN_LISTEN:
+                            os.write(1, f"{{each.laddr.ip}}\\n".encode())
+                distributed.barrier()
+
+            distributed.start()
+            tell()
+            listens = distributed.is_main()
+            link = connect_parts(distributed.divide(1), Path({str(tmp_path)!r}), listens=listens)
+            tell()
+            link.close()
+            """,
+        )
+        other = {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "eth9"}
+        process = execute(*LAUNCH, "--nproc-per-node", 2, script, **other)
+        assert process.returncode == 0, process.stderr
+        assert {*process.stdout.split()} == {"127.0.0.1"}
+
+    def test_variables_of_a_job_that_no_launcher_has_started_are_refused(self):
+        """Kubernetes sets them for a pod."""
+        process = execute("bash", SCRIPT, RANK="1", WORLD_SIZE="4", MASTER_ADDR="10.0.0.1")
+        assert process.returncode == 2
+        (said,) = process.stderr.splitlines()
+        assert said.startswith("error: RANK=1, WORLD_SIZE=4 must come from torchrun")
 
     def test_a_job_that_nohup_started_outlives_its_terminal(self, tmp_path):
         script = program(

@@ -7,15 +7,15 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
+from pathlib import Path
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from torch.distributed import TCPStore
 
 from ragen_mega.megatron.initialize import shutdown
 
@@ -23,45 +23,33 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
-    """Start `work()` on `num_ranks` processes that are ranks of one job, as torchrun would: their
-    store is a process of its own, whose port listens before anybody is told of it. It lives as long
-    as the first of the processes returned.
+    """Start `work()` on `num_ranks` processes that are ranks of one job, as torchrun would. They
+    meet in a folder that lives as long as the first of the processes returned.
     """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    port = listener.getsockname()[1]
-    address = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-    def serve() -> None:
-        # Not in this process: a fork beside the store's threads may inherit a lock that one holds.
-        listening = listener.detach()  # which the store closes
-        _store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening
-        )
-        multiprocessing.parent_process().join()  # or until it is killed
+    folder = tempfile.TemporaryDirectory(prefix="forked_ranks_")
 
     def rank(index: int) -> None:
-        listener.close()
         faulthandler.register(signal.SIGUSR1, file=2)  # see join_ranks
-        os.environ.update(address, RANK=str(index), LOCAL_RANK=str(index))
+        os.environ.update(
+            TORCHELASTIC_RUN_ID="forked",
+            TORCHELASTIC_ERROR_FILE=f"{folder.name}/attempt_0/{index}/error.json",
+            RANK=str(index),
+            LOCAL_RANK=str(index),
+            WORLD_SIZE=str(num_ranks),
+        )
         work()
 
+    Path(folder.name, "attempt_0").mkdir()
     shutdown()  # what a test before has started in this process
     # What is left of it is destroyed here or never: a fork has not the threads that it waits for.
     RotaryEmbedding.forward.cache_clear()  # which keeps models alive, with their process groups
     gc.collect()
     gc.freeze()
-    store = _FORK.Process(target=serve, daemon=True)
     processes = [_FORK.Process(target=rank, args=(index,)) for index in range(num_ranks)]
-    for process in [store, *processes]:
+    for process in processes:
         process.start()
     gc.unfreeze()
-    listener.close()
-    weakref.finalize(processes[0], store.kill)
+    weakref.finalize(processes[0], folder.cleanup)
     return processes
 
 

@@ -5,6 +5,9 @@ a checkpoint keeps of it, and what ends it in one line.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+import json
+import os
 import pickle
 import socket
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ import torch
 from safetensors.torch import load
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
+from ragen_mega.algorithm.tables import ESTIMATORS, Estimator, PlugInError
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data import distributed
 from ragen_mega.data.compact import compact
@@ -31,7 +34,7 @@ from ragen_mega.rollout.engine import (
     RolloutEngine,
 )
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import SAMPLERS, TRAINERS, Alarm, Link, LinkLost, meet_part
+from ragen_mega.run.link import SAMPLERS, TRAINERS, Alarm, Link, LinkLost, connect_parts
 from ragen_mega.run.separate import Begin, Delivery, End, Order, Part, Sampler, Samplers, packed
 
 NUM_STEPS = 6
@@ -304,19 +307,46 @@ def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Pat
     assert torch.equal(engine.weights["model.norm.weight"], whole["model.norm.weight"])
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the system has no IPv6")
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_parts_of_several_nodes_meet_by_either_protocol(
-    address: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_nodes", ["1", "2"])
+def test_only_an_end_that_knows_the_key_is_connected(
+    num_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("MASTER_ADDR", address)
+    """Strangers who read the store, and say nothing, nonsense, or what they are told."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", num_nodes)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr("ragen_mega.run.link._SECONDS_TO_ANSWER", 1)
     store = torch.distributed.HashStore()
     with ThreadPoolExecutor(1) as thread:
-        meeting = thread.submit(meet_part, store, listens=True, is_one_machine=False)
-        theirs = meet_part(store, listens=False, is_one_machine=False)
+        meeting = thread.submit(connect_parts, store, tmp_path, listens=True)
+        place = json.loads(store.get("link"))
+        (file,) = tmp_path.iterdir()
+        assert file.name == place["file"] and file.stat().st_mode & 0o077 == 0
+        assert file.read_bytes().hex() not in json.dumps(place)
+        strangers = [socket.create_connection((place["host"], place["port"])) for _ in range(3)]
+        assert ipaddress.ip_address(strangers[0].getpeername()[0]).is_loopback
+        strangers[1].sendall(bytes(64) + pickle.dumps("mine"))
+        echo = strangers[2].recv(32)  # a challenge that is sent back, and so is its answer
+        strangers[2].sendall(echo)
+        strangers[2].sendall(strangers[2].recv(32))
+        theirs = connect_parts(store, tmp_path, listens=False)
         theirs.send("there")
         assert pickle.loads(meeting.result().receive(60.0)) == "there"
-    theirs.close()
+    assert not [*tmp_path.iterdir()]
+    for each in (theirs, *strangers):
+        each.close()
+
+
+def test_what_somebody_else_writes_into_the_store_is_never_executed(tmp_path: Path) -> None:
+    class Command:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    store = torch.distributed.HashStore()
+    store.set("alarm", pickle.dumps(Command()))
+    assert isinstance(Alarm(store).given(), ValueError)
+    assert not [*tmp_path.iterdir()]
+    Alarm(store).give(PlugInError("my_math: failed"))
+    assert repr(Alarm(store).given()) == "PlugInError('my_math: failed')"
 
 
 def test_messages_keep_their_order_whatever_their_size() -> None:
