@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import os
 import pickle
 import random
-import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from benchmark import OUTPUTS, interleave, provenance, publish, table
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.data import distributed
 from ragen_mega.data.balance import balanced_split
+from ragen_mega.data.launcher import become_rank
 from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.megatron.trainer import MOST_NODES
 from ragen_mega.models.published import model_config
@@ -142,11 +143,10 @@ def measure(work: Callable[[], int]) -> Reading:
     return {"seconds": time.perf_counter() - start, "processor": of_all(computed)}
 
 
-def rank(index: int, port: int, arguments: argparse.Namespace, answer: Connection) -> None:
+def rank(index: int, folder: Path, arguments: argparse.Namespace, answer: Connection) -> None:
     """What one rank does; the first one sends the readings."""
     size = arguments.ranks
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size))
-    os.environ.update(RANK=str(index), LOCAL_RANK=str(index))
+    become_rank(index, size, folder)
     torch.set_num_threads(1)
     distributed.start()
     mine = [
@@ -171,11 +171,9 @@ def run_ranks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The readings of all ways, from forked ranks."""
     context = get_context("fork")
     here, there = context.Pipe()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    folder = tempfile.TemporaryDirectory()
     ranks = [
-        context.Process(target=rank, args=(index, port, arguments, there))
+        context.Process(target=rank, args=(index, Path(folder.name), arguments, there))
         for index in range(arguments.ranks)
     ]
     for process in ranks:
@@ -188,6 +186,7 @@ def run_ranks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     finally:
         for process in ranks:
             process.join()
+        folder.cleanup()
 
 
 def unevenness(num_ranks: int) -> dict[str, float]:

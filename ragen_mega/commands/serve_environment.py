@@ -9,9 +9,9 @@ Whoever reaches the port can play; it is open to this machine alone unless --hos
 import argparse
 import json
 import logging
-import resource
 
 from ragen_mega.commands.command_line import command, flag
+from ragen_mega.data.launcher import open_many_files
 from ragen_mega.environments.adapters.packages import required
 
 FLAGS = (
@@ -34,8 +34,7 @@ def main(arguments: argparse.Namespace) -> None:
     options = json.loads(arguments.environment_options)
     if not isinstance(options, dict):
         raise ValueError(f"--environment-options must be a JSON object, not {options!r}")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # every session is an open file
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    open_many_files()  # every session is one
     app = application(arguments.environment, options, arguments.max_sessions)
     # openenv-core closes a session that its client has closed already, which uvicorn would trace.
     logging.getLogger("uvicorn.error").addFilter(

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ragen_mega.data.launcher import is_rank, meeting_file, num_nodes, stay_on_loopback
+from ragen_mega.data.launcher import (
+    is_rank,
+    meeting_file,
+    num_nodes,
+    open_many_files,
+    stay_on_loopback,
+)
 
 T = TypeVar("T")
 _control_group: dist.ProcessGroup | None = None
@@ -32,6 +38,7 @@ def start(timeout_minutes: float = 30.0) -> None:
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
+    open_many_files()  # connections of ranks are some
     if not is_rank():
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"

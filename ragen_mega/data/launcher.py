@@ -4,6 +4,7 @@ No torch is imported here, because commands ask before they start ranks.
 """
 
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -34,6 +35,25 @@ def is_rank() -> bool:
     return False
 
 
+def open_many_files() -> None:
+    """Raise this process's limit of open files (connections among them) to what it is allowed."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+
+
+def become_rank(index: int, num_ranks: int, folder: Path) -> None:
+    """Make this process, a fork, rank `index` of a job on one node, as torchrun would; the ranks
+    meet in `folder`, which is new and lives as long as they do.
+    """
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="forked",
+        TORCHELASTIC_ERROR_FILE=str(folder / str(index) / "error.json"),
+        RANK=str(index),
+        LOCAL_RANK=str(index),
+        WORLD_SIZE=str(num_ranks),
+    )
+
+
 def num_nodes() -> int:
     """The number of nodes of this job."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -57,8 +77,8 @@ def meeting_file() -> Path:
             "ranks of one node meet in the folder of --log-dir, and torchrun was started with"
             f" --log-dir {os.devnull}; drop that flag"
         )
-    folder = Path(error_file).parents[1]  # <run>/<attempt>/<local rank>/error.json
-    folder.parent.chmod(0o700)
+    folder = Path(error_file).parents[1]  # <attempt>/<local rank>/error.json
+    folder.chmod(0o700)
     return folder / "ranks"
 
 

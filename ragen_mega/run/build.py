@@ -46,10 +46,10 @@ from ragen_mega.storage.checkpoints import (
     Checkpoint,
     check_config,
     find_latest,
-    lock_run,
+    lock_named,
 )
 from ragen_mega.storage.model_readers import open_model
-from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover, with_name
+from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
 from ragen_mega.warm_start.small_model import (
     Start,
     find_warm_start,
@@ -374,8 +374,8 @@ def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint
         print(line, flush=True)
 
     def lock() -> StarPOConfig:
-        named, said = with_name(config)
-        locks.append(lock_run(named.run_directory))
+        named, said, opened = lock_named(config)
+        locks.append(opened)
         if recover(named.run_directory):
             say(f"run {named.run_directory} is as before: what was to overwrite it did not begin")
         if said:

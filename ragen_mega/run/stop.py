@@ -2,7 +2,9 @@
 and the loss of another rank, or an end that nobody would explain, becomes a one-line error.
 """
 
+import errno
 import os
+import resource
 import signal
 import threading
 import time
@@ -127,7 +129,15 @@ def _watch(launcher: int) -> None:
 
 
 def fail_if_rank_lost(error: RuntimeError) -> None:
-    """Leave with one line if `error` is that of a collective whose other ranks are gone."""
+    """Leave with one line if `error` is that of a collective whose other ranks are gone, or that of
+    a rank that cannot connect to them.
+    """
+    if os.strerror(errno.EMFILE) in str(error):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        fail(
+            f"a rank may have {limit} open files, connections among them, and needs more; raise the"
+            " limit (ulimit -n 4096) and start again"
+        )
     if isinstance(error, DistError) or "gloo" in str(
         error
     ):  # gloo's errors have no type of their own

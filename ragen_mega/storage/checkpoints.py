@@ -10,7 +10,9 @@ the seed, the step and the task.
 
 import contextlib
 import fcntl
+import itertools
 import json
+import os
 import re
 import shutil
 import threading
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.storage.integrity import (
     check_files,
@@ -29,6 +32,7 @@ from ragen_mega.storage.integrity import (
     write_manifest,
     write_whole,
 )
+from ragen_mega.storage.run_directory import with_name
 
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
@@ -59,12 +63,34 @@ class Checkpoint:
     state: dict[str, Any]
 
 
+class DirectoryInUse(ValueError):
+    """Another process has the lock of a run directory."""
+
+
+def lock_named(config: StarPOConfig) -> tuple[StarPOConfig, str | None, TextIO]:
+    """The configuration with the name of its run, a message about a name that was chosen for it,
+    and the lock of its directory. Of two processes that start without --name at the same time, the
+    second takes the next number. Raises ValueError as `lock_run` does.
+    """
+    may_choose = config.logging.name is None and not (
+        config.checkpoint.resume or config.logging.overwrite
+    )
+    for least in itertools.count(1):
+        named, said = with_name(config, least)
+        try:
+            return named, said, lock_run(named.run_directory)
+        except DirectoryInUse:
+            if not may_choose:
+                raise
+
+
 def lock_run(directory: Path) -> TextIO:
     """Claim a run directory for as long as the returned file is open, at most until this process
     ends, however it ends.
 
-    The lock file is beside the directory, which may be deleted and recreated. Raises ValueError if
-    another process has it, on another node too, or if the file system has no locks.
+    The lock file is beside the directory, which may be deleted and recreated; only its owner can
+    open it, since whoever can read it could hold the lock. Raises DirectoryInUse if another process
+    has it, on another node too, and ValueError if the file system has no locks.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -73,12 +99,14 @@ def lock_run(directory: Path) -> TextIO:
             f"run directory {directory}: {error.filename} cannot be made ({error.strerror}); choose"
             " another --output"
         ) from None
-    file = (directory.parent / f".{directory.name}.lock").open("a")
+    path = directory.parent / f".{directory.name}.lock"
+    file = open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600))
+    os.fchmod(file.fileno(), 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ValueError(
+        raise DirectoryInUse(
             f"another process works in run directory {directory}; wait for it, stop it, or choose"
             " another --name"
         ) from None

@@ -29,12 +29,12 @@ class Finished(ValueError):
     """A run that is to be resumed has done all its steps, under the same settings."""
 
 
-def with_name(config: StarPOConfig) -> tuple[StarPOConfig, str | None]:
+def with_name(config: StarPOConfig, least: int = 1) -> tuple[StarPOConfig, str | None]:
     """The configuration with the name of its run, and a message about a name that was chosen
     for it.
 
-    Without --name a run begins under the default name, with a number appended if that is taken;
-    --resume goes on with the newest of these runs.
+    Without --name a run begins under the default name, with a number of at least `least` appended
+    if that is taken; --resume goes on with the newest of these runs.
     """
     default = config.run_directory
     if config.logging.name is not None or config.logging.overwrite:
@@ -42,12 +42,18 @@ def with_name(config: StarPOConfig) -> tuple[StarPOConfig, str | None]:
     taken = {number: path for number, path in _numbered(default).items() if holds_work(path)}
     newest = max(taken, default=0)
     if not config.checkpoint.resume:
-        path = default.with_name(f"{default.name}-{newest + 1}") if newest else default
-        said = f"run {path}: {taken[newest]} is there already" if newest else None
+        number = max(newest + 1, least)
+        path = _numbered_path(default, number)
+        there = _numbered_path(default, number - 1)
+        said = f"run {path}: {there} is there already" if number > 1 else None
     else:
         path = taken.get(newest, default)
         said = f"resume: {path} is the newest of {len(taken)} runs" if len(taken) > 1 else None
     return replace(config, logging=replace(config.logging, name=path.name)), said
+
+
+def _numbered_path(default: Path, number: int) -> Path:
+    return default if number == 1 else default.with_name(f"{default.name}-{number}")
 
 
 def _numbered(default: Path) -> dict[int, Path]:

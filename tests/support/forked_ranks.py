@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from ragen_mega.data.launcher import become_rank
 from ragen_mega.megatron.initialize import shutdown
 
 _FORK = multiprocessing.get_context("fork")
@@ -30,16 +31,9 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
 
     def rank(index: int) -> None:
         faulthandler.register(signal.SIGUSR1, file=2)  # see join_ranks
-        os.environ.update(
-            TORCHELASTIC_RUN_ID="forked",
-            TORCHELASTIC_ERROR_FILE=f"{folder.name}/attempt_0/{index}/error.json",
-            RANK=str(index),
-            LOCAL_RANK=str(index),
-            WORLD_SIZE=str(num_ranks),
-        )
+        become_rank(index, num_ranks, Path(folder.name))
         work()
 
-    Path(folder.name, "attempt_0").mkdir()
     shutdown()  # what a test before has started in this process
     # What is left of it is destroyed here or never: a fork has not the threads that it waits for.
     RotaryEmbedding.forward.cache_clear()  # which keeps models alive, with their process groups

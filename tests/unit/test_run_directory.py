@@ -9,7 +9,7 @@ import pytest
 from ragen_mega.commands.command_line import read_settings
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.run.evaluation import evaluate
-from ragen_mega.storage.checkpoints import lock_run
+from ragen_mega.storage.checkpoints import DirectoryInUse, lock_named, lock_run
 from ragen_mega.storage.run_directory import (
     Finished,
     check_directory,
@@ -55,6 +55,17 @@ def test_a_second_start_of_the_default_command_has_a_number(output: Path) -> Non
     )
     again, said = with_name(settings(output, "--overwrite"))
     assert (again.run_directory.name, said) == ("frozen_lake-gae-seed0", None)
+
+
+def test_starts_at_the_same_time_have_numbers_of_their_own(output: Path) -> None:
+    """Nobody has written anything yet."""
+    started = [lock_named(settings(output)) for _ in range(3)]
+    names = ["frozen_lake-gae-seed0", "frozen_lake-gae-seed0-2", "frozen_lake-gae-seed0-3"]
+    assert [config.logging.name for config, _, _ in started] == names
+    assert (output / f".{names[0]}.lock").stat().st_mode & 0o077 == 0
+    for flags in (("--resume",), ("--overwrite",), ("--name", names[0])):
+        with pytest.raises(DirectoryInUse, match=names[0]):
+            lock_named(settings(output, *flags))
 
 
 def test_a_name_with_a_slash_is_one_folder_and_has_numbers(output: Path) -> None:
