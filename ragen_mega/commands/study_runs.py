@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -277,24 +278,27 @@ class Runner:
 
     def run(self, at_a_time: int) -> None:
         """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
-        raises KeyboardInterrupt, `Terminated` on SIGTERM.
+        raises KeyboardInterrupt, `Terminated` on SIGTERM. Each further signal is passed on as
+        well: after the second one a launcher kills ranks that hang.
         """
         signal.signal(signal.SIGTERM, _terminate)
         workers = [threading.Thread(target=self._work) for _ in range(at_a_time)]
         try:
             for worker in workers:
                 worker.start()
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(0.2)
+            _join(workers)
         except KeyboardInterrupt:
-            with self._lock:
-                self._is_stopped = True
-                for process in self._running.values():
-                    process.terminate()
-            for worker in workers:
-                worker.join()
+            while any(worker.is_alive() for worker in workers):
+                with suppress(KeyboardInterrupt):
+                    self._stop()
+                    _join(workers)
             raise
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            for process in self._running.values():
+                process.terminate()
 
     def _work(self) -> None:
         # Not as many as there are cores: sums would depend on --jobs in their last bits.
@@ -331,6 +335,12 @@ class Runner:
             print(f"{name} {failure}", flush=True)
         left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
         print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")
+
+
+def _join(workers: Sequence[threading.Thread]) -> None:
+    for worker in workers:
+        while worker.is_alive():  # in short waits, between which a signal is handled
+            worker.join(0.2)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

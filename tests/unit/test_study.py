@@ -585,17 +585,25 @@ def test_a_run_that_fails_in_any_way_leaves_the_others(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_study_that_is_stopped_says_by_what(
+def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stubborn = "trap 'trap - TERM; echo first' TERM; echo up; while true; do sleep 0.1; done"
     work, before = study_runs.Runner.run, signal.getsignal(signal.SIGTERM)
     # as in a process of its own: other tests may have left a handler
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(runner: study_runs.Runner, at_a_time: int) -> None:
-        sleeping = study_runs.Job("slow", ["sleep", "60"], tmp_path / "slow.log", None)
-        threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
-        work(study_runs.Runner([sleeping]), at_a_time)
+        log = tmp_path / "slow.log"
+        job = study_runs.Job("slow", ["bash", "-c", stubborn], log, None)
+
+        def stop() -> None:
+            for line in ("up", "first"):
+                wait_until(lambda line=line: log.exists() and line in log.read_text())
+                os.kill(os.getpid(), number)
+
+        threading.Thread(target=stop).start()
+        work(study_runs.Runner([job]), at_a_time)
 
     monkeypatch.setattr(study_runs.Runner, "run", run)
     try:
