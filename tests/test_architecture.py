@@ -52,6 +52,9 @@ BROAD_EXCEPT = {
     "ragen_mega/storage/model_writers.py::_save_tokenizer": (
         "tokenizers reports a full disk as a bare Exception; any other is raised again"
     ),
+    "ragen_mega/storage/checkpoints.py::CheckpointWriter._write": (
+        "whatever ends the thread that writes, there is no checkpoint, and the run has to know"
+    ),
     "ragen_mega/engines/sglang/weight_loader.py::load": (
         "an exception would end the server; the report says what it was"
     ),

@@ -4,6 +4,7 @@ backend.
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import read_recorded
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
@@ -29,8 +31,8 @@ from ragen_mega.models.memory_plan import Setting, check_fits
 from ragen_mega.models.server_cut import check_cpu_cut, head_rows
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
-from ragen_mega.report.metrics import RunLogger
-from ragen_mega.report.provenance import describe_start
+from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
+from ragen_mega.report.provenance import describe_start, known_config
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -362,6 +364,30 @@ def ranks_per_node(world_size: int) -> int:
     return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
+def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
+    """Raise ValueError if a run without a checkpoint that can be read has come so far that it had
+    one: to begin anew would delete what it has learned. `unread` says why each was skipped.
+    """
+    directory = config.run_directory
+    log = directory / METRICS_FILE
+    recorded = known_config(read_recorded(directory)).checkpoint.save_interval
+    interval = max(recorded, config.checkpoint.save_interval)
+    num_steps = len(read_metrics(log)) if log.exists() else 0
+    if unread:
+        had = f"has {len(unread)} checkpoints"
+    elif (directory / SUMMARY_FILE).exists():
+        had = "has finished"
+    elif interval and num_steps > 2 * interval:  # the first is complete when the second begins
+        had = f"has done {num_steps} steps"
+    else:
+        return
+    reasons = "".join(f"; {line}" for line in unread)
+    raise ValueError(
+        f"run {directory} {had} and none in {directory / CHECKPOINTS} can be read{reasons}; mount"
+        " or restore that folder, or begin anew with --overwrite"
+    )
+
+
 def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint | None]:
     """Name the run and lock its directory (the lock is rank 0's), and with --resume find the
     checkpoint to continue from. Collective.
@@ -390,7 +416,12 @@ def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint
         if not (config.run_directory / CONFIG_FILE).exists():
             say(f"resume: there is no run in {config.run_directory} yet: it begins")
             return None
-        checkpoint = find_latest(config.run_directory / CHECKPOINTS, say)
+        skipped: list[str] = []
+        checkpoint = find_latest(config.run_directory / CHECKPOINTS, skipped.append)
+        if checkpoint is None:
+            check_beginning(config, skipped)
+        for line in skipped:
+            say(line)
         for line in (
             check_config(checkpoint, config.to_dict())
             if checkpoint

@@ -529,7 +529,7 @@ class Run:
         """Write a checkpoint in the background; `success` is that of an evaluation at this step.
         Collective.
         """
-        if self.checkpoints.saved_step == self.step:
+        if self.checkpoints.has(self.step):
             return
         if self._is_best(success):
             self.best_success = success

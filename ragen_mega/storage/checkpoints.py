@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -35,13 +36,15 @@ from ragen_mega.storage.integrity import (
 from ragen_mega.storage.run_directory import with_name
 
 CHECKPOINTS = "checkpoints"
+SET_ASIDE = "set_aside"
+"""Folder of the checkpoints that did not verify and were in the way of later ones."""
 STATE = "state.json"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8})")
 _FIXED = ("parallel.bf16", "advantage.advantage_estimator")
 _SECONDS_TO_GATHER = 600.0
-_NOTHING_OF = "no file of rank"
 """How long rank 0 waits for the files of the others after its own is written."""
+_NOTHING_OF = "no file of rank"
 
 T = TypeVar("T")
 Stage = Callable[[Path], Callable[[], Path]]
@@ -115,7 +118,7 @@ def lock_run(directory: Path) -> TextIO:
 
 def find_latest(directory: Path, report: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint in `directory` that verifies; `report` gets a line for each newer one
-    that does not.
+    that does not. Raises OSError if one cannot be read: it may be intact.
     """
     for path in _published(directory):
         try:
@@ -126,9 +129,13 @@ def find_latest(directory: Path, report: Callable[[str], None]) -> Checkpoint | 
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Verify every file of a checkpoint. Raises ValueError that explains the first bad one."""
+    """Verify every file of a checkpoint. Raises ValueError that explains the first bad one, and
+    OSError if one cannot be read.
+    """
     manifest = read_manifest(path, format=FORMAT)
     check_files(path, manifest["files"])
+    if STATE not in manifest["files"]:
+        raise ValueError(f"{STATE} is not in its manifest")
     state = json.loads((path / STATE).read_text())
     return Checkpoint(path, manifest["step"], manifest["score"], manifest["config"], state)
 
@@ -163,8 +170,9 @@ class CheckpointWriter:
     Used by every rank.
 
     `keep_last` newest ones stay (0: all); with `keep_best` also the one with the highest score, and
-    always those that a checkpoint which stays has pinned, since its run may go back to them. An
-    error of the writing thread, such as a full disk, is raised by the next `save` or `wait`.
+    always those that a checkpoint which stays has pinned, since its run may go back to them. One
+    that does not verify is never deleted: it is moved to the folder `set_aside`. An error of the
+    writing thread, such as a full disk, is raised by the next `save` or `wait`.
     """
 
     def __init__(
@@ -176,6 +184,8 @@ class CheckpointWriter:
         self.config = config
         self.saved_step: int | None = None
         """Of the newest checkpoint that this process wrote or read."""
+        self._saving = 0
+        self._own: set[str] = set()  # names of checkpoints that this process wrote
         self._thread: threading.Thread | None = None
         self._error: str | None = None
 
@@ -191,11 +201,10 @@ class CheckpointWriter:
         as long as this one. Waits for the previous one. Collective.
         """
         self.wait()
-        temporary = self.directory / f".{_name(step)}.tmp"
-        distributed.on_main(lambda: self._prepare(temporary))
+        temporary = distributed.on_main(lambda: self._prepare(step))
         write = stage(temporary)
         text = json.dumps(state, indent=2) + "\n"  # now: the caller may change it afterwards
-        self.saved_step = step
+        self._saving = step
         self._thread = threading.Thread(
             target=self._write,
             args=(write, temporary, {"step": step, "score": score, "pinned": [*pinned]}, text),
@@ -221,6 +230,11 @@ class CheckpointWriter:
                 f"cannot write a checkpoint to {self.directory}: {cause}; free space or choose"
                 " another --output"
             )
+        self.saved_step = self._saving
+
+    def has(self, step: int) -> bool:
+        """Whether the newest checkpoint, which may still be being written, is that of `step`."""
+        return step == (self.saved_step if self._thread is None else self._saving)
 
     def read(self, step: int) -> Checkpoint:
         """The checkpoint of a step, verified, on all ranks. Collective. Raises ValueError if it is
@@ -245,12 +259,17 @@ class CheckpointWriter:
             f"the last good checkpoint is {path}: --resume goes on from there, e.g. with {change}"
         )
 
-    def _prepare(self, temporary: Path) -> None:
+    def _prepare(self, step: int) -> Path:
+        """The folder to write a checkpoint into. Its name is new, because a rank of an earlier
+        start may still be writing.
+        """
         self.directory.mkdir(exist_ok=True)
         # of a process that was killed while it wrote or deleted
         for leftover in self.directory.glob(".step_*"):
             shutil.rmtree(leftover)
+        temporary = self.directory / f".{_name(step)}.{secrets.token_hex(4)}.tmp"
         temporary.mkdir()
+        return temporary
 
     def _write(
         self, write: Callable[[], Path], temporary: Path, facts: Mapping[str, Any], state: str
@@ -262,8 +281,8 @@ class CheckpointWriter:
             if distributed.is_main():
                 write_whole(temporary / STATE, state.encode())
                 self._publish(temporary, facts)
-        except OSError as error:
-            self._error = str(error)
+        except Exception as error:  # whatever it is, there is no checkpoint
+            self._error = str(error) if isinstance(error, OSError) else repr(error)
             with contextlib.suppress(OSError):  # rank 0 need not wait
                 write_whole(marker, json.dumps(self._error).encode())
 
@@ -297,23 +316,39 @@ class CheckpointWriter:
         write_manifest(temporary, facts, files)
         sync(temporary)
         final = self.directory / _name(facts["step"])
-        if final.exists():  # a damaged one that was skipped, or one of a run that went back
-            _discard(final)
+        for path in _published(self.directory):
+            if path.name >= final.name:  # damaged and skipped, or of a run that went back
+                self._retire(path)
         temporary.rename(final)
         sync(self.directory)
-        for path in _published(self.directory):
-            if path.name > final.name:  # as damaged: this run began before it
-                _discard(path)
+        self._own.add(final.name)
         self._prune()
 
+    def _retire(self, path: Path) -> None:
+        """Delete a checkpoint that this run has replaced, or set it aside if it does not verify."""
+        try:
+            if path.name not in self._own:
+                read_checkpoint(path)
+        except (OSError, ValueError) as error:
+            _set_aside(path, str(error))
+        else:
+            _discard(path)
+
     def _prune(self) -> None:
-        published = _published(self.directory)
+        facts: dict[Path, dict[str, Any]] = {}
+        for path in _published(self.directory):
+            try:
+                facts[path] = read_manifest(path, format=FORMAT)
+            except ValueError as error:
+                _set_aside(path, str(error))
+            except OSError as error:  # it may be readable again when the next one is written
+                print(f"checkpoint {path} cannot be read and is kept: {error}", flush=True)
+        published = [*facts]  # newest first
         kept = set(published[: self.keep_last] if self.keep_last else published)
-        if self.keep_best:
-            scored = ((path, _fact(path, "score")) for path in published)
-            scores = {path: score for path, score in scored if score is not None}
-            kept |= {max(scores, key=lambda path: (scores[path], path.name))} if scores else set()
-        pinned = {_name(step) for path in kept for step in _fact(path, "pinned") or ()}
+        scores = {path: fact["score"] for path, fact in facts.items() if fact["score"] is not None}
+        if self.keep_best and scores:
+            kept.add(max(scores, key=lambda path: (scores[path], path.name)))
+        pinned = {_name(step) for path in kept for step in facts[path].get("pinned", ())}
         for path in published:
             if path not in kept and path.name not in pinned:
                 _discard(path)
@@ -329,17 +364,19 @@ def _published(directory: Path) -> list[Path]:
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
 
-def _fact(path: Path, name: str) -> Any:
-    """What the manifest of a checkpoint says; None if it does not, or is damaged."""
-    try:
-        return read_manifest(path, format=FORMAT).get(name)
-    except ValueError:
-        return None
-
-
 def _marker(directory: Path, rank: int) -> Path:
     """In it is what this rank's file is, or why there is none."""
     return directory / f".written_{rank:05d}"
+
+
+def _set_aside(path: Path, why: str) -> None:
+    """Move a checkpoint that does not verify out of the way of later ones, and say so."""
+    folder = path.parent / SET_ASIDE
+    folder.mkdir(exist_ok=True)
+    names = (path.name, *(f"{path.name}-{number}" for number in range(2, 1000)))
+    target = next(folder / name for name in names if not (folder / name).exists())
+    path.rename(target)
+    print(f"checkpoint {path} was moved to {target}: {why}", flush=True)
 
 
 def _discard(path: Path) -> None:

@@ -3,6 +3,7 @@ tell whether they are intact.
 """
 
 import errno
+import fnmatch
 import hashlib
 import json
 import os
@@ -16,13 +17,19 @@ from ragen_mega import __version__
 MANIFEST = "manifest.json"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
+_UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN}
 _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
 def describe_error(error: OSError, directory: Path | str) -> str:
-    """What an error of the operating system means for a run in `directory`: what cannot be written,
-    why, and the remedy; other errors unchanged.
+    """What an error of the operating system means for a run in `directory`: what cannot be read or
+    written, why, and the remedy; other errors unchanged.
     """
+    if error.errno in _UNANSWERED and error.filename:
+        return (
+            f"cannot read {error.filename}: {error.strerror}; nothing was deleted; start again once"
+            " the storage answers"
+        )
     if error.errno not in _FULL | _FORBIDDEN:
         return str(error)
     remedy = (
@@ -68,14 +75,16 @@ def write_manifest(directory: Path, facts: Mapping[str, Any], files: Mapping[str
 
 
 def read_manifest(directory: Path, **expected: object) -> dict[str, Any]:
-    """What `write_manifest` recorded. Raises ValueError if it is damaged or lacks one of the
-    `expected` facts.
+    """What `write_manifest` recorded. Raises ValueError if it is missing, damaged or lacks one of
+    the `expected` facts, and OSError if it cannot be read, which says nothing about damage.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         own = manifest.pop("sha256")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"cannot read {MANIFEST} ({type(error).__name__})") from None
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
     if own != _manifest_sha256(manifest):
         raise ValueError(f"{MANIFEST} does not have the SHA-256 that it states")
     for name, value in expected.items():
@@ -88,15 +97,18 @@ def read_manifest(directory: Path, **expected: object) -> dict[str, Any]:
 
 def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -> None:
     """Raise ValueError that names the first file that differs from the manifest, or that
-    matches `pattern` but is not in it.
+    matches `pattern` but is not in it; OSError if one cannot be read.
     """
-    if added := sorted({path.name for path in directory.glob(pattern)} - {MANIFEST, *files}):
+    present = fnmatch.filter(os.listdir(directory), pattern)  # a glob hides what it cannot read
+    if added := sorted({*present} - {MANIFEST, *files}):
         raise ValueError(f"{added[0]} is not in its manifest")
     for name, stated in files.items():
         path = directory / name
-        if not path.is_file():
-            raise ValueError(f"{name} is missing")
-        if (size := path.stat().st_size) != stated["bytes"]:
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise ValueError(f"{name} is missing") from None
+        if size != stated["bytes"]:
             raise ValueError(f"{name} has {size} bytes instead of {stated['bytes']}")
         if describe_file(path) != stated:
             raise ValueError(f"{name} does not have the SHA-256 in the manifest")

@@ -2,6 +2,7 @@
 bit, on others to rounding.
 """
 
+import hashlib
 import json
 import shutil
 import signal
@@ -176,6 +177,33 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
     (tmp_path / "run" / "summary.json").unlink()  # it had not finished
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
+
+
+@pytest.mark.parametrize("lost", ["newer", "unmounted", "unmounted and finished"])
+def test_a_run_whose_checkpoints_cannot_be_read_is_never_begun_anew(
+    lost: str, start: Path, straight: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    if lost == "newer":
+        for manifest in run.glob("checkpoints/*/manifest.json"):
+            newer = json.loads(manifest.read_text()) | {"format": 2}
+            del newer["sha256"]
+            digest = hashlib.sha256(json.dumps(newer, sort_keys=True).encode()).hexdigest()
+            manifest.write_text(json.dumps(newer | {"sha256": digest}))
+    else:
+        shutil.rmtree(run / "checkpoints")
+    if lost != "unmounted and finished":
+        (run / "summary.json").unlink()
+    rows = run / "metrics.jsonl"
+    rows.write_text(rows.read_text() + '{"step": 6}\n')
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="begin anew with --overwrite") as error:
+        open_run(tmp_path, "run", "--load", str(start), "--num-steps", "9", "--resume")
+    if lost == "newer":
+        said = str(error.value)
+        assert all(f"step_0000000{step} is skipped: its format is 2" in said for step in (3, 6))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_a_run_that_ends_at_its_checkpoint_forgets_the_steps_after_it(

@@ -164,7 +164,8 @@ def fork_on_nodes(nodes: list[Node], work: Callable[[], None]) -> list[Process]:
     def rank() -> None:
         index = int(os.environ["RANK"])
         nodes[index].enter()
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_ERROR_FILE"):  # of a node's own /tmp
+            os.environ.pop(name, None)
         os.environ.update(
             MASTER_ADDR=nodes[0].address,
             MASTER_PORT=str(PORT),

@@ -2,12 +2,15 @@
 works in a run at a time.
 """
 
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -160,7 +163,7 @@ def test_a_reader_never_sees_half_and_training_does_not_wait(tmp_path: Path) -> 
 
 def test_what_a_killed_process_left_is_never_read_and_goes_away(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    for leftover in (".step_00000002.tmp", ".step_00000000.old"):
+    for leftover in (".step_00000002.0a1b2c3d.tmp", ".step_00000000.old"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "rank_00000.safetensors").write_bytes(b"half")
     assert find_latest(tmp_path, pytest.fail).step == 1
@@ -170,18 +173,115 @@ def test_what_a_killed_process_left_is_never_read_and_goes_away(tmp_path: Path) 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
-    (tmp_path / "step_00000002" / STATE).write_bytes(b"")
-    save_steps(tmp_path, 2)
-    assert find_latest(tmp_path, pytest.fail).step == 2
-    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+    for number in ("step_00000002", "step_00000002-2"):
+        (tmp_path / "step_00000002" / STATE).write_bytes(b"")
+        save_steps(tmp_path, 2)
+        assert find_latest(tmp_path, pytest.fail).step == 2
+        assert names(tmp_path) == ["set_aside", "step_00000001", "step_00000002"]
+        assert (tmp_path / "set_aside" / number / "rank_00000.safetensors").read_bytes()
 
 
 def test_damaged_checkpoints_take_no_place_of_those_that_are_kept(tmp_path: Path) -> None:
-    save_steps(tmp_path, 10, 20, keep_last=2)
+    save_steps(tmp_path, 5, 10, 20, keep_last=0)
+    (tmp_path / "step_00000010" / "manifest.json").write_text('{"format": 2}')  # a newer format
     (tmp_path / "step_00000020" / STATE).write_bytes(b"")
-    save_steps(tmp_path, 15, keep_last=1)
+    save_steps(tmp_path, 15, keep_last=2)
     assert find_latest(tmp_path, pytest.fail).step == 15
-    assert names(tmp_path) == ["step_00000015"]
+    assert names(tmp_path) == ["set_aside", "step_00000005", "step_00000015"]
+    assert names(tmp_path / "set_aside") == ["step_00000010", "step_00000020"]
+
+
+def test_a_checkpoint_that_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
+    """It is intact, whether this process wrote it or an earlier one."""
+    save_steps(tmp_path, 10, 20)
+    save_steps(tmp_path, 5, 30, 15)
+    assert names(tmp_path) == ["step_00000005", "step_00000015"]
+
+
+FAILING_READS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+static int fails(const char *path, int flags) {
+    const char *part = getenv("UNREADABLE");
+    if (!part || !strstr(path, part) || (flags & O_ACCMODE) != O_RDONLY || flags & O_DIRECTORY)
+        return 0;
+    errno = atoi(getenv("READ_ERROR"));
+    return 1;
+}
+#define OPENS(name) \\
+    int name(const char *path, int flags, ...) { \\
+        if (fails(path, flags)) return -1; \\
+        va_list rest; va_start(rest, flags); int mode = va_arg(rest, int); va_end(rest); \\
+        return ((int (*)(const char *, int, ...))dlsym(RTLD_NEXT, #name))(path, flags, mode); \\
+    }
+OPENS(open) OPENS(open64)
+"""
+"""A library that lets reading of files fail whose path contains $UNREADABLE, below Python."""
+
+
+@pytest.fixture(scope="module")
+def failing_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc compiles the library that lets reads fail")
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "reads.c").write_text(FAILING_READS)
+    command = ["gcc", "-shared", "-fPIC", "-o", folder / "reads.so", folder / "reads.c", "-ldl"]
+    subprocess.run(command, check=True)
+    return folder / "reads.so"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("part", ["20/manifest", "20/rank", "20/state"])
+def test_a_reading_error_is_no_damage(
+    failing_reads: Path, tmp_path: Path, part: str, number: int
+) -> None:
+    """Neither a start nor the writing of later checkpoints deletes what cannot be read for now."""
+    save_steps(tmp_path, 10, 20)
+    program = f"""
+        from pathlib import Path
+        from tests.unit.test_checkpointing import find_latest, make_writer, stage_bytes
+        directory = Path({str(tmp_path)!r})
+        try:
+            find_latest(directory, print)
+        except OSError as error:
+            print(error.errno)
+        writer = make_writer(directory, keep_last=1)
+        writer.save(15, stage_bytes(b"x"), {{}}, None)
+        writer.wait()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ
+        | {"LD_PRELOAD": str(failing_reads), "UNREADABLE": part, "READ_ERROR": str(number)},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == str(number)
+    assert names(tmp_path) == ["set_aside", "step_00000015"]
+    assert read_checkpoint(tmp_path / "set_aside" / "step_00000020").step == 20
+
+
+def test_any_error_of_the_writing_thread_is_told(tmp_path: Path) -> None:
+    def stage(directory: Path):
+        def write() -> Path:
+            raise MemoryError("no room for a copy")
+
+        return write
+
+    writer = make_writer(tmp_path)
+    writer.save(1, stage_bytes(b"x"), {}, None)
+    writer.save(2, stage, {}, None)
+    with pytest.raises(OSError, match="MemoryError"):
+        writer.wait()
+    assert writer.saved_step == 1 and names(tmp_path)[-1] == "step_00000001"
+    assert "step_00000001: --resume" in writer.last("more")
 
 
 def test_a_damaged_checkpoint_is_not_said_to_be_good(tmp_path: Path) -> None:
