@@ -17,10 +17,17 @@ def read_recorded(directory: Path) -> dict[str, Any]:
     return read_object(directory / CONFIG_FILE, remedy)
 
 
+def read_json(text: str) -> Any:
+    """The value of a JSON text. NaN and infinities, which JSON does not have and a browser refuses,
+    become None.
+    """
+    return json.loads(text, parse_constant=lambda constant: None)
+
+
 def read_object(path: Path, remedy: str = "restore or delete it") -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError, in one line, if it is none."""
     try:
-        value = json.loads(path.read_text())
+        value = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):

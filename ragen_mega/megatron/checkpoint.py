@@ -13,6 +13,7 @@ all parameters share one step tensor, which then advances once per parameter. He
 read and written in place instead.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
+)
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonLoadStrategy,
 )
 from megatron.core.dist_checkpointing.utils import (
     add_prefix_for_sharding,
@@ -45,7 +50,8 @@ BACKEND, VERSION = "ragen_mega_safetensors", 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "param"
 """The float32 master copy of a lower-precision parameter, under megatron-core's name."""
-_STEPS = "steps"
+STEPS = "steps.json"
+"""File of a checkpoint: role -> how often its optimizer and its schedule have stepped."""
 
 
 def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path]:
@@ -60,12 +66,15 @@ def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path
         for role, trainer in trainers.items()
     }
     # The same number on every rank, even on one that holds no parameter of a trainer's optimizer.
-    state[_STEPS] = {
+    steps = {
         role: {"optimizer": _count_steps(trainer), "schedule": trainer.schedule.num_steps}
         for role, trainer in trainers.items()
     }
     staged = _Stage()
     dist_checkpointing.save(state, str(directory), sharded_strategy=staged)
+    if distributed.is_main():
+        (directory / STEPS).write_text(json.dumps(steps))
+        (directory / COMMON_STATE_FNAME).unlink()  # a pickle of nothing
     path = directory / file_name(distributed.rank())
 
     def write() -> Path:
@@ -82,12 +91,28 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
     Collective. Raises ValueError if the files do not fit these trainers: another model, estimator
     or precision.
     """
+    try:
+        counts = json.loads((directory / STEPS).read_text())
+        steps = {
+            role: (int(counts[role]["optimizer"]), int(counts[role]["schedule"]))
+            for role in trainers
+        }
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{directory / STEPS} must have the step counts of {', '.join(trainers)}"
+            f" ({type(error).__name__}: {error}); resume with the estimator of the run, or from"
+            " another checkpoint"
+        ) from None
     state = {
         role: _sharded_state(role, trainer, placeholders=True) for role, trainer in trainers.items()
     }
     try:
         loaded = dist_checkpointing.load(
-            state, str(directory), sharded_strategy=_Read(), strict=StrictHandling.RAISE_ALL
+            state,
+            str(directory),
+            sharded_strategy=_Read(),
+            common_strategy=_NothingInCommon(),
+            strict=StrictHandling.RAISE_ALL,
         )
     except CheckpointingException as error:
         raise ValueError(
@@ -96,7 +121,7 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
             " with"
         ) from None
     for role, trainer in trainers.items():
-        steps = loaded[_STEPS][role]
+        num_updates, num_scheduled = steps[role]
         trainer.memory.require("parameters", "optimizer")
         parameters = _sharded_parameters(trainer)
         with torch.no_grad():
@@ -105,8 +130,8 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
             trainer.optimizer.reload_model_params()
             for name, sharded in parameters.items():
                 values = loaded[role]["optimizer"][name]
-                _write_adam(trainer, sharded.data, values, steps["optimizer"])
-        trainer.schedule.num_steps = steps["schedule"]
+                _write_adam(trainer, sharded.data, values, num_updates)
+        trainer.schedule.num_steps = num_scheduled
         trainer.schedule.step(0)
 
 
@@ -265,6 +290,13 @@ class _Stage(SaveShardedStrategy):
 def _box(part: ShardedTensor) -> tuple[int, ...]:
     """Shape of a part among all dimensions of its global tensor."""
     return (1,) * part.prepend_axis_num + tuple(part.local_shape)
+
+
+class _NothingInCommon(TorchCommonLoadStrategy):
+    """Stands for megatron-core's pickle of what all ranks share, which no checkpoint has here."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return {}
 
 
 class _Read(LoadShardedStrategy):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
+from ragen_mega.config.recorded import CONFIG_FILE, read_json, read_recorded
 from ragen_mega.report.markdown import table
 from ragen_mega.report.provenance import STARTS, append_start
-from ragen_mega.storage.integrity import write_whole
+from ragen_mega.storage.integrity import sync, write_whole
 from ragen_mega.storage.run_directory import (
     METRICS_FILE,
     SUMMARY_FILE,
@@ -130,11 +130,11 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
     Raises ValueError if any other line is not a JSON object with a `step`.
     """
-    lines = Path(path).read_text().splitlines()
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = read_json(line)
             records.append(record | {"step": int(record["step"])})
         except (ValueError, TypeError, KeyError):
             if number < len(lines):
@@ -268,6 +268,11 @@ class RunLogger:
             tables = {name: Shown([*head], [*map(list, rows)]) for name, head, rows in self._tables}
             self._wandb.log(finite | tables, step=step)
         self._tables = []
+
+    def sync(self) -> None:
+        """Return when the disk has the rows: a checkpoint must not survive what tells of it."""
+        if self._is_writer and (self.directory / METRICS_FILE).exists():
+            sync(self.directory / METRICS_FILE)
 
     def note(self, step: int, text: str) -> None:
         """Append something that happened in a step, e.g. a warning, to events.jsonl."""

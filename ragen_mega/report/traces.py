@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.config.recorded import read_json
 from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import EnvironmentFailed, briefly, guarded, is_instant
@@ -125,6 +126,8 @@ class TraceWriter:
             )
         trace = {"step": step, "strings": list(strings), "groups": entries}
         text = json.dumps(trace, separators=(",", ":"), default=str)
+        if "NaN" in text or "Infinity" in text:  # perhaps as numbers, which a browser cannot read
+            text = json.dumps(read_json(text), separators=(",", ":"))
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{name}.json.gz"
         write_whole(path, gzip.compress(text.encode(), compresslevel=4, mtime=0))

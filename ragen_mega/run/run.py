@@ -531,6 +531,7 @@ class Run:
         """
         if self.checkpoints.has(self.step):
             return
+        self.logger.sync()
         if self._is_best(success):
             self.best_success = success
         state = {

@@ -31,6 +31,7 @@ from ragen_mega.storage.integrity import (
     read_manifest,
     sync,
     write_manifest,
+    write_remedy,
     write_whole,
 )
 from ragen_mega.storage.run_directory import with_name
@@ -39,7 +40,7 @@ CHECKPOINTS = "checkpoints"
 SET_ASIDE = "set_aside"
 """Folder of the checkpoints that did not verify and were in the way of later ones."""
 STATE = "state.json"
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step_(\d{8})")
 _FIXED = ("parallel.bf16", "advantage.advantage_estimator")
 _SECONDS_TO_GATHER = 600.0
@@ -102,6 +103,7 @@ def lock_run(directory: Path) -> TextIO:
             f"run directory {directory}: {error.filename} cannot be made ({error.strerror}); choose"
             " another --output"
         ) from None
+    directory = directory.resolve()  # one lock, whatever links lead to it
     path = directory.parent / f".{directory.name}.lock"
     file = open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600))
     os.fchmod(file.fileno(), 0o600)
@@ -134,9 +136,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     manifest = read_manifest(path, format=FORMAT)
     check_files(path, manifest["files"])
-    if STATE not in manifest["files"]:
-        raise ValueError(f"{STATE} is not in its manifest")
-    state = json.loads((path / STATE).read_text())
+    for name in (STATE, *(name for name in manifest["files"] if name.endswith(".json"))):
+        try:
+            json.loads((path / name).read_bytes())
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"{name} is no JSON ({type(error).__name__})") from None
+    state = json.loads((path / STATE).read_bytes())
     return Checkpoint(path, manifest["step"], manifest["score"], manifest["config"], state)
 
 
@@ -226,10 +231,7 @@ class CheckpointWriter:
         everyone = distributed.gather_objects(self._error)
         if errors := [error for error in everyone if error is not None]:
             cause = min(errors, key=lambda error: error.startswith(_NOTHING_OF))  # not the echo
-            raise OSError(
-                f"cannot write a checkpoint to {self.directory}: {cause}; free space or choose"
-                " another --output"
-            )
+            raise OSError(f"cannot write a checkpoint to {self.directory}: {cause}")
         self.saved_step = self._saving
 
     def has(self, step: int) -> bool:
@@ -283,6 +285,8 @@ class CheckpointWriter:
                 self._publish(temporary, facts)
         except Exception as error:  # whatever it is, there is no checkpoint
             self._error = str(error) if isinstance(error, OSError) else repr(error)
+            if isinstance(error, OSError) and error.errno is not None:
+                self._error += f"; {write_remedy(error)}"
             with contextlib.suppress(OSError):  # rank 0 need not wait
                 write_whole(marker, json.dumps(self._error).encode())
 
@@ -300,7 +304,7 @@ class CheckpointWriter:
                 time.sleep(0.02)
             told = json.loads(marker.read_text())
             if isinstance(told, str):
-                raise OSError(told)
+                raise OSError(told)  # without a number: it has its remedy
             files |= told
             marker.unlink()
         for path in list(temporary.iterdir()):

@@ -32,12 +32,17 @@ def describe_error(error: OSError, directory: Path | str) -> str:
         )
     if error.errno not in _FULL | _FORBIDDEN:
         return str(error)
-    remedy = (
-        "choose another --output"
-        if error.errno in _FORBIDDEN
-        else "free space or choose another --output"
-    )
-    return f"cannot write {error.filename or directory}: {error.strerror}; {remedy}"
+    place = error.filename or directory
+    return f"cannot write {place}: {error.strerror}; {write_remedy(error)}"
+
+
+def write_remedy(error: OSError) -> str:
+    """What helps where a file could not be written."""
+    if error.errno in _FORBIDDEN:
+        return "choose another --output"
+    if error.errno == errno.EFBIG:
+        return "raise the limit on the size of a file (ulimit -f, or that of the file system)"
+    return "free space or choose another --output"
 
 
 def sync(path: Path) -> None:

@@ -143,6 +143,7 @@ def claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
     ValueError as `check_directory` does.
     """
     check_directory(directory, resume=resume, overwrite=overwrite)
+    directory = directory.resolve()  # a link to it stays
     if directory.is_dir() and not resume:
         if holds_work(directory) and not _aside(directory).exists():
             directory.rename(_aside(directory))
@@ -163,8 +164,8 @@ def begin(directory: Path) -> None:
 def put_back(directory: Path) -> None:
     """The run in this directory is refused: the one that it was to overwrite is there again."""
     if _aside(directory).exists():
-        shutil.rmtree(directory, ignore_errors=True)
-        _aside(directory).rename(directory)
+        shutil.rmtree(directory.resolve(), ignore_errors=True)
+        _aside(directory).rename(directory.resolve())
 
 
 def recover(directory: Path) -> bool:
@@ -176,5 +177,6 @@ def recover(directory: Path) -> bool:
 
 
 def _aside(directory: Path) -> Path:
-    """Where a run is that is to be overwritten."""
+    """Where a run is that is to be overwritten: beside it, also where `directory` is a link."""
+    directory = directory.resolve()
     return directory.with_name(f".{directory.name}.overwritten")

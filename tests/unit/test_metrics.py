@@ -405,3 +405,12 @@ def test_the_engine_is_compared_with_the_policy_on_what_was_sampled() -> None:
         "logprob_max_abs_diff": pytest.approx(0.5),
         "kl_rollout_old": pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 3),
     }
+
+
+def test_numbers_that_json_does_not_have_are_read_as_missing(tmp_path: Path) -> None:
+    """An earlier program, or a person, wrote them, and a bad byte; a browser refuses both."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "a": NaN, "b": -Infinity, "c": "\xff"}\n{"step": 1, "a": 2}\n')
+    first, second = read_metrics(path)
+    assert first == {"step": 0, "a": None, "b": None, "c": "\ufffd"}
+    assert second == {"step": 1, "a": 2}

@@ -9,6 +9,7 @@ import pytest
 from ragen_mega.commands.command_line import read_settings
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.run.evaluation import evaluate
+from ragen_mega.storage import run_directory
 from ragen_mega.storage.checkpoints import DirectoryInUse, lock_named, lock_run
 from ragen_mega.storage.run_directory import (
     Finished,
@@ -66,6 +67,23 @@ def test_starts_at_the_same_time_have_numbers_of_their_own(output: Path) -> None
     for flags in (("--resume",), ("--overwrite",), ("--name", names[0])):
         with pytest.raises(DirectoryInUse, match=names[0]):
             lock_named(settings(output, *flags))
+
+
+def test_a_run_directory_may_be_a_link(output: Path, tmp_path: Path) -> None:
+    """Its target is on another disk, say; what it holds is set aside beside that target."""
+    target = tmp_path / "disk" / "mine"
+    target.mkdir(parents=True)
+    output.mkdir()
+    (output / "mine").symlink_to(target)
+    flags = ("--name", "mine", "--overwrite")
+    for _ in range(2):  # empty, then with a run
+        config = settings(output, *flags)
+        directory = begin(config, "metrics.jsonl")
+        run_directory.begin(directory)
+        assert (target / "metrics.jsonl").exists() and directory.is_symlink()
+    assert [path.name for path in target.parent.glob("*mine*")] == ["mine"]
+    with lock_run(directory), pytest.raises(DirectoryInUse):
+        lock_run(target)
 
 
 def test_a_name_with_a_slash_is_one_folder_and_has_numbers(output: Path) -> None:

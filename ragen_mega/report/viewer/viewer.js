@@ -24,7 +24,8 @@ async function readTrace(run, id) {
       ? new Uint8Array(await (await fetch(`trace/${key}`)).arrayBuffer())
       : Uint8Array.from(atob(document.getElementById(`trace-${run}-${id}`).textContent), (c) => c.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    cache.set(key, await new Response(stream).json());
+    const damaged = { groups: [], strings: [], note: `${id} is damaged and cannot be shown; other steps can` };
+    cache.set(key, await new Response(stream).json().catch(() => damaged));
   }
   return cache.get(key);
 }
@@ -319,7 +320,7 @@ async function browse(root, at) {
           make("span", { class: "reward" }, number(one.reward))));
       }
     });
-    if (!at.order.length) members.append(make("p", { class: "dim" }, "no trajectory of this step fits"));
+    if (!at.order.length) members.append(make("p", { class: "dim" }, trace.note ?? "no trajectory of this step fits"));
     if (!found && at.order.length) [at.group, at.member] = at.order[0];
     mark();
     show();
