@@ -392,6 +392,12 @@ def test_a_live_page_follows_its_run(run: Path, page, tmp_path: Path) -> None:
         )
         page.keyboard.press("3")
         page.locator(".message.agent").first.wait_for()
+        for trace in (copy / "traces").glob("step_*"):  # of a full disk, say
+            trace.write_bytes(trace.read_bytes()[:-9])
+        page.reload()
+        page.locator(".members", has_text="is damaged and cannot be shown").wait_for()
+        page.keyboard.press("1")
+        page.locator(".outcome").wait_for()
         for path in ("trace/0/../../config.json", f"trace/0/{CONFIG_FILE}", "trace/7/x", "other"):
             assert page.request.get(address + path).status == 404
         server.shutdown()
