@@ -2,6 +2,7 @@
 launcher asks before it starts ranks, and the loader looks closely.
 """
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ from ragen_mega.models.shape import ModelShape, find_family
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "manifest.json")
 _TOKENIZER = ("tokenizer.json", "vocab.json")
+_BLOCK, _NUM_BLOCKS = 1 << 16, 64
+"""Bytes of a block that `content_digest` reads, and how many of a large file."""
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
@@ -45,6 +48,24 @@ def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
             " copy its chat_template.jinja there"
         )
     return shape
+
+
+def content_digest(path: Path) -> str:
+    """Digest by which a model directory is known again after it was moved or renamed: the whole of
+    its small files, and of each file of weights the size and evenly spaced blocks, since reading
+    all of a large model takes minutes.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix not in (".json", ".jinja", ".txt", ".safetensors"):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            for at in range(0, size, max(_BLOCK, size // _NUM_BLOCKS)):
+                opened.seek(at)
+                digest.update(opened.read(_BLOCK))
+    return digest.hexdigest()[:16]
 
 
 def _read_config(flag: str, path: Path) -> dict:

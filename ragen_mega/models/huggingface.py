@@ -33,7 +33,7 @@ def load_config(directory: str) -> PretrainedConfig:
     quantisation, which reading undoes, is not in it. Raises ValueError if it cannot be read.
     """
     try:
-        hf = AutoConfig.from_pretrained(directory)
+        hf = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError, *_WRONG_TYPE) as error:
         raise ValueError(
             f"cannot read a model configuration from {directory}: {_brief(error)}"
@@ -71,7 +71,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
             " model's tokenizer there"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"cannot read a tokenizer from {directory}: {_brief(error)}") from None
     if tokenizer.chat_template is None:
@@ -81,13 +81,20 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def local_directory(name: str) -> Path:
-    """`name` itself if it is a directory, else a download of that model from the hub."""
+def local_directory(name: str, revision: str | None = None, *, fetch: bool = True) -> Path:
+    """`name` itself if it is a directory, else that model of the hub, downloaded unless `fetch` is
+    False. The last part of a download's path is its commit: `revision`, by default the newest.
+    """
     if Path(name).is_dir():
         return Path(name)
     try:
         return Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+                local_files_only=not fetch,
+            )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(

@@ -15,7 +15,7 @@ def model_config(model: str, **changes: int) -> PretrainedConfig:
     case or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct. Raises ValueError for anything else.
     """
     if (Path(model) / "config.json").is_file():
-        return AutoConfig.from_pretrained(model, **changes)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False, **changes)
     shapes = {name.lower(): shape for name, shape in SHAPES.items()}
     name = model.rpartition("/")[2].lower().removesuffix("-instruct")
     if name not in shapes:

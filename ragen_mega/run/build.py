@@ -26,6 +26,7 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.models.directory import content_digest
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.models.memory_plan import Setting, check_fits
 from ragen_mega.models.server_cut import check_cpu_cut, head_rows
@@ -70,6 +71,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     meet(config)
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
+    config = locate(config)
     part = divide(config)
     if part.samples:
         return Sampler(config, part, partial(build_sampling, config))
@@ -146,6 +148,7 @@ def build_run(
         timers=timers,
         part=part,
         lock=lock,
+        models=model_digests(config) if distributed.is_main() else {},
     )
     if run.samplers:
         run.samplers.begin(base)
@@ -168,6 +171,36 @@ def build_sampling(
     hf = load_config(str(base))
     renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
     return build_engine(config, hf), renderer, hf
+
+
+def locate(config: StarPOConfig) -> StarPOConfig:
+    """The configuration with absolute paths, so that it can be resumed from another directory, and
+    with the downloads of hub models, whose paths name their commit, in place of hub names.
+    Collective.
+    """
+
+    def absolute(path: str | None) -> str | None:
+        return path if path is None or os.sep not in path else os.path.abspath(path)
+
+    def model(name: str | None) -> str | None:
+        if name is None or Path(name).is_dir():
+            return name if name is None else os.path.abspath(name)
+        commit = on_main(lambda: local_directory(name).name)  # once: it may change meanwhile
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            local_directory(name, commit)
+        distributed.barrier()
+        return str(local_directory(name, commit, fetch=False))
+
+    boards, start = config.evaluation.boards, config.warm_start.warm_start_from
+    return replace(
+        config,
+        model=replace(
+            config.model, load=model(config.model.load), critic_load=model(config.model.critic_load)
+        ),
+        evaluation=replace(config.evaluation, boards=boards and os.path.abspath(boards)),
+        warm_start=replace(config.warm_start, warm_start_from=start and os.path.abspath(start)),
+        rollout=replace(config.rollout, sglang_python=absolute(config.rollout.sglang_python)),
+    )
 
 
 def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
@@ -364,6 +397,12 @@ def ranks_per_node(world_size: int) -> int:
     return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
+def model_digests(config: StarPOConfig) -> dict[str, str]:
+    """Flag -> digest of the content of the model that it loads."""
+    loaded = {"load": config.model.load, "critic_load": config.model.critic_load}
+    return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
+
+
 def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
     """Raise ValueError if a run without a checkpoint that can be read has come so far that it had
     one: to begin anew would delete what it has learned. `unread` says why each was skipped.
@@ -423,7 +462,7 @@ def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint
         for line in skipped:
             say(line)
         for line in (
-            check_config(checkpoint, config.to_dict())
+            check_config(checkpoint, config.to_dict(), model_digests(config))
             if checkpoint
             else ("no checkpoint yet: training starts anew",)
         ):

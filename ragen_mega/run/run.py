@@ -4,7 +4,7 @@ evaluation, checkpoints, the log.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -85,6 +85,8 @@ class Run:
     timers: Timers
     part: Part = Part(samples=False)
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Flag -> digest of the content of the model that it loads; on rank 0."""
     screen: ExitStack = field(default_factory=ExitStack)  # the console's, while training
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
@@ -111,6 +113,7 @@ class Run:
         self.checkpoints = CheckpointWriter(
             directory / CHECKPOINTS,
             config.to_dict(),
+            models=self.models,
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
         )

@@ -21,11 +21,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.storage.integrity import (
+    MANIFEST,
     check_files,
     describe_file,
     read_manifest,
@@ -64,6 +66,8 @@ class Checkpoint:
     score: float | None
     """Success of the evaluation at this step, if there was one."""
     config: dict[str, Any]
+    models: dict[str, str]
+    """Flag -> digest of the content of the model that it loads."""
     state: dict[str, Any]
 
 
@@ -142,12 +146,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"{name} is no JSON ({type(error).__name__})") from None
     state = json.loads((path / STATE).read_bytes())
-    return Checkpoint(path, manifest["step"], manifest["score"], manifest["config"], state)
+    try:
+        facts = [manifest[name] for name in ("step", "score", "config", "models")]
+    except KeyError as error:
+        raise ValueError(f"{MANIFEST} does not say its {error}") from None
+    return Checkpoint(path, *facts, state)
 
 
-def check_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
+def check_config(
+    checkpoint: Checkpoint, config: Mapping[str, Any], models: Mapping[str, str]
+) -> list[str]:
     """The settings that differ from the checkpoint's, one line each. Raises ValueError if one may
-    not differ.
+    not differ. A model may have moved: `models` is the content of the present ones.
     """
     before, now = (
         {
@@ -158,7 +168,11 @@ def check_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]
         for values in (checkpoint.config, json.loads(json.dumps(config)))
     )
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    if fixed := [key for key in changed if key.startswith("model.") or key in _FIXED]:
+    moved = {
+        f"model.{flag}" for flag, digest in models.items() if checkpoint.models.get(flag) == digest
+    }
+    fixed = [key for key in changed if key.startswith("model.") or key in _FIXED]
+    if fixed := [key for key in fixed if key not in moved]:
         raise ValueError(
             f"{fixed[0]} was {before.get(fixed[0])} in {checkpoint.directory} and is"
             f" {now.get(fixed[0])} now; resume with the model, precision and estimator of the run"
@@ -181,12 +195,20 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, directory: Path, config: Mapping[str, Any], *, keep_last: int, keep_best: bool
+        self,
+        directory: Path,
+        config: Mapping[str, Any],
+        *,
+        keep_last: int,
+        keep_best: bool,
+        models: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`models`: flag -> digest of the content of the model that it loads."""
         self.directory = directory
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.config = config
+        self.models = models
         self.saved_step: int | None = None
         """Of the newest checkpoint that this process wrote or read."""
         self._saving = 0
@@ -316,6 +338,7 @@ class CheckpointWriter:
             **facts,
             "score_is": "mean success over the environments in the evaluation at this step",
             "config": self.config,
+            "models": dict(self.models),
         }
         write_manifest(temporary, facts, files)
         sync(temporary)

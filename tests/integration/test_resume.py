@@ -219,6 +219,23 @@ def test_a_run_that_ends_at_its_checkpoint_forgets_the_steps_after_it(
     assert metrics(run) == metrics(straight)[:3]
 
 
+def test_a_model_is_known_by_its_content_wherever_it_lies(
+    start: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    model = shutil.copytree(start, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    run = open_run(tmp_path, "run", "--load", "./moved", "--num-steps", "9", "--resume")
+    run.close()
+    assert run.config.model.load == str(model)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="model.load was"):
+        open_run(tmp_path, "run", "--load", "./moved", "--num-steps", "9", "--resume")
+
+
 def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path: Path) -> None:
     output = straight.parent
     with pytest.raises(ValueError, match="already holds a finished run; add --overwrite"):

@@ -23,7 +23,7 @@ from ragen_mega.config import parse
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.environments.reference_players import Baselines
-from ragen_mega.run.build import known_references
+from ragen_mega.run.build import known_references, locate
 from ragen_mega.storage.checkpoints import (
     STATE,
     Checkpoint,
@@ -359,25 +359,35 @@ def test_config_of_a_resumed_run() -> None:
         Path("c"),
         1,
         None,
-        {"model": {"hidden_size": 8}, "train": {"lr": 0.1}, "logging": {"name": "a"}},
+        {
+            "model": {"hidden_size": 8, "load": "/old"},
+            "train": {"lr": 0.1},
+            "logging": {"name": "a"},
+        },
+        {"load": "content"},
         {},
     )
-    assert check_config(saved, saved.config) == []
+    assert check_config(saved, saved.config, saved.models) == []
     changed = saved.config | {
         "train": {"lr": 0.2},
         "logging": {"name": "b"},
         "parallel": {"bf16": None},
     }
-    assert check_config(saved, changed) == ["train.lr was 0.1 and is 0.2 now"]
+    assert check_config(saved, changed, {}) == ["train.lr was 0.1 and is 0.2 now"]
+    moved = saved.config | {"model": {"hidden_size": 8, "load": "/new"}}
+    assert check_config(saved, moved, saved.models) == ["model.load was /old and is /new now"]
+    with pytest.raises(ValueError, match="model.load was /old"):
+        check_config(saved, moved, {"load": "other content"})
     with pytest.raises(ValueError, match="model.hidden_size was 8 in c and is 9 now; resume with"):
-        check_config(saved, saved.config | {"model": {"hidden_size": 9}})
+        check_config(saved, {"model": {"hidden_size": 9, "load": "/new"}}, saved.models)
 
 
 def test_reference_players_are_known_as_long_as_the_rules_of_play_are_the_same() -> None:
     flags = ["--environments", "bandit"]
     lake = Baselines("bandit", 9, 0.5, 0.4, 0.6, 1.0, 1.0, True)
     state = {"references": {"bandit": asdict(lake)}}
-    saved = Checkpoint(Path("c"), 1, None, json.loads(json.dumps(parse(flags).to_dict())), state)
+    config = json.loads(json.dumps(parse(flags).to_dict()))
+    saved = Checkpoint(Path("c"), 1, None, config, {}, state)
     assert known_references(parse(flags), None) is None
     assert known_references(parse([*flags, "--lr", "1e-4"]), saved) == {"bandit": lake}
     for change in ("--max-turns 3", "--eval-prompts 9", "--environments frozen_lake"):
@@ -478,3 +488,27 @@ def test_a_file_without_our_header_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / file_name(0))
     with pytest.raises(ValueError, match="cannot read .*rank_00000.safetensors"):
         PieceReader(tmp_path)
+
+
+def test_paths_are_absolute_and_a_hub_name_is_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache of the hub, as huggingface_hub lays it out, without a network."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = tmp_path / "hub" / "models--owner--model"
+    (model / "snapshots" / commit).mkdir(parents=True)
+    (model / "snapshots" / commit / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "critic").mkdir()
+    flags = "--load owner/model --critic-load critic --boards b.jsonl".split()
+    config = locate(parse([*flags, *"--rollout-engine sglang --sglang-python venv/bin/python".split()]))
+    assert config.model.load == str(model / "snapshots" / commit)
+    assert config.model.critic_load == str(tmp_path / "critic")
+    assert config.evaluation.boards == str(tmp_path / "b.jsonl")
+    assert config.rollout.sglang_python == str(tmp_path / "venv/bin/python")
+    with pytest.raises(ValueError, match="--load owner/other is neither a directory nor"):
+        locate(parse(["--load", "owner/other"]))
