@@ -288,7 +288,9 @@ def test_worlds_are_plain_python():
     )
 
 
-NEEDS_AN_EXTRA = ("ragen_mega.environments.adapters.openenv_server",)
+NEEDS_AN_EXTRA = tuple(
+    f"ragen_mega.environments.adapters.{name}" for name in ("openenv_server", "web_guard")
+)
 
 
 def test_worlds_load_without_torch():

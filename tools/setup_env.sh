@@ -6,6 +6,7 @@ REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 setup_env() {
     local extra="${1:-}" venv="$REPOSITORY/.venv" missing
+    local -x PYTHONSAFEPATH=1 # no file of the working directory may stand in for a module
     if PYTHON="$(command -v python)" && missing="$(_missing_from "$PYTHON" "$extra")"; then
         return
     fi
@@ -27,12 +28,13 @@ setup_env() {
 _missing_from() {
     "$1" - "$REPOSITORY" "$2" 2>/dev/null <<'PYTHON' || { [ $? = 3 ] || echo "ragen-mega"; return 1; }
 import sys
+
+sys.path = [entry for entry in sys.path if entry]  # before 3.11 the working directory is in it all the same
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
 repository, extra = Path(sys.argv[1]).resolve(), sys.argv[2]
-sys.path = [entry for entry in sys.path if entry]  # what only the working directory offers is not installed
 if Path(find_spec("ragen_mega").origin).resolve().parents[1] != repository:
     sys.exit(1)
 from packaging.requirements import Requirement
@@ -84,7 +86,7 @@ _install() {
 _base_python() {
     local candidate
     for candidate in python3.11 python3.12 python3.13 python3 python; do
-        if "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.path = sys.path[1:]; import venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             echo "$candidate"
             return
         fi

@@ -233,8 +233,15 @@ def _check_address(url: str) -> None:
     try:
         parts = urlsplit(url)
         reason = None if parts.hostname and parts.port != 0 else "no host or port"
+        has_secret = "@" in parts.netloc
     except ValueError as error:
-        reason = str(error)
+        reason, has_secret = str(error), "@" in url
+    if has_secret:
+        raise ValueError(
+            "the address of a judge must hold no name or password, since config.json, the list of"
+            " processes and reports would show it; set the variable RAGEN_JUDGE_AUTHORIZATION to"
+            " the value of the header Authorization, e.g. 'Bearer ...'"
+        )
     if reason is not None:
         raise ValueError(
             f"reward {url} must be the address of a judge ({reason}); write e.g. --reward"

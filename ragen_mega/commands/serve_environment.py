@@ -20,6 +20,7 @@ FLAGS = (
     flag("--port", "where to listen; 0: any free one", 8000),
     flag("--host", "address to listen on", "127.0.0.1"),
     flag("--max-sessions", "clients at a time", 1024),
+    flag("--idle-timeout", "seconds of silence after which a client's session is closed", 600.0),
 )
 
 
@@ -30,14 +31,24 @@ def main(arguments: argparse.Namespace) -> None:
     from fastapi import WebSocketDisconnect
 
     from ragen_mega.environments.adapters.openenv_server import application
+    from ragen_mega.environments.adapters.web_guard import MOST_BYTES, ImpatientProtocol, guard
 
     options = json.loads(arguments.environment_options)
     if not isinstance(options, dict):
         raise ValueError(f"--environment-options must be a JSON object, not {options!r}")
     open_many_files()  # every session is one
     app = application(arguments.environment, options, arguments.max_sessions)
+    app = guard(app, arguments.idle_timeout)
     # openenv-core closes a session that its client has closed already, which uvicorn would trace.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect))
     )
-    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="info", access_log=False)
+    uvicorn.run(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        log_level="info",
+        access_log=False,
+        http=ImpatientProtocol,
+        ws_max_size=MOST_BYTES,
+    )

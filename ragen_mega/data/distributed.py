@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ragen_mega.data.launcher import (
     is_rank,
+    keep_caches_at_home,
     meeting_file,
     num_nodes,
     open_many_files,
@@ -39,6 +40,7 @@ def start(timeout_minutes: float = 30.0) -> None:
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
     open_many_files()  # connections of ranks are some
+    keep_caches_at_home()
     if not is_rank():
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"

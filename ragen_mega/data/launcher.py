@@ -6,6 +6,7 @@ No torch is imported here, because commands ask before they start ranks.
 import os
 import resource
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,17 @@ def is_rank() -> bool:
             " (docs/multi-node.md)"
         )
     return False
+
+
+def keep_caches_at_home() -> None:
+    """Have torch.compile keep its code under the user's home: its default, a folder of /tmp whose
+    name is known beforehand, may be another user's.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "ragen_mega" / "torchinductor"
+    with suppress(OSError):  # a home that cannot be written to
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def open_many_files() -> None:

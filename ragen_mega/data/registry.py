@@ -10,6 +10,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from ragen_mega.data.extras import extra_of, install_command
@@ -100,7 +101,18 @@ class Registry:
             thing = self._known[name] = self._import(name, thing)
         return thing
 
+    def _refuse_library(self, name: str, module: str) -> None:
+        """Raise ValueError for a module of Python's own. The configuration of a run may come from
+        somebody else, and `subprocess:Popen` is no environment.
+        """
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            raise ValueError(
+                f"{self.flag} {name} must be of a module of yours or of an installed package, and"
+                f" {module} is Python's own; rename the module or give another"
+            )
+
     def _import(self, name: str, path: str) -> Any:
+        self._refuse_library(name, path.partition(":")[0])
         if os.getcwd() not in sys.path:
             # torchrun's ranks have the script's folder there, not the user's.
             sys.path.append(os.getcwd())
@@ -114,6 +126,8 @@ class Registry:
                 f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error});"
                 f" {remedy}"
             ) from error
+        if isinstance(thing, (type, FunctionType, BuiltinFunctionType)):
+            self._refuse_library(name, thing.__module__ or "")
         if not callable(thing) and not hasattr(thing, "function"):  # as declarations have
             raise ValueError(
                 f"{self.flag} {name}: {path} must be a function or class, not {thing!r:.60}; name"

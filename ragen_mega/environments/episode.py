@@ -35,6 +35,8 @@ ERROR = "error"
 
 
 FORMAT_PENALTY = -0.1
+LIMITS = (*(item.name for item in fields(Budget)), "format_penalty")
+"""Limits that an environment may set; the schema of a served one carries them as `limits`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,8 @@ def make(name: str, **options: Any) -> Environment:
     constructor = ENVIRONMENTS.get(name)
     if not callable(constructor):
         raise ValueError(f"{name} must name a class or a function, not {constructor!r:.60}")
+    if isinstance(constructor, type):
+        _check_methods(name, constructor)  # before it is called: it may be anything
     options = _IMPLIED.get(name, {}) | options
     attributes = _check_options(name, constructor, options)
     member = ENVIRONMENTS.member(name)
@@ -117,8 +119,8 @@ def make(name: str, **options: Any) -> Environment:
     return environment
 
 
-def _check_members(name: str, environment: Any) -> None:
-    """Raise ValueError unless it has the required members, and these are valid."""
+def _check_methods(name: str, environment: Any) -> None:
+    """Raise ValueError unless an environment, or its class, has the methods of the protocol."""
     missing = [
         method for method in ("reset", "step") if not callable(getattr(environment, method, None))
     ]
@@ -127,6 +129,11 @@ def _check_members(name: str, environment: Any) -> None:
             f"environment {name} has no {' and no '.join(missing)}; an environment is a class with"
             " reset(seed) and step(action) (docs/environments.md)"
         )
+
+
+def _check_members(name: str, environment: Any) -> None:
+    """Raise ValueError unless it has the required members, and these are valid."""
+    _check_methods(name, environment)
     for method, taken in (("reset", "seed"), ("step", "action")):
         _check_signature(name, method, taken, getattr(environment, method))
     for member, kind, rule in (

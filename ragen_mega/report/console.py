@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragen_mega.report.pace import Pace, duration
+from ragen_mega.report.terminal import printable
 
 SECONDS_BETWEEN_LINES = 20.0
 """Without a terminal, progress prints a line after this long without any other output."""
@@ -178,6 +179,7 @@ class Console:
         a terminal.
         """
         if self._is_writer:
+            text = printable(text) if isinstance(text, str) else text
             self._rich.print(text, style=style)
             self._printed = self._clock()
 
@@ -296,7 +298,7 @@ def fail(message: str, exit_code: int = 2) -> NoReturn:
     """
     if _is_first_to_say(message):
         # in one piece: `print` would write the end of the line by itself, behind another rank's
-        sys.stderr.write(f"error: {' '.join(message.split())}\n")
+        sys.stderr.write(f"error: {printable(' '.join(message.split()))}\n")
         sys.stderr.flush()
     raise SystemExit(exit_code)
 

@@ -8,13 +8,15 @@ objects:
     <- {"score": number}
 """
 
+import asyncio
 import hashlib
 import json
 import math
-import time
+import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -28,6 +30,9 @@ from ragen_mega.rollout.renderer import ChatRenderer
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt; twice that before the third
 _AT_ONCE = 32
+_MOST_BYTES = 1 << 20
+AUTHORIZATION = "RAGEN_JUDGE_AUTHORIZATION"
+"""The variable with the credentials of judges: flags are visible to others, and are recorded."""
 _REFUSALS = (httpx2.HTTPError, httpx2.InvalidURL)
 
 
@@ -35,9 +40,11 @@ class Verifier:
     """Client of one server; asks every question only once."""
 
     def __init__(self, url: str, *, timeout: float | None) -> None:
-        """`timeout`: seconds for one answer."""
+        """`timeout`: seconds for one answer, from the request to its last byte. The value of
+        RAGEN_JUDGE_AUTHORIZATION, if it is set, is sent as the header Authorization.
+        """
         self.url = url
-        self._client = httpx2.Client(timeout=timeout)
+        self._timeout = timeout
         self._known: dict[str, float] = {}
 
     def scores(self, questions: Sequence[dict[str, Any]]) -> tuple[list[float | None], str]:
@@ -47,31 +54,56 @@ class Verifier:
         keys = [json.dumps(question, sort_keys=True) for question in questions]
         digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
         new = {digest: key for digest, key in zip(digests, keys) if digest not in self._known}
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            answers = list(threads.map(self._ask, new.values()))
+        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one
+            answers = thread.submit(asyncio.run, self._ask_all([*new.values()])).result()
         self._known |= {
             digest: answer for digest, answer in zip(new, answers) if isinstance(answer, float)
         }
         reason = next((answer for answer in answers if isinstance(answer, str)), "")
         return [self._known.get(digest) for digest in digests], reason
 
-    def _ask(self, body: str) -> float | str:
+    async def _ask_all(self, bodies: Sequence[str]) -> list[float | str]:
+        headers = {"content-type": "application/json"}
+        if AUTHORIZATION in os.environ:
+            headers["authorization"] = os.environ[AUTHORIZATION]
+        is_local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        room = asyncio.Semaphore(_AT_ONCE)
+        # A server of this machine is not asked through a proxy.
+        async with httpx2.AsyncClient(timeout=None, trust_env=not is_local, headers=headers) as ask:
+            return await asyncio.gather(*(self._ask(ask, room, body) for body in bodies))
+
+    async def _ask(
+        self, client: httpx2.AsyncClient, room: asyncio.Semaphore, body: str
+    ) -> float | str:
         """A score, or why there is none."""
         reason = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
-                time.sleep(_PAUSE * attempt)
+                await asyncio.sleep(_PAUSE * attempt)
             try:
-                answer = self._client.post(
-                    self.url, content=body, headers={"content-type": "application/json"}
-                )
-                score = float(answer.raise_for_status().json()["score"])
+                # httpx2's own limit is on silence, which a byte now and then breaks for ever.
+                async with room, asyncio.timeout(self._timeout):
+                    answer = await self._answer(client, body)
+                score = float(json.loads(answer)["score"])
                 if math.isfinite(score):
                     return score
                 reason = f"score {score}"
+            except TimeoutError:
+                reason = f"no whole answer within {self._timeout:g} s"
             except (*_REFUSALS, ValueError, KeyError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"
         return " ".join(reason.split())
+
+    async def _answer(self, client: httpx2.AsyncClient, body: str) -> bytes:
+        """The body of the answer. Raises ValueError for one that is too large."""
+        answer = b""
+        async with client.stream("POST", self.url, content=body) as response:
+            response.raise_for_status()
+            async for part in response.aiter_bytes():
+                answer += part
+                if len(answer) > _MOST_BYTES:
+                    raise ValueError(f"the answer is larger than {_MOST_BYTES:,} bytes")
+        return answer
 
 
 class Verifiers:

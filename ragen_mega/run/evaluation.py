@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
+from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.schema import json_object
 from ragen_mega.data import distributed
@@ -119,13 +119,14 @@ def _settings(
     if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
         played = EnvironmentConfig(environments=environment)
         return local_directory(str(load)), replace(played, **rules), RolloutConfig()
-    config = StarPOConfig.from_dict(read_recorded(directory))
-    own = config.environment.options(environment)
-    played = replace(
-        config.environment,
-        environments=environment,
-        eval_environments="",
-        environment_options=json.dumps({environment: own} if own else {}),
-        curriculum="{}",
-    )
-    return directory / FINAL_EXPORT, replace(played, **rules), config.rollout
+    recorded = read_recorded(directory)
+    own = json.loads(recorded["environment"]["environment_options"]).get(environment)
+    # Only the rules: worlds, rewards and estimators that the run names are not imported.
+    played = recorded["environment"] | {
+        "environments": environment,
+        "eval_environments": "",
+        "environment_options": json.dumps({environment: own} if own else {}),
+        "curriculum": "{}",
+    }
+    rollout = RolloutConfig(**recorded["rollout"])
+    return directory / FINAL_EXPORT, EnvironmentConfig(**played | rules), rollout

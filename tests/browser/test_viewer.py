@@ -1,6 +1,8 @@
 """What a run keeps for readers, and the page that shows it, opened in a real browser."""
 
+import base64
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import shutil
 import socket
 import struct
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from decimal import ROUND_HALF_UP, Decimal
@@ -26,6 +29,7 @@ from ragen_mega.report.viewer.page import make_server, write_page
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.training import FLAGS
 
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 MORE = """
     --filter-strategy top_fraction --filter-value 0.5 --lam 1 --reward-placement turn
@@ -210,6 +214,23 @@ def test_a_step_that_is_named_is_on_the_page(
     assert "no trajectories of step 7; give --step 2, the nearest of 3" in error
 
 
+def test_what_a_run_holds_is_no_program_of_the_page(run: Path, tmp_path: Path) -> None:
+    """The name of a trace is text, and the browser executes no script but the page's own."""
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("check*", "roll*"))
+    (trace, *_) = (copy / "traces").glob("eval_*")
+    step, _, _ = trace.name.removeprefix("eval_").partition("_")
+    trace.rename(trace.with_name(f'eval_{step}_x"><script>alert(1)<.json.gz'))
+    write_page([copy], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>alert(1)" not in page and "&lt;script&gt;alert(1)" in page
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe-inline' 'sha" not in policy
+
+
 def test_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         write_page([tmp_path], tmp_path / "page.html")
@@ -225,16 +246,15 @@ needs_browser = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def page(run: Path) -> Iterator:
     """The page of the run in a headless browser; any error on its console fails the test."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     (run / "events.jsonl").write_text(json.dumps({"step": 1, "text": NEVER_SEEN}) + "\n")
     target = run.parent / "page.html"
     write_page([run], target)
     errors: list[str] = []
-    with sync_api.sync_playwright() as playwright:
+    with playwright.sync_playwright() as started:
         alone = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
         flags = [*sandbox, "--disable-gpu", "--no-first-run", *alone]
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
         opened = browser.new_page(viewport={"width": 1280, "height": 800})
         opened.on("pageerror", lambda error: errors.append(str(error)))
         opened.on(
@@ -269,8 +289,8 @@ def test_a_trajectory_is_read_in_two_actions(run: Path, page) -> None:
     page.locator("input.step").fill("1")
     page.keyboard.press("Enter")
     one = read_trace(run, "step_00000001")["groups"][0]["members"][0]
-    turns = f"document.querySelectorAll('.message.agent').length === {len(one['turns'])}"
-    page.wait_for_function(f"location.hash.includes('step_00000001') && {turns}")
+    page.wait_for_url(re.compile("step_00000001"))
+    playwright.expect(page.locator(".message.agent")).to_have_count(len(one["turns"]))
     shown = page.locator(".message.agent").first.inner_text()
     assert one["turns"][0]["info"]["thought"].strip() in shown
     page.locator(".message.agent .token").first.hover()
@@ -309,7 +329,7 @@ def test_keys_move_through_steps_and_trajectories(page) -> None:
     page.keyboard.press("k")
     assert current(page) == before
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("document.querySelector('input.step').value === '2'")
+    playwright.expect(page.locator("input.step")).to_have_value("2")
     assert "one=0%2Cstep_00000002" in page.url
 
 
@@ -376,20 +396,13 @@ def test_a_live_page_follows_its_run(run: Path, page, tmp_path: Path) -> None:
         page.locator(".outcome").wait_for()
         assert "1 of 3" in page.locator(".outcome").inner_text()
         (copy / METRICS_FILE).write_text("".join(records))
-        page.wait_for_function(
-            "document.querySelector('.outcome').innerText.includes('3 of 3')", timeout=30_000
-        )
+        page.locator(".outcome", has_text="3 of 3").wait_for()
         later = "told while nothing was trained"
         (copy / "events.jsonl").write_text(events + json.dumps({"step": 2, "text": later}) + "\n")
-        page.wait_for_function(
-            f"document.querySelector('.warnings').innerText.includes('{later}')", timeout=30_000
-        )
+        page.locator(".warnings", has_text=later).wait_for()
         assert "still training" in page.locator(".outcome").inner_text()
         summary.rename(copy / "summary.json")
-        page.wait_for_function(
-            "!document.querySelector('.outcome').innerText.includes('still training')",
-            timeout=30_000,
-        )
+        page.locator(".outcome", has_not_text="still training").wait_for()
         page.keyboard.press("3")
         page.locator(".message.agent").first.wait_for()
         for trace in (copy / "traces").glob("step_*"):  # of a full disk, say
@@ -419,5 +432,11 @@ def test_a_live_page_outlives_readers_that_leave_and_names_a_port_it_cannot_have
                 reader.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/runs", timeout=60) as answer:
             assert json.load(answer)[0]["name"] == "run"
+        # A foreign page whose own name server says 127.0.0.1.
+        foreign = urllib.request.Request(
+            f"http://127.0.0.1:{port}/runs", headers={"Host": f"evil.example:{port}"}
+        )
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(foreign, timeout=60)
         server.shutdown()
     assert "Traceback" not in capfd.readouterr().err

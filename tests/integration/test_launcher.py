@@ -188,6 +188,20 @@ class TestPolyglot:
         assert process.stdout.count("usage:") == 1, "one rank prints the help"
         assert "--tensor-model-parallel-size" in process.stdout
 
+    def test_no_file_of_the_working_directory_stands_in_for_a_module(self, tmp_path):
+        """Python looks there first, and setting up asks several modules what is installed."""
+        for name in ("csv", "zipfile", "email", "json", "packaging", "venv", "argparse", "torch"):
+            (tmp_path / f"{name}.py").write_text("open('executed', 'w')")
+        done = subprocess.run(
+            ["bash", SCRIPT, "--help"],
+            cwd=tmp_path,
+            env=environment(NPROC_PER_NODE="1"),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "executed").exists()
+
     def test_is_importable_without_training(self):
         # Checkpoint writers start processes that run the main file under another name.
         program = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__mp_main__')"

@@ -504,8 +504,8 @@ def test_paths_are_absolute_and_a_hub_name_is_a_commit(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "critic").mkdir()
-    flags = "--load owner/model --critic-load critic --boards b.jsonl".split()
-    config = locate(parse([*flags, *"--rollout-engine sglang --sglang-python venv/bin/python".split()]))
+    flags = "--load owner/model --critic-load critic --boards b.jsonl --rollout-engine sglang"
+    config = locate(parse([*flags.split(), "--sglang-python", "venv/bin/python"]))
     assert config.model.load == str(model / "snapshots" / commit)
     assert config.model.critic_load == str(tmp_path / "critic")
     assert config.evaluation.boards == str(tmp_path / "b.jsonl")

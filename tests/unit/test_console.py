@@ -199,3 +199,14 @@ def test_ranks_of_one_torchrun_say_each_error_once(tmp_path):
     lines = sorted(line for rank in ranks for line in rank.communicate()[1].splitlines())
     assert lines == ["error: all fail alike", "error: rank 2 has its own"]
     assert [rank.returncode for rank in ranks] == [2, 2, 2, 2]
+
+
+def test_control_characters_are_shown_as_text_on_a_terminal(capsys) -> None:
+    """A world, a model or a judge may send them: a title, a clipboard, a line that is lost."""
+    hostile = "a\x1b]0;title\x07b\x9b2Jc\rd\u202ee"
+    output = Terminal()
+    Console(is_writer=True, num_steps=1, file=output).say(hostile)
+    with pytest.raises(SystemExit):
+        fail(hostile)
+    for said in (output.getvalue(), capsys.readouterr().err):
+        assert "a\\x1b]0;title\\x07b\\x9b2Jc" in said and "\\u202ee" in said

@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx2
 import psutil
 import pytest
 
@@ -34,6 +35,7 @@ from openenv.core.env_server.types import (  # noqa: E402
     State,
 )
 
+from ragen_mega.environments.adapters.openenv import OpenEnvWorld  # noqa: E402
 from ragen_mega.environments.adapters.openenv_server import application  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -403,10 +405,12 @@ def test_many_sessions_keep_apart() -> None:
 
 
 @contextmanager
-def served_by_the_tool(environment: str, folder: Path, port: int = 0) -> Iterator[tuple[str, Any]]:
+def served_by_the_tool(
+    environment: str, folder: Path, *others: str, port: int = 0
+) -> Iterator[tuple[str, Any]]:
     """Name of the environment, and the process of tools/serve_environment.py."""
     command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
-    flags = ["--environment", environment, "--port", str(port), "--max-sessions", "300"]
+    flags = ["--environment", environment, "--port", str(port), "--max-sessions", "300", *others]
     log = folder / f"{len(list(folder.glob('*.log')))}.log"
     with log.open("w") as output, subprocess.Popen([*command, *flags], stderr=output) as server:
         try:
@@ -475,3 +479,37 @@ def test_the_tool_serves_on_loopback(tmp_path: Path) -> None:
         world = make(name)
         assert "Phoenix" in calls.reset(world, 0)
         calls.close(world)
+
+
+def test_a_server_is_for_programs_and_bounds_what_strangers_send(tmp_path: Path) -> None:
+    """Pages of another origin, large requests, and connections that say nothing."""
+    flags = ("--idle-timeout", "1")
+    with served_by_the_tool("bandit", tmp_path, *flags) as (name, _):
+        address = name.removeprefix("openenv:")
+        place = ("127.0.0.1", int(address.rpartition(":")[2]))
+        foreign = {"Origin": "http://evil.example"}
+        assert httpx2.get(f"{address}/schema", headers=foreign).status_code == 403
+        assert httpx2.get(f"{address}/schema", headers={"Origin": address}).status_code == 200
+        large = httpx2.post(f"{address}/reset", content=b"x" * (2 << 20))
+        assert large.status_code == 413 and len(large.content) < 100
+        upgrade = "\r\n".join((
+            "GET /ws HTTP/1.1", "Host: x", "Connection: Upgrade", "Upgrade: websocket",
+            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13",
+        ))  # fmt: skip
+        with socket.create_connection(place, timeout=30) as page:
+            page.sendall(f"{upgrade}\r\nOrigin: http://evil.example\r\n\r\n".encode())
+            assert b"403" in page.recv(1 << 16)
+        with socket.create_connection(place, timeout=30) as silent:
+            silent.sendall(f"{upgrade}\r\n\r\n".encode())
+            received = b""
+            while part := silent.recv(1 << 16):  # until the server hangs up
+                received += part
+            assert b"101" in received
+
+
+def test_a_server_sets_no_attribute_but_limits() -> None:
+    schema = {"limits": {"max_turns": 3, "format_penalty": -1.0, "step": 1, "_client": "x"}}
+    world = object.__new__(OpenEnvWorld)
+    world._read_actions(schema | {"properties": {}})
+    assert (world.max_turns, world.format_penalty) == (3, -1.0)
+    assert callable(world.step) and "_client" not in vars(world)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ragen_mega.config import EnvironmentConfig
+from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments import calls
@@ -39,6 +39,7 @@ from ragen_mega.rollout.collector import (
 from ragen_mega.rollout.evaluate import mean_references, reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, evaluation_prompts
+from ragen_mega.run import evaluation
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
@@ -787,3 +788,28 @@ def test_the_example_of_the_documentation_runs(
     result = episode.respond("</think><answer>0</answer>")
     assert result.info["success"] and result.reward == 1.0
     assert 0.5 < baselines("documented_world:Digit", range(8), EpisodeConfig()).random < 1
+
+
+def test_a_class_that_is_no_environment_is_never_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run directory, which somebody else may have made, names classes."""
+    monkeypatch.chdir(tmp_path)
+    source = "class Command:\n    def __init__(self, text=''):\n        open(text, 'w')\n"
+    (tmp_path / "no_world.py").write_text(source)
+    target = tmp_path / "called"
+    with pytest.raises(ValueError, match="has no reset and no step"):
+        make("no_world:Command", text=str(target))
+    assert not target.exists()
+
+
+def test_an_evaluation_elsewhere_imports_nothing_that_the_run_names(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "huggingface").mkdir(parents=True)
+    values = StarPOConfig().to_dict()
+    values["environment"] |= {"environments": "forged:World", "max_turns": 3}
+    values["advantage"]["reward"] = "forged:reward"
+    (run / "config.json").write_text(json.dumps(values))
+    directory, rules, _ = evaluation._settings(run, "bandit", {})
+    assert directory == run / "huggingface" and rules.max_turns == 3
+    assert rules.evaluated == ["bandit"]

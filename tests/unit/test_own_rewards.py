@@ -2,7 +2,9 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -11,13 +13,14 @@ import pytest
 
 from ragen_mega.algorithm.rewards import VERDICTS, shape_rewards, success_ranking
 from ragen_mega.algorithm.tables import REWARDS, PlugInError, parse_reward
+from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.claims import check_claims, claims_about
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout import verifier
 from ragen_mega.rollout.engine import EngineError
-from ragen_mega.rollout.verifier import Verifiers
+from ragen_mega.rollout.verifier import Verifier, Verifiers
 
 
 def trajectory(*turns: tuple[list[int], float, dict], group_id: int = 0) -> Trajectory:
@@ -159,6 +162,7 @@ class Judge(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(asked)
         verdict = self.server.verdict(asked)
+        self.server.authorization = self.headers["Authorization"]
         self.send_response(200 if verdict is not None else 500)
         self.end_headers()
         self.wfile.write(json.dumps(verdict).encode())
@@ -227,3 +231,55 @@ def test_a_judge_whose_name_no_host_can_have_ends_the_run_in_one_line() -> None:
     with pytest.raises(EngineError, match="gave no verdict on 1 .*InvalidURL") as caught:
         Verifiers(["http://\u00e4..b/score"], timeout=5.0).judge(groups, RENDERER)
     assert "\n" not in str(caught.value)
+
+
+def slowly(file, answer: bytes) -> None:
+    """Write a byte now and then: silence never lasts."""
+    for byte in answer:
+        file.write(bytes([byte]))
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (lambda file: slowly(file, b"HTTP/1.0 200 OK\r\nX-Slow: " + b"x" * 200), "within 0.5 s"),
+        (lambda file: slowly(file, b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 200), "within 0.5 s"),
+        (lambda file: file.write(b" " * (2 << 20)), "larger than"),
+    ],
+    ids=["a slow head", "a slow body", "two megabytes"],
+)
+def test_the_time_and_the_size_of_a_verdict_are_bounded(write, reason: str) -> None:
+    class Talker(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            if reason.startswith("larger"):
+                self.send_response(200)
+                self.end_headers()
+            with suppress(OSError):  # the client has hung up
+                write(self.wfile)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Talker) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        verdicts = Verifier(f"http://127.0.0.1:{server.server_port}/", timeout=0.5)
+        scores, why = verdicts.scores([{"text": "x"}])
+        server.shutdown()
+    assert scores == [None] and reason in why
+
+
+def test_a_judge_of_this_machine_is_asked_without_a_proxy_and_with_credentials(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("RAGEN_JUDGE_AUTHORIZATION", "Bearer of-mine")
+    server.verdict = lambda asked: {"score": 1}
+    assert Verifier(server.url, timeout=5.0).scores([{"text": "x"}]) == ([1.0], "")
+    assert server.authorization == "Bearer of-mine"
+
+
+def test_a_password_in_the_address_of_a_judge_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="RAGEN_JUDGE_AUTHORIZATION") as caught:
+        parse(["--reward", "environment + http://me:secret@judge.example/score"])
+    assert "secret" not in str(caught.value)

@@ -108,10 +108,13 @@ def test_help_lists_what_ships(capsys):
         (("--reward", "environment + fromat"), "did you mean format"),
         (("--metrics", "distinct_response"), "did you mean distinct_responses"),
         (("--advantage-estimator", "no.such.module:thing"), "cannot import no.such.module:thing"),
-        (("--filter-strategy", "math:thing"), "cannot import math:thing .* has no attribute"),
-        (("--metrics", "math:sqrt,:"), "cannot import :"),
-        (("--metrics", "math:pi"), "math:pi must be a function or class, not 3.14"),
-        (("--reward", "math:pi"), "math:pi must be a function or class"),
+        (("--filter-strategy", "numpy:thing"), "cannot import numpy:thing .* has no attribute"),
+        (("--metrics", "numpy:sqrt,:"), "cannot import :"),
+        (("--metrics", "numpy:pi"), "numpy:pi must be a function or class, not 3.14"),
+        (("--reward", "numpy:pi"), "numpy:pi must be a function or class"),
+        (("--reward", "os:system"), "os:system must be of a module of yours"),
+        (("--metrics", "psutil:os.system"), "and posix is Python's own"),
+        (("--environments", "subprocess:Popen"), "subprocess is Python's own"),
         (("--reward", ""), "a sum of distinct terms"),
         (("--reward", "environment environment"), "a sum of distinct terms"),
         (("--reward", "environment + environment"), "a sum of distinct terms"),
@@ -402,7 +405,7 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_start(section, flag,
     with pytest.raises(ValueError, match=f"{name} is called with {called}.*extending") as caught:
         section(**{flag: name})
     assert "\n" not in str(caught.value) and not isinstance(caught.value, PlugInError)
-    AdvantageConfig(reward="environment - 2*builtins:len")
+    AdvantageConfig(reward="environment - 2*numpy:sum")
 
 
 def test_a_taken_name_is_refused():

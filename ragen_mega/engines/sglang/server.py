@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import psutil
 from transformers import PretrainedConfig
 
 from ragen_mega.data import checksums
@@ -383,7 +384,7 @@ class SGLangServer:
                 status = self._process.returncode
                 self.stop()
                 raise self.failure(f"the SGLang server ended with status {status} while it started")
-            if self.is_healthy(client):
+            if self._listens(client.port) and self.is_healthy(client):
                 return
             time.sleep(_POLL_SECONDS)
         self.stop()
@@ -391,6 +392,19 @@ class SGLangServer:
             f"the SGLang server was not healthy within {self.settings.start_timeout:g} s; raise"
             " --sglang-start-timeout or see the log"
         )
+
+
+    def _listens(self, port: int) -> bool:
+        """Whether it is the server that listens on its port. The port was free when it was chosen,
+        and whoever has taken it since must not be sent the key.
+        """
+        tree = {self.pid, *(child.pid for child in psutil.Process(self.pid).children(True))}
+        listening = (
+            each.pid
+            for each in psutil.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port
+        )
+        return any(pid in tree for pid in listening)
 
 
 def _write_model_config(

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from ragen_mega.environments.adapters.packages import required
+from ragen_mega.environments.episode import LIMITS
 from ragen_mega.environments.protocol import Observation, StepResult
 
 _TEXTS = ("text", "message", "content", "prompt", "observation", "result", "output", "stdout")
@@ -122,7 +123,8 @@ class OpenEnvWorld:
         """Read the form of an answer; returns the field that it goes into, None for a tool call."""
         self._is_ours = "limits" in schema
         for limit, value in schema.get("limits", {}).items():
-            setattr(self, limit, value)
+            if limit in LIMITS and isinstance(value, (int, float)):  # nothing else of this object
+                setattr(self, limit, value)
         fields = {
             name: part
             for name, part in schema.get("properties", {}).items()

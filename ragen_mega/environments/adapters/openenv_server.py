@@ -7,7 +7,6 @@ one field, `action`: a name, a text, or for environments with tools a call `{"na
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI
@@ -23,13 +22,11 @@ from openenv.core.env_server.types import (
 from pydantic import ConfigDict, Field, create_model
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.episode import EpisodeConfig, is_success
-from ragen_mega.environments.protocol import Budget, Message, StepResult
+from ragen_mega.environments.episode import LIMITS, EpisodeConfig, is_success
+from ragen_mega.environments.protocol import Message, StepResult
 from ragen_mega.environments.protocol import Observation as Words
 from ragen_mega.environments.registry import make
 
-LIMITS = (*(item.name for item in fields(Budget)), "format_penalty")
-"""Limits that an environment may set; the action schema carries them as `limits`."""
 _INFO = ("success", "is_action_valid", "is_action_effective")
 
 

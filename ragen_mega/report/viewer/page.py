@@ -2,9 +2,11 @@
 
 import base64
 import contextlib
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import partial
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -19,6 +21,13 @@ from ragen_mega.report.viewer.data import read_run, trace_bytes
 
 MOST_MEGABYTES = 15
 _HERE = files(__package__)
+_POLICY = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; connect-src 'self';"
+    " img-src data: blob:; style-src 'unsafe-inline'; script-src "
+)
+"""What a browser may load for the page, besides the hashes of its scripts."""
+_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""Names under which a live page is asked for; another one is a foreign page's, by its own DNS."""
 
 
 def write_page(
@@ -77,16 +86,23 @@ def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str
         "GLOSSARY": _json(GLOSSARY),
         "RUNS": _json(runs),
         "TRACES": "\n".join(
-            f'<script type="text/plain" id="trace-{index}-{trace}">'
+            f'<script type="text/plain" id="trace-{index}-{escape(trace)}">'
             f"{base64.b64encode(body).decode()}</script>"
             for index, trace, body in bodies
         ),
         "SCRIPT": _HERE.joinpath("viewer.js").read_text(),
     }
+    parts["POLICY"] = _POLICY + " ".join(_hash(parts[name]) for name in ("PLOTLY", "SCRIPT"))
     before, *pieces = _HERE.joinpath("viewer.html").read_text().split("{{")
     return before + "".join(
         parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces)
     )
+
+
+def _hash(script: str) -> str:
+    """By which the page's policy knows a script, so that no other one is executed."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def _json(value: Any) -> str:
@@ -118,6 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer one request; anything unknown is a 404 with the reason."""
         with contextlib.suppress(ConnectionError):  # a browser may leave before it is answered
             try:
+                if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in _HOSTS:
+                    raise ValueError("this page is served to 127.0.0.1 and localhost alone")
                 answer = self._answer()
             except (ValueError, OSError) as error:
                 self.send_error(HTTPStatus.NOT_FOUND, str(error).replace("\n", " ")[:200])

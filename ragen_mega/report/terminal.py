@@ -1,0 +1,15 @@
+"""Text of worlds, models and judges on a terminal."""
+
+import re
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1: escape sequences begin so
+    "\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # marks that reorder what stands beside them
+)
+
+
+def printable(text: str) -> str:
+    """The text with control characters shown as escapes, so that it cannot move the cursor, name
+    the window, write to the clipboard or reorder what a person reads.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
