@@ -238,7 +238,7 @@ def test_every_case_has_an_outcome_of_its_own(played):
     assert estimators == SHIPPED
 
 
-def test_soft_reweighting_scales_by_the_share_of_the_largest_deviation(played):
+def test_soft_reweighting_scales_by_the_share_of_the_environments_largest_deviation(played):
     trajectories, batch = played
     groups: dict[int, list[Trajectory]] = {}
     for one in trajectories:
@@ -255,7 +255,12 @@ def test_soft_reweighting_scales_by_the_share_of_the_largest_deviation(played):
     }
     rows = zip(trajectories, sampled(played, plain.advantages), sampled(played, scaled.advantages))
     for one, before, after in rows:
-        share = spread[one.group_id] / max(spread.values())
+        rivals = (
+            spread[other.group_id]
+            for other in trajectories
+            if other.environment == one.environment
+        )
+        share = spread[one.group_id] / max(rivals)
         assert flat([after]) == pytest.approx([share * a for a in flat([before])], abs=TOLERANCE)
     assert len(set(spread.values())) == len(spread)
 

@@ -1,0 +1,185 @@
+"""How trajectories ended, what failed, and what is said of it. docs/environments.md has the table
+of all endings.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ragen_mega.algorithm.filters import has_return
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY
+from ragen_mega.rollout.collector import FAILED_ATTEMPTS
+
+_MAX_REASON = 300
+"""Characters, so that the place of an error is among them."""
+_MAX_ACTION = 60
+_OF_VALUES = frozenset(
+    kind.__name__
+    for kind in (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+) | {"JSONDecodeError", "NotImplementedError", "ZeroDivisionError"}
+"""Kinds of errors that what was said causes, in their words."""
+_AGAIN_AND_AGAIN = 3
+"""Episodes of a step that an action must have ended before the policy is said to cause it."""
+
+
+def last_info(trajectory: Trajectory) -> Mapping[str, Any]:
+    """The info of the last turn."""
+    return trajectory.turns[-1].info if trajectory.turns else {}
+
+
+def cause(trajectory: Trajectory) -> str | None:
+    """Which of `episode.CAUSES` cut a trajectory; None for one whose task ended."""
+    if not trajectory.truncated:
+        return None
+    info = last_info(trajectory)
+    if TRUNCATED_BY in info:
+        return info[TRUNCATED_BY]
+    if ERROR in info:  # a rollout that an earlier version wrote
+        return "error"
+    return "context" if info.get("context_overflow") else "budget"
+
+
+def without_failures(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """The groups with the members that have a return; without the groups that have none."""
+    found = []
+    for group in groups:
+        members = [one for one in group.trajectories if has_return(one)]
+        if len(members) == len(group.trajectories):
+            found.append(group)
+        elif members:
+            found.append(replace(group, trajectories=members))
+    return found
+
+
+def environment_errors(groups: Iterable[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:
+    """The trajectories that were ended by an error or the time limit of their environment, each
+    with the reason.
+    """
+    return [
+        (trajectory, last_info(trajectory)[ERROR])
+        for group in groups
+        for trajectory in group.trajectories
+        if ERROR in last_info(trajectory)
+    ]
+
+
+def failed_attempts(
+    groups: Iterable[TrajectoryGroup],
+) -> Iterator[tuple[Trajectory, Mapping[str, Any]]]:
+    """Every episode that an error or a time limit ended, also where another attempt replaced it:
+    the trajectory of which it was an attempt, and what ended it.
+    """
+    for group in groups:
+        for one in group.trajectories:
+            info = last_info(one)
+            for failure in info.get(FAILED_ATTEMPTS, ()):
+                yield one, failure
+            if ERROR in info:
+                yield one, info | {"outcome_seed": one.outcome_seed}
+
+
+def describe_errors(
+    groups: Sequence[TrajectoryGroup], *, are_trained: bool = True
+) -> str | None:
+    """What is said of the episodes of `failed_attempts`, of groups that are trained on or, if not,
+    evaluated; None if there are none.
+    """
+    failures = list(failed_attempts(groups))
+    if not failures:
+        return None
+    num_trajectories = sum(len(group.trajectories) for group in groups)
+    num_lost = len(environment_errors(groups))
+    num_repeated = len(failures) - num_lost
+    trajectory, failure = failures[0]
+    what = "which count as not solved"
+    if are_trained:
+        what = (
+            f"of which {num_repeated} were replaced by another attempt and {num_lost} have no part"
+            " in training"
+        )
+    return (
+        f"environment errors closed {len(failures)} of {num_trajectories + num_repeated} episodes,"
+        f" {what}; the first: {trajectory.environment} with seed {trajectory.seed} and outcome seed"
+        f" {failure['outcome_seed']}: {' '.join(failure[ERROR].split())[:_MAX_REASON]}"
+        + "".join(f"; {line}" for line in policy_errors(groups))
+    )
+
+
+def policy_errors(groups: Sequence[TrajectoryGroup]) -> list[str]:
+    """What is said of the actions that end their environment at least three times in a step: more
+    often than they succeed and more than twice as often as all others, so that no server is to
+    blame, or by an error of a kind that only values cause.
+    """
+    failures = [
+        (one.environment, _name(failure[FAILED_ACTION]), " ".join(failure[ERROR].split()))
+        for one, failure in failed_attempts(groups)
+        if FAILED_ACTION in failure
+    ]
+    if not failures:
+        return []
+    done = Counter(
+        (one.environment, _name(action))
+        for group in groups
+        for one in group.trajectories
+        for turn in one.turns
+        for action in turn.info.get("actions", ())
+    )
+    played = Counter(one.environment for group in groups for one in group.trajectories)
+    played.update(one.environment for one, _ in failed_attempts(groups))
+    played.subtract(one.environment for one, _ in environment_errors(groups))
+    failed = Counter((name, action) for name, action, _ in failures)
+    is_blamed = {key for key in failed if _is_the_actions_own(key, failed, done)}
+    causes = [
+        ((name, f"the action {action}"), reason)
+        if (name, action) in is_blamed
+        else ((name, f"answers such as {action}"), reason)
+        for name, action, reason in failures
+        if (name, action) in is_blamed or _is_of_values(reason)
+    ]
+    return _told(causes, played)
+
+
+def _told(causes: Sequence[tuple[tuple[str, str], str]], played: Counter[str]) -> list[str]:
+    """A line for each environment and action, or kind of error, that comes again and again."""
+    lines: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for (name, what), reason in causes:
+        is_action = what.startswith("the action")
+        key = name, what if is_action else reason.partition(":")[0]
+        lines.setdefault(key, []).append((what, reason))
+    return [
+        f"the policy causes an error of {name} by {found[0][0]}: {len(found)} of {played[name]}"
+        f" episodes ({found[0][1][:_MAX_REASON]}); let step answer such an action with an"
+        " observation and a penalty instead of raising, for the policy learns nothing from"
+        " episodes that fail"
+        for (name, _), found in lines.items()
+        if len(found) >= _AGAIN_AND_AGAIN
+    ]
+
+
+def _is_the_actions_own(
+    key: tuple[str, str], failed: Counter[tuple[str, str]], done: Counter[tuple[str, str]]
+) -> bool:
+    """Whether the action fails more often than it succeeds, and the other actions of its
+    environment fail less than half as often.
+    """
+    others = [
+        sum(count for other, count in counts.items() if other[0] == key[0] and other != key)
+        for counts in (failed, done)
+    ]
+    share = failed[key] / (failed[key] + done[key])
+    return share > 0.5 and share > 2 * others[0] / max(1, sum(others))
+
+
+def _is_of_values(reason: str) -> bool:
+    """Whether an error is of a kind that no server, disk or clock raises."""
+    return reason.removeprefix("RuntimeError: ").partition(":")[0] in _OF_VALUES
+
+
+def _name(action: Any) -> str:
+    """The action in words; of a tool call the tool alone, since its arguments vary."""
+    if isinstance(action, Mapping):
+        action = action.get("name", json.dumps(action, default=str))
+    return repr(str(action)[:_MAX_ACTION])
