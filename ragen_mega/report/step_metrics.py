@@ -41,12 +41,12 @@ def filter_metrics(
     """How many groups the filter kept, of several environments also by their names, and how many
     could not have taught anything. Of `num_played` groups (None: these) `groups` have two samples.
     """
-    num_played = num_played or len(groups)
     metrics = {
         "kept_groups": float(len(kept)),
-        "kept_fraction": len(kept) / num_played,
-        "short_groups": float(num_played - len(groups)),
+        "kept_fraction": len(kept) / (num_played or len(groups)),
     }
+    if num_played is not None:
+        metrics["short_groups"] = float(num_played - len(groups))
     environments, kept_of = by_environment(groups), by_environment(kept)
     if len(environments) > 1:
         for name in environments:

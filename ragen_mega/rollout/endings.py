@@ -131,7 +131,11 @@ def policy_errors(groups: Sequence[TrajectoryGroup]) -> list[str]:
     played.update(one.environment for one, _ in failed_attempts(groups))
     played.subtract(one.environment for one, _ in environment_errors(groups))
     failed = Counter((name, action) for name, action, _ in failures)
-    is_blamed = {key for key in failed if _is_the_actions_own(key, failed, done)}
+    is_blamed = {
+        key
+        for key, count in failed.items()
+        if count >= _AGAIN_AND_AGAIN and _is_the_actions_own(key, failed, done)
+    }
     causes = [
         ((name, f"the action {action}"), reason)
         if (name, action) in is_blamed

@@ -23,8 +23,8 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Metrics of all trajectories, and again under `name/environment` if there are several
     environments.
 
-    Of the trajectories that have a return (`filters.has_return`): success: share. reward: mean total
-    reward. in_group_std: mean over groups of the unbiased standard deviation of total rewards
+    Of the trajectories that have a return (`filters.has_return`): success: share. reward: mean
+    total reward. in_group_std: mean over groups of the unbiased standard deviation of total rewards
     (StarPO Eq. 7), 0 for a group of one. num_turns: mean. response_length: sampled tokens per turn.
     thought_length: words of the thought per turn, 0 for a turn without one. true_claims: share of
     the claims in thoughts that are true of the state, only where some can be checked.

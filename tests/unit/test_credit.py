@@ -335,3 +335,17 @@ def test_bad_estimators_are_one_line(played, function, message):
         estimate_advantages(batch, trajectories, AdvantageConfig(advantage_estimator=name))
     assert "\n" not in str(caught.value) and name in str(caught.value)
     assert isinstance(caught.value, PlugInError) or function == "no function"
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_large_returns_keep_the_differences_that_the_filter_sees(estimator):
+    """1e8 + {0..7} is 1e8 + 8 {0, 1} in float32."""
+    group = [Trajectory(0) for _ in range(8)]
+    for member, one in enumerate(group):
+        one.append_observation([0])
+        one.append_action(Completion([1], [-1.0], "stop")).reward = 1e8 + member
+    config = AdvantageConfig(advantage_estimator=estimator)
+    batch = pack(group)
+    found = estimate_advantages(batch, group, config).advantages[batch.loss_mask].tolist()
+    scale = {"grpo": statistics.stdev(range(8)), "dr_grpo": 1.0, "rloo": 7 / 8}[estimator]
+    assert found == pytest.approx([(member - 3.5) / scale for member in range(8)])
