@@ -3,10 +3,10 @@ of all endings.
 """
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from ragen_mega.algorithm.filters import has_return
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
@@ -22,7 +22,9 @@ _OF_VALUES = frozenset(
 ) | {"JSONDecodeError", "NotImplementedError", "ZeroDivisionError"}
 """Kinds of errors that what was said causes, in their words."""
 _AGAIN_AND_AGAIN = 3
-"""Episodes of a step that an action must have ended before the policy is said to cause it."""
+"""Episodes that an action must have ended before the policy is said to cause it."""
+_STEPS = 20
+"""Steps in which they are counted."""
 
 
 def last_info(trajectory: Trajectory) -> Mapping[str, Any]:
@@ -104,63 +106,84 @@ def describe_errors(
         f"environment errors closed {len(failures)} of {num_trajectories + num_repeated} episodes,"
         f" {what}; the first: {trajectory.environment} with seed {trajectory.seed} and outcome seed"
         f" {failure['outcome_seed']}: {' '.join(failure[ERROR].split())[:_MAX_REASON]}"
-        + "".join(f"; {line}" for line in policy_errors(groups))
     )
 
 
-def policy_errors(groups: Sequence[TrajectoryGroup]) -> list[str]:
-    """What is said of the actions that end their environment at least three times in a step: more
-    often than they succeed and more than twice as often as all others, so that no server is to
-    blame, or by an error of a kind that only values cause.
+class PolicyErrors:
+    """Finds the actions that end their environment again and again: at least three times in twenty
+    steps, more often than they succeed and more than twice as often as all others, so that no
+    server is to blame, or by an error of a kind that only values cause.
     """
-    failures = [
-        (one.environment, _name(failure[FAILED_ACTION]), " ".join(failure[ERROR].split()))
-        for one, failure in failed_attempts(groups)
-        if FAILED_ACTION in failure
-    ]
-    if not failures:
-        return []
-    done = Counter(
-        (one.environment, _name(action))
-        for group in groups
-        for one in group.trajectories
-        for turn in one.turns
-        for action in turn.info.get("actions", ())
-    )
-    played = Counter(one.environment for group in groups for one in group.trajectories)
-    played.update(one.environment for one, _ in failed_attempts(groups))
-    played.subtract(one.environment for one, _ in environment_errors(groups))
-    failed = Counter((name, action) for name, action, _ in failures)
-    is_blamed = {
-        key
-        for key, count in failed.items()
-        if count >= _AGAIN_AND_AGAIN and _is_the_actions_own(key, failed, done)
-    }
-    causes = [
-        ((name, f"the action {action}"), reason)
-        if (name, action) in is_blamed
-        else ((name, f"answers such as {action}"), reason)
-        for name, action, reason in failures
-        if (name, action) in is_blamed or _is_of_values(reason)
-    ]
-    return _told(causes, played)
+
+    def __init__(self) -> None:
+        self._steps: deque[_Doings] = deque(maxlen=_STEPS)
+        self._told: set[tuple[str, str]] = set()
+
+    def add(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """A line for each environment and action, or kind of error, of which the groups of a step
+        are the third witness, and nothing was said yet.
+        """
+        self._steps.append(_Doings.of(groups))
+        if not self._steps[-1].failures:
+            return []
+        failures = [failure for step in self._steps for failure in step.failures]
+        done = sum((step.done for step in self._steps), Counter())
+        played = sum((step.played for step in self._steps), Counter())
+        failed = Counter((name, action) for name, action, _ in failures)
+        found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        for name, action, reason in failures:
+            key = name, action
+            if failed[key] >= _AGAIN_AND_AGAIN and _is_the_actions_own(key, failed, done):
+                found.setdefault(key, []).append((f"the action {action}", reason))
+            elif _is_of_values(reason):
+                kind = name, reason.partition(":")[0]
+                found.setdefault(kind, []).append((f"answers such as {action}", reason))
+        new = {
+            key: rows
+            for key, rows in found.items()
+            if len(rows) >= _AGAIN_AND_AGAIN and key not in self._told
+        }
+        self._told.update(new)
+        return [
+            f"the policy causes an error of {name} by {rows[0][0]}: {len(rows)} of the last"
+            f" {played[name]} episodes ({rows[0][1][:_MAX_REASON]}); let step answer such an action"
+            " with an observation and a penalty instead of raising, for the policy learns nothing"
+            " from episodes that fail"
+            for (name, _), rows in new.items()
+        ]
 
 
-def _told(causes: Sequence[tuple[tuple[str, str], str]], played: Counter[str]) -> list[str]:
-    """A line for each environment and action, or kind of error, that comes again and again."""
-    lines: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for (name, what), reason in causes:
-        is_action = what.startswith("the action")
-        key = name, what if is_action else reason.partition(":")[0]
-        lines.setdefault(key, []).append((what, reason))
-    return [
-        f"the policy causes an error of {name} by {found[0][0]}: {len(found)} of {played[name]}"
-        f" episodes ({found[0][1][:_MAX_REASON]}); let step answer such an action with an"
-        " observation and a penalty instead of raising, for the policy learns nothing from"
-        " episodes that fail"
-        for (name, _), found in lines.items()
-        if len(found) >= _AGAIN_AND_AGAIN
-    ]
+class _Doings(NamedTuple):
+    """What the policy did in a step."""
+
+    failures: list[tuple[str, str, str]]
+    """Environment, action and reason of each failed step of an environment."""
+    done: Counter[tuple[str, str]]
+    """Environment and action -> steps that did not fail."""
+    played: Counter[str]
+    """Environment -> episodes."""
+
+    @classmethod
+    def of(cls, groups: Sequence[TrajectoryGroup]) -> Self:
+        attempts = list(failed_attempts(groups))
+        members = [one for group in groups for one in group.trajectories]
+        played = Counter(one.environment for one in members)
+        played.update(one.environment for one, _ in attempts)
+        played.subtract(one.environment for one, _ in environment_errors(groups))
+        return cls(
+            [
+                (one.environment, _name(failure[FAILED_ACTION]), " ".join(failure[ERROR].split()))
+                for one, failure in attempts
+                if FAILED_ACTION in failure
+            ],
+            Counter(
+                (one.environment, _name(action))
+                for one in members
+                for turn in one.turns
+                for action in turn.info.get("actions", ())
+            ),
+            played,
+        )
 
 
 def _is_the_actions_own(

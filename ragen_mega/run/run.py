@@ -39,7 +39,7 @@ from ragen_mega.report.step_metrics import (
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
-from ragen_mega.rollout.endings import describe_errors
+from ragen_mega.rollout.endings import PolicyErrors, describe_errors
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each, mean_references
 from ragen_mega.rollout.holding import from_main
@@ -151,6 +151,7 @@ class Run:
         )
         self.collapse_guard = CollapseGuard(config.guard)
         self.start_guard = StartGuard(config.environment)
+        self.policy_errors = PolicyErrors()
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
         self.trainers = {"actor": self.policy.trainer}
         if self.critic:
@@ -282,7 +283,8 @@ class Run:
 
         def notes() -> list[str]:
             errors = describe_errors(groups)
-            return self.start_guard.check(self.step, groups) + ([errors] if errors else [])
+            mixed = self.start_guard.check(self.step, groups)
+            return mixed + ([errors] if errors else []) + self.policy_errors.add(groups)
 
         for note in on_main(notes):
             self.note(self.step, note)

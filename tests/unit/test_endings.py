@@ -31,7 +31,7 @@ from ragen_mega.rollout.collector import (
     in_groups,
     tasks_for_group,
 )
-from ragen_mega.rollout.endings import cause, describe_errors, policy_errors
+from ragen_mega.rollout.endings import PolicyErrors, cause, describe_errors
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -295,7 +295,6 @@ def test_a_failed_trajectory_is_played_again_from_the_same_start(play: Play) -> 
     assert (told["resampled"], told["lost_trajectories"]) == (num_failed, num_lost)
     said = describe_errors(groups)
     assert f"closed {num_failed + num_lost} of {16 + num_failed} episodes" in said
-    assert "policy causes" not in said, "both actions fail alike: the server is to blame"
 
 
 def test_attempts_are_bounded(play: Play) -> None:
@@ -336,15 +335,24 @@ def test_causes_are_told_apart(
     assert before == {known.get(way, expected)}
 
 
-def test_what_the_policy_breaks_is_named_and_what_a_server_breaks_is_not(play: Play) -> None:
-    (said,) = policy_errors(play("pull", attempts=2))
+def test_what_the_policy_breaks_is_named_once_and_what_a_server_breaks_is_not(play: Play) -> None:
+    errors = PolicyErrors()
+    (said,) = errors.add(play("pull", attempts=2))
     assert "crash" in said and "'pull'" in said and "push" not in said and "penalty" in said
-    assert policy_errors(play("always")) == policy_errors(play("odd")) == []
+    assert errors.add(play("pull", attempts=2)) == []
+    for way in ("always", "odd", "never"):
+        assert PolicyErrors().add(play(way, attempts=2)) == []
+
+
+def test_errors_of_the_policy_are_counted_over_steps_and_kinds() -> None:
     text = EnvironmentFailed("ValueError: invalid literal for int(): 'x' (in step, a.py:3)")
-    group = [played(0, 0.0, error=text, action=f"word {n}") for n in range(3)]
-    (said,) = policy_errors([TrajectoryGroup(0, [*group, *(played(0, 1.0) for _ in range(9))])])
-    assert "ValueError" in said and "3 of 12 episodes" in said
-    assert policy_errors([TrajectoryGroup(0, group[:2])]) == [], "not again and again"
+    errors, said = PolicyErrors(), []
+    for n in range(4):
+        failed = played(n, 0.0, error=text, action=f"word {n}")
+        group = TrajectoryGroup(n, [failed, *(played(n, 1.0) for _ in range(3))])
+        said.append(errors.add([group]))
+    assert [len(lines) for lines in said] == [0, 0, 1, 0]
+    assert "ValueError" in said[2][0] and "3 of the last 12 episodes" in said[2][0]
 
 
 # Groups of different tasks
