@@ -180,8 +180,7 @@ def filter_groups(
     environment by themselves; a number of groups is divided in proportion to theirs, and at least
     one is kept of each. Constant groups are dropped in any case, unless `keep_zero` is set or the
     filter has `drops_constant=False`. `num_groups` is how many were played, if these are not all.
-    Raises PlugInError, in one line, if a user's filter fails or returns something
-    else.
+    Raises PlugInError, in one line, if a user's filter fails or returns something else.
     """
     found = find_filter(strategy)
     found.check(strategy, value, num_groups or len(groups))

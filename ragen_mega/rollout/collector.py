@@ -413,7 +413,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
     def _is_repeated(self, attempt: _Attempt, info: dict[str, Any]) -> bool:
         """Whether another attempt follows one whose last turn has this info."""
-        is_failed = ERROR in info and info[TRUNCATED_BY] != "context"
+        is_failed = ERROR in info and info.get(TRUNCATED_BY) != "context"
         return is_failed and len(attempt.failures) + 1 < self._settings.attempts
 
     async def _sample(self, attempt: _Attempt, seat: _Seat) -> Trajectory:

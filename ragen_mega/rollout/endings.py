@@ -83,9 +83,7 @@ def failed_attempts(
                 yield one, info | {"outcome_seed": one.outcome_seed}
 
 
-def describe_errors(
-    groups: Sequence[TrajectoryGroup], *, are_trained: bool = True
-) -> str | None:
+def describe_errors(groups: Sequence[TrajectoryGroup], *, are_trained: bool = True) -> str | None:
     """What is said of the episodes of `failed_attempts`, of groups that are trained on or, if not,
     evaluated; None if there are none.
     """

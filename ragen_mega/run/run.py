@@ -294,9 +294,7 @@ class Run:
         references = mean_references(self.references, self.config.environment.shares)
         return on_main(lambda: summarize(groups)) | rounds | references
 
-    def filter(
-        self, groups: Sequence[TrajectoryGroup], num_played: int
-    ) -> list[TrajectoryGroup]:
+    def filter(self, groups: Sequence[TrajectoryGroup], num_played: int) -> list[TrajectoryGroup]:
         """Apply the configured filter to raw returns, and after a rollback the guard's to what is
         left. Of several rounds it keeps as many groups as of one. `groups` have their samples
         alone, and were `num_played` with those that lack them.

@@ -256,9 +256,7 @@ def test_soft_reweighting_scales_by_the_share_of_the_environments_largest_deviat
     rows = zip(trajectories, sampled(played, plain.advantages), sampled(played, scaled.advantages))
     for one, before, after in rows:
         rivals = (
-            spread[other.group_id]
-            for other in trajectories
-            if other.environment == one.environment
+            spread[other.group_id] for other in trajectories if other.environment == one.environment
         )
         share = spread[one.group_id] / max(rivals)
         assert flat([after]) == pytest.approx([share * a for a in flat([before])], abs=TOLERANCE)
