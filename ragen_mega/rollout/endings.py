@@ -24,7 +24,7 @@ _OF_VALUES = frozenset(
 _AGAIN_AND_AGAIN = 3
 """Episodes that an action must have ended before the policy is said to cause it."""
 _STEPS = 20
-"""Steps in which they are counted."""
+"""Steps with a failure in which they are counted."""
 
 
 def last_info(trajectory: Trajectory) -> Mapping[str, Any]:
@@ -108,9 +108,9 @@ def describe_errors(groups: Sequence[TrajectoryGroup], *, are_trained: bool = Tr
 
 
 class PolicyErrors:
-    """Finds the actions that end their environment again and again: at least three times in twenty
-    steps, more often than they succeed and more than twice as often as all others, so that no
-    server is to blame, or by an error of a kind that only values cause.
+    """Finds the actions that end their environment again and again: at least three times in the
+    last twenty steps with a failure, more often than they succeed and more than twice as often as
+    all others, so that no server is to blame, or by an error of a kind that only values cause.
     """
 
     def __init__(self) -> None:
@@ -121,9 +121,9 @@ class PolicyErrors:
         """A line for each environment and action, or kind of error, of which the groups of a step
         are the third witness, and nothing was said yet.
         """
-        self._steps.append(_Doings.of(groups))
-        if not self._steps[-1].failures:
+        if not any(FAILED_ACTION in failure for _, failure in failed_attempts(groups)):
             return []
+        self._steps.append(_Doings.of(groups))
         failures = [failure for step in self._steps for failure in step.failures]
         done = sum((step.done for step in self._steps), Counter())
         played = sum((step.played for step in self._steps), Counter())
