@@ -66,15 +66,16 @@ def starpo(run: Run) -> None:
                 metrics.add("time", policy.sync_metrics())
         metrics.add("rollout", run.summarize(groups))
         metrics.add("custom", on_main(partial(custom_metrics, groups, config.logging.metric_names)))
-        groups, rewards = shape_on_main(groups, config.advantage.reward_terms)
+        # What an error ended has no return: `groups` show it, and `samples` are trained on.
+        groups, samples, rewards = shape_on_main(groups, config.advantage.reward_terms)
         metrics.add("reward", rewards)
 
         # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
-        kept = run.filter(groups)
-        metrics.add("filter", filter_metrics(groups, kept))
+        kept = run.filter(samples, len(groups))
+        metrics.add("filter", filter_metrics(samples, kept, len(groups)))
         if not count_sampled(kept):  # no initial state tells good from bad, or none could be played
             run.trace(step, groups)
-            why = on_main(partial(nothing_to_learn, groups, config))
+            why = on_main(partial(nothing_to_learn, groups, samples, config))
             run.finish_step(step, metrics, empty=why)
             continue
 
@@ -82,7 +83,7 @@ def starpo(run: Run) -> None:
         interval = config.logging.diagnose_interval
         if interval and step % interval == 0:
             with run.timed("diagnose"):
-                metrics.add("collapse", run.diagnose(groups))
+                metrics.add("collapse", run.diagnose(samples))
 
         # Advantages: everything the loss needs, under the weights that sampled the trajectories.
         with run.timed("advantages"):

@@ -27,7 +27,7 @@ class CreditInputs:
             critic.
         trajectories: those of the batch, in its order.
         rewards: float32 on sampled tokens: placed and normalised as configured, less a KL penalty.
-        scores: float32 total rewards, normalised as configured.
+        scores: float64 total rewards, normalised as configured.
     """
 
     batch: TokenBatch
@@ -168,7 +168,7 @@ def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:
     """
     rewards = batch.rewards
     if settings.reward_placement == "trajectory":
-        rewards = starpo.place_at_end(scores, batch.loss_mask, batch.cu_seqlens)
+        rewards = starpo.place_at_end(scores, batch.loss_mask, batch.cu_seqlens).float()
     if settings.kl_in_reward != "none":
         penalty = starpo.kl_penalty(batch.old_logprobs, batch.ref_logprobs, settings.kl_in_reward)
         rewards = rewards - settings.kl_reward_coef * penalty * batch.loss_mask
@@ -176,9 +176,9 @@ def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:
 
 
 def _scores(trajectories: Sequence[Trajectory], settings: Any, device: torch.device) -> Tensor:
-    """[S] total rewards, normalised as configured."""
+    """[S] float64 total rewards, normalised as configured: as exact as what the filter ranks."""
     rewards = [trajectory.total_reward for trajectory in trajectories]
-    scores = move(torch.tensor(rewards), device)
+    scores = move(torch.tensor(rewards, dtype=torch.float64), device)
     keys = {
         "group": [one.group_id for one in trajectories],
         "environment": [one.environment for one in trajectories],

@@ -13,7 +13,7 @@ trajectories earned the same) may be kept. `within_group` selects trajectories i
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from statistics import pvariance
@@ -21,8 +21,10 @@ from statistics import pvariance
 import torch
 from torch import Tensor
 
+from ragen_mega.algorithm.rewards import VERDICTS
 from ragen_mega.algorithm.tables import FILTERS, PlugInError, call, find_filter
-from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.environments.episode import ERROR
 
 Returns = Sequence[Sequence[float]]
 
@@ -33,6 +35,31 @@ ROUNDING = 1e-9
 """Slack for rounding errors when a sum of shares or a product with a fraction is compared with a
 bound.
 """
+
+
+def has_return(trajectory: Trajectory, judges: Iterable[str] = ()) -> bool:
+    """Whether no failure of its environment ended the trajectory, and each of the judges gave a
+    verdict on it. Otherwise what it had earned so far says nothing about what it is worth.
+    """
+    info = trajectory.turns[-1].info if trajectory.turns else {}
+    verdicts = info.get(VERDICTS, {})
+    return ERROR not in info and all(verdicts.get(url) is not None for url in judges)
+
+
+def with_returns(
+    groups: Sequence[TrajectoryGroup], has: Callable[[Trajectory], bool] = has_return
+) -> list[TrajectoryGroup]:
+    """The groups with the members that have a return. A group that is left with fewer than two is
+    left out: nothing can be compared in it.
+    """
+    found = []
+    for group in groups:
+        members = [one for one in group.trajectories if has(one)]
+        if len(members) == len(group.trajectories):
+            found.append(group)
+        elif len(members) >= 2:
+            found.append(replace(group, trajectories=members))
+    return found
 
 
 def group_uncertainty(returns: Returns) -> Tensor:
@@ -144,31 +171,85 @@ def filter_groups(
     strategy: str,
     value: float | tuple[float, float] | None,
     keep_zero: bool,
+    num_groups: int | None = None,
 ) -> list[TrajectoryGroup]:
-    """The groups that the filter `strategy` keeps by their raw returns, in the given order; with a
-    filter within groups, their trajectories that it keeps.
+    """The groups that the filter `strategy` keeps by their raw returns, in the given order, without
+    members that have none; with a filter within groups, their trajectories that it keeps.
 
-    Constant groups are dropped in any case, unless `keep_zero` is set or the filter has
-    `drops_constant=False`. Raises PlugInError, in one line, if a user's filter fails or returns
-    something else.
+    Rewards of different environments have different scales, so the filter ranks the groups of each
+    environment by themselves; a number of groups is divided in proportion to theirs, and at least
+    one is kept of each. Constant groups are dropped in any case, unless `keep_zero` is set or the
+    filter has `drops_constant=False`. `num_groups` is how many were played, if these are not all.
+    Raises PlugInError, in one line, if a user's filter fails or returns something else.
     """
     found = find_filter(strategy)
-    found.check(strategy, value, len(groups))
-    returns = [group.total_rewards for group in groups]
-    answer = call(FILTERS, strategy, found.function, returns, value=value, keep_zero=keep_zero)
-    if found.within_groups:
-        rows = answer if isinstance(answer, Sequence) and len(answer) == len(groups) else [None]
-        kept = [
-            replace(group, trajectories=[group.trajectories[index] for index in chosen])
-            for group, row in zip(groups, rows)
-            if (chosen := _indices(strategy, row, len(group.trajectories)))
-        ]
-    else:
-        kept = [groups[index] for index in _indices(strategy, answer, len(groups))]
+    found.check(strategy, value, num_groups or len(groups))
+    groups = with_returns(groups)
+    ours = list(by_environment(groups).values())
+    values = [value] * len(ours)
+    if len(ours) > 1 and strategy == "top_fraction":  # divided as a whole: shares are rounded down
+        strategy, found = "top_k", find_filter("top_k")
+        value = max(1, math.floor(value * len(groups) + ROUNDING))
+    if len(ours) > 1 and found.value == "count":
+        values = _apportioned(int(value), list(map(len, ours)), groups[0].group_id // len(groups))
+    chosen: dict[int, TrajectoryGroup] = {}
+    for places, share in zip(ours, values):
+        options = {"strategy": strategy, "value": share, "keep_zero": keep_zero}
+        chosen |= {
+            places[index]: group
+            for index, group in _kept_of_one([groups[place] for place in places], **options)
+        }
+    kept = [chosen[place] for place in sorted(chosen)]
     if kept and found.drops_constant and not keep_zero:
         scores = group_uncertainty([group.total_rewards for group in kept])
         kept = [group for group, score in zip(kept, scores) if score > CONSTANT_SCORE]
     return kept
+
+
+def by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[int]]:
+    """Name of each environment -> the indices of its groups, in order."""
+    found: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        found.setdefault(group.trajectories[0].environment, []).append(index)
+    return found
+
+
+def _kept_of_one(
+    groups: Sequence[TrajectoryGroup],
+    *,
+    strategy: str,
+    value: float | tuple[float, float] | None,
+    keep_zero: bool,
+) -> list[tuple[int, TrajectoryGroup]]:
+    """What a filter keeps of the groups of one environment, with their indices; constant ones may
+    be among them.
+    """
+    found = find_filter(strategy)
+    returns = [group.total_rewards for group in groups]
+    answer = call(FILTERS, strategy, found.function, returns, value=value, keep_zero=keep_zero)
+    if not found.within_groups:
+        return [(index, groups[index]) for index in _indices(strategy, answer, len(groups))]
+    rows = answer if isinstance(answer, Sequence) and len(answer) == len(groups) else [None]
+    return [
+        (index, replace(group, trajectories=[group.trajectories[member] for member in chosen]))
+        for index, (group, row) in enumerate(zip(groups, rows))
+        if (chosen := _indices(strategy, row, len(group.trajectories)))
+    ]
+
+
+def _apportioned(total: int, sizes: Sequence[int], turn: int) -> list[int]:
+    """`total` divided in proportion to the sizes by largest remainders, at least 1 each. Among
+    equal remainders the first place moves on with every `turn`.
+    """
+    exact = [total * size / sum(sizes) for size in sizes]
+    counts = [max(1, math.floor(share + ROUNDING)) for share in exact]
+
+    def rank(place: int) -> tuple[float, int]:
+        return round(counts[place] - exact[place], 9), (place - turn) % len(sizes)
+
+    for place in sorted(range(len(sizes)), key=rank)[: max(0, total - sum(counts))]:
+        counts[place] += 1
+    return counts
 
 
 def _indices(strategy: str, answer: object, size: int) -> list[int]:

@@ -151,20 +151,26 @@ def shape_rewards(
 
 
 def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
-    """How often a solved trajectory earned more than an unsolved one, ties counting half (the area
-    under the ROC curve); None unless there are both. 1: every success earned more than every
-    failure; 0.5: the reward does not distinguish them; below: failures earn more.
+    """How often a solved trajectory earned more than an unsolved one of its environment, ties
+    counting half (the area under the ROC curve); None unless there are both. 1: every success
+    earned more than every failure; 0.5: the reward does not distinguish them; below: failures earn
+    more.
     """
-    solved = [one.total_reward for one in trajectories if one.success]
-    unsolved = [one.total_reward for one in trajectories if not one.success]
-    if not solved or not unsolved:
-        return None
-    return fmean((good > bad) + (good == bad) / 2 for good in solved for bad in unsolved)
+    earned: dict[str, tuple[list[float], list[float]]] = {}
+    for one in trajectories:
+        earned.setdefault(one.environment, ([], []))[one.success].append(one.total_reward)
+    pairs = [
+        (good > bad) + (good == bad) / 2
+        for unsolved, solved in earned.values()
+        for good in solved
+        for bad in unsolved
+    ]
+    return fmean(pairs) if pairs else None
 
 
 def judge(url: str, group: TrajectoryGroup) -> list[float]:
-    """The verdicts stored with the rollout. A missing one is replaced by the mean of the group,
-    so that the trajectory is ranked neither above nor below the others because of it.
+    """The verdicts stored with the rollout. A missing one is replaced by the mean of the group; a
+    run has no such member in a group, unless the weight of the judge is 0.
     """
     verdicts = [
         one.turns[-1].info.get(VERDICTS, {}).get(url) if one.turns else None

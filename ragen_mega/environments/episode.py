@@ -32,6 +32,14 @@ _TOKENS_PER_WORD = 2
 """At most, with a share of the tags, so that no answer within the announced length is cut off."""
 ERROR = "error"
 """Key of a turn's info: why a failure of the environment ended the trajectory."""
+FAILED_ACTION = "failed_action"
+"""Key of a turn's info: the action whose step failed."""
+TRUNCATED_BY = "truncated_by"
+"""Key of the last turn's info: what cut the trajectory, one of `CAUSES`."""
+CAUSES = ("budget", "environment", "context", "time", "error")
+"""The budget of turns or actions, the environment itself, the context, the time limit of a call, an
+error of the environment.
+"""
 
 
 FORMAT_PENALTY = -0.1
@@ -115,9 +123,14 @@ class TurnResult:
     """
 
 
-def failed_turn(error: Exception) -> TurnResult:
-    """The end of a trajectory whose environment did not answer, with the reason as data."""
-    info = {ERROR: str(error), "success": False}
+def failed_turn(error: Exception, action: Action | None = None) -> TurnResult:
+    """The end of a trajectory whose environment did not answer, with the reason as data; `action`
+    is what the environment was asked to do.
+    """
+    cause = "time" if getattr(error, "is_late", False) else "error"
+    info = {ERROR: str(error), "success": False, TRUNCATED_BY: cause}
+    if action is not None:
+        info[FAILED_ACTION] = action
     return TurnResult(reward=0.0, messages=(), terminated=False, truncated=True, info=info)
 
 
@@ -140,6 +153,8 @@ class Episode:
         self._is_success = False  # as of the last step
         self.observation: Observation = ""
         """The latest observation."""
+        self.action: Action | None = None
+        """The action that the environment is doing; after a failure, the one that failed."""
         self._opening: tuple[Message, ...] | None = None  # if the environment speaks in messages
         self._task = ""
 
@@ -205,6 +220,7 @@ class Episode:
         """
         if self.done:
             raise RuntimeError("the episode is over; call start before the next response")
+        self.action = None
         parsed = read_response(
             self.environment,
             text,
@@ -227,6 +243,9 @@ class Episode:
         truncated = not terminated and (
             (bool(results) and results[-1].truncated) or self.actions_left == 0
         )
+        if truncated:
+            is_own = bool(results) and results[-1].truncated
+            info[TRUNCATED_BY] = "environment" if is_own else "budget"
         self.done = terminated or truncated
         is_understood = info["is_format_valid"] and info["is_action_valid"]
         return TurnResult(
@@ -241,12 +260,14 @@ class Episode:
         """Run the actions in order until the environment ends or the budget does."""
         results: list[StepResult] = []
         for action in actions[: self.budget.max_actions - self._num_actions]:
+            self.action = copy.deepcopy(action)  # which the environment may write into
             result = step(self.environment, action)
             results.append(result)
             self._num_actions += 1
             self.observation = result.observation
             if result.terminated or result.truncated:
                 break
+        self.action = None
         return results
 
     def _next_messages(self, results: Sequence[StepResult], reward: float) -> tuple[Message, ...]:

@@ -38,6 +38,11 @@ class EnvironmentFailed(Exception):
     where.
     """
 
+    def __init__(self, text: str, *, is_late: bool = False) -> None:
+        """`is_late`: a time limit was exceeded, ours or one of the environment itself."""
+        super().__init__(text)
+        self.is_late = is_late
+
 
 def guarded(function: Callable[[], T]) -> T:
     """What `function` returns. Raises EnvironmentFailed, whatever it raises but Ctrl-C."""
@@ -46,7 +51,8 @@ def guarded(function: Callable[[], T]) -> T:
     except (KeyboardInterrupt, GeneratorExit):  # of the process, not of the environment
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise EnvironmentFailed(f"{type(error).__name__}: {error}{where(error)}") from error
+        text = f"{type(error).__name__}: {error}{where(error)}"
+        raise EnvironmentFailed(text, is_late=isinstance(error, TimeoutError)) from error
 
 
 def where(error: BaseException) -> str:
@@ -141,7 +147,7 @@ class Worker:
             call()
 
     def _too_late(self) -> EnvironmentFailed:
-        return EnvironmentFailed(f"took longer than {self.seconds:g} s")
+        return EnvironmentFailed(f"took longer than {self.seconds:g} s", is_late=True)
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, EnvironmentFailed | None]:

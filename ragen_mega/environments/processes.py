@@ -22,6 +22,10 @@ from ragen_mega.environments.registry import make
 _METHOD = "a method"
 
 
+class HostTooLate(RuntimeError, TimeoutError):
+    """A call took longer than its time limit, and its host was killed for that."""
+
+
 class HostedEnvironment:
     """A proxy of environment `name` in one of `num_processes` host processes, with its attributes.
     Arguments, answers and attributes are pickled.
@@ -76,15 +80,20 @@ class _Host:
         """The host's answer. Raises the environment's error if `_portable` keeps its type, else
         RuntimeError; also if the host is gone, or was killed because it took too long.
         """
+        is_late = False
         with self._lock:
             try:
                 self._pipe.send(request)
-                if not self._pipe.poll(timeout or None):
+                if is_late := not self._pipe.poll(timeout or None):
                     self._process.kill()
                 answer, error = self._pipe.recv()
             except (OSError, EOFError) as gone:
                 self._process.kill()
                 self._process.join()
+                if is_late:
+                    raise HostTooLate(
+                        f"took longer than {timeout:g} s; the process of the environment is gone"
+                    ) from gone
                 raise RuntimeError("the process of the environment is gone") from gone
         if error is not None:
             raise error
@@ -148,7 +157,7 @@ def _portable(error: BaseException) -> Exception:
     """The error in a form that the other process can unpickle, with the same meaning, and with the
     place, which only this process knows.
     """
-    for kind in (AttributeError, ValueError, TypeError, FloatingPointError):
+    for kind in (AttributeError, ValueError, TypeError, FloatingPointError, TimeoutError):
         if isinstance(error, kind):
             return kind(f"{error}{where(error)}")
     return RuntimeError(f"{type(error).__name__}: {error}{where(error)}")

@@ -1,7 +1,8 @@
 """What every number of the log means, in a sentence or two, and in which unit."""
 
 GLOSSARY = {
-    "rollout/success": "Share of the step's trajectories that solved their task.",
+    "rollout/success": "Share of the step's trajectories that solved their task, without lost"
+    " trajectories.",
     "rollout/random": "Success of a uniformly random player on the evaluation prompts.",
     "rollout/optimum": "Success of the best possible player under the same budget.",
     "rollout/reward": "Mean total reward of a trajectory, as the environment gave it.",
@@ -23,21 +24,37 @@ GLOSSARY = {
     "rollout/valid_format_rate": "Share of turns that could be parsed.",
     "rollout/valid_action_rate": "Share of turns whose actions were all legal.",
     "rollout/num_turns": "Turns a trajectory.",
-    "rollout/truncated_rate": "Share of trajectories cut by a budget, the context, or an error.",
+    "rollout/cut_answer_rate": "Share of turns whose answer reached the limit of its length.",
+    "rollout/truncated_rate": "Share of trajectories that were cut before their task ended, by"
+    " whatever cause: the sum of rollout/truncated_by_*.",
+    "rollout/truncated_by_budget": "Share of trajectories that used up their turns or actions.",
+    "rollout/truncated_by_environment": "Share of trajectories that the environment itself cut.",
+    "rollout/truncated_by_context": "Share of trajectories that filled the context.",
+    "rollout/truncated_by_time": "Share of trajectories that a call of the environment beyond its"
+    " time limit ended.",
+    "rollout/truncated_by_error": "Share of trajectories that an error of the environment ended.",
     "rollout/num_trajectories": "Trajectories of the step.",
     "rollout/sampled_tokens": "Tokens that the policy sampled in the step.",
     "rollout/sampling_rounds": "Rollouts that the step took until enough groups had spread.",
     "rollout/staleness": "Steps by which the weights had moved on since they sampled (placement"
     " separate), mean over sampled tokens.",
     "rollout/continued": "Share of trajectories that went on under later weights (--carry-over).",
-    "rollout/environment_errors": "Trajectories that an error or the time limit of their"
-    " environment ended.",
+    "rollout/environment_errors": "Episodes that an error or the time limit of their environment"
+    " ended, those that another attempt replaced included.",
+    "rollout/resampled": "Episodes among them that another attempt replaced.",
+    "rollout/lost_trajectories": "Trajectories without a return, since their last attempt failed"
+    " too: they are in no mean, in no ranking and in no loss.",
     "rollout/tokens_per_second": "Sampled tokens a second of rollout and weight sync.",
     "reward/*": "Mean over trajectories of what this reward term contributed, its weight included.",
     "reward/success_ranking": "How often a solved trajectory earned more than an unsolved one, ties"
     " half: 1 teaches success, 0.5 does not see it, less pays for failing.",
+    "reward/missing_verdicts": "Trajectories that a judge gave no verdict on: they are in no"
+    " ranking and in no loss.",
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",
-    "filter/kept_groups": "Groups that the filter kept for training.",
+    "filter/kept_groups": "Groups that the filter kept for training; of several environments each"
+    " by its name.",
+    "filter/short_groups": "Groups of which fewer than two trajectories have a return: they are"
+    " not trained on.",
     "filter/kept_fraction": "Kept groups over all groups.",
     "filter/constant_groups": "Share of groups whose trajectories all earned the same: nothing can"
     " be learned from them.",

@@ -16,23 +16,42 @@ from ragen_mega.algorithm.diagnostics import (
     EchoTrapMonitor,
     EchoTrapWarning,
 )
-from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty, soft_reweighting
+from ragen_mega.algorithm.filters import (
+    CONSTANT_SCORE,
+    by_environment,
+    group_uncertainty,
+    soft_reweighting,
+)
 from ragen_mega.algorithm.tables import METRICS, PlugInError, call
 from ragen_mega.config import FilterConfig
 from ragen_mega.data.distributed import max_over_ranks
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.report.metrics import Metrics
+from ragen_mega.rollout.endings import without_failures
 
 EVALUATED = ("success", "reward", "random", "optimum")
 """The values of an evaluated set that are logged as eval/..."""
 
 
 def filter_metrics(
-    groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]
+    groups: Sequence[TrajectoryGroup],
+    kept: Sequence[TrajectoryGroup],
+    num_played: int | None = None,
 ) -> dict[str, float]:
-    """How many groups the filter kept, and how many could not have taught anything."""
-    metrics = {"kept_groups": float(len(kept)), "kept_fraction": len(kept) / len(groups)}
-    if len(groups[0].trajectories) > 1:
+    """How many groups the filter kept, of several environments also by their names, and how many
+    could not have taught anything. Of `num_played` groups (None: these) `groups` have two samples.
+    """
+    metrics = {
+        "kept_groups": float(len(kept)),
+        "kept_fraction": len(kept) / (num_played or len(groups)),
+    }
+    if num_played is not None:
+        metrics["short_groups"] = float(num_played - len(groups))
+    environments, kept_of = by_environment(groups), by_environment(kept)
+    if len(environments) > 1:
+        for name in environments:
+            metrics[f"kept_groups/{name}"] = float(len(kept_of.get(name, ())))
+    if groups and min(len(group.trajectories) for group in groups) > 1:
         spread = group_uncertainty([group.total_rewards for group in groups])
         metrics["constant_groups"] = float((spread <= CONSTANT_SCORE).double().mean())
         if kept and min(len(group.trajectories) for group in kept) > 1:
@@ -60,13 +79,15 @@ def evaluation_metrics(
 
 
 def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> dict[str, float]:
-    """The values of the named metrics over the trajectories as they were played.
+    """The values of the named metrics over the trajectories as they were played, without what an
+    error ended; nothing if it ended all.
 
     A metric that returns one number is logged under its name. Raises PlugInError, in one line, if a
     metric fails, returns something else, or uses a key that is taken.
     """
     result: dict[str, float] = {}
-    for name in names:
+    groups = without_failures(groups)
+    for name in names if groups else ():
         answer = call(METRICS, name, METRICS.get(name), groups)
         for key, value in (answer if isinstance(answer, Mapping) else {name: answer}).items():
             number = _number(value)
@@ -88,10 +109,15 @@ def _number(value: Any) -> float:
 
 
 def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tensor | None:
-    """[S] factor of each trajectory's advantages under soft reweighting, None without."""
+    """[S] factor of each trajectory's advantages under soft reweighting, which compares a group
+    with those of its environment; None without.
+    """
     if not config.soft_reweighting:
         return None
-    weights = soft_reweighting(group_uncertainty([group.total_rewards for group in kept]))
+    spread = group_uncertainty([group.total_rewards for group in kept])
+    weights = torch.zeros_like(spread)
+    for places in by_environment(kept).values():
+        weights[places] = soft_reweighting(spread[places])
     sizes = torch.tensor([len(group.trajectories) for group in kept])
     return torch.repeat_interleave(weights, sizes).float()
 

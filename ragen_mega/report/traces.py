@@ -25,6 +25,7 @@ from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import EnvironmentFailed, briefly, guarded, is_instant
 from ragen_mega.environments.registry import make
+from ragen_mega.rollout.endings import cause
 from ragen_mega.storage.integrity import write_whole
 
 TRACES = "traces"
@@ -146,6 +147,7 @@ class TraceWriter:
             "success": trajectory.success,
             "terminated": trajectory.terminated,
             "truncated": trajectory.truncated,
+            "truncated_by": cause(trajectory),
             "outcome_seed": str(trajectory.outcome_seed),  # more digits than JavaScript keeps
             "weight_version": trajectory.weight_version,
         }

@@ -19,7 +19,14 @@ from weakref import ReferenceType, ref
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory, TrajectoryGroup
 from ragen_mega.environments import calls
-from ragen_mega.environments.episode import ERROR, Episode, TurnResult, failed_turn
+from ragen_mega.environments.episode import (
+    ERROR,
+    FAILED_ACTION,
+    TRUNCATED_BY,
+    Episode,
+    TurnResult,
+    failed_turn,
+)
 from ragen_mega.environments.pool import (
     MAX_THREADS,
     EnvironmentFailed,
@@ -32,6 +39,10 @@ from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
 
+FAILED_ATTEMPTS = "failed_attempts"
+"""Key of the last turn's info: what ended earlier attempts at this trajectory, and their outcome
+seeds.
+"""
 _SECONDS_TO_CLOSE = 5.0
 T = TypeVar("T")
 
@@ -100,6 +111,10 @@ class PlaySettings:
     """Turns that the policy sees (0: all)."""
     environment_timeout: float = EnvironmentConfig.environment_timeout
     """Seconds for one call of an environment that is not instant; 0: no limit."""
+    attempts: int = 1
+    """Times that a trajectory is played at most: again, with another outcome seed, if an error or
+    the time limit of its environment has ended it. Evaluation plays once, for what fails counts.
+    """
 
 
 def collect(
@@ -154,14 +169,25 @@ class _Seat:
     is_broken: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One play of a task. A further one has an outcome seed of its own."""
+
+    session: int
+    task: Task
+    repetition: int
+    """How many earlier tasks have the same group and outcome seed."""
+    failures: tuple[dict[str, Any], ...] = ()
+    """What ended the attempts before this one."""
+
+
 @dataclass(slots=True)
 class _Kind:
     """The tasks that share their environments."""
 
     spare: _Seat | None
     is_instant: bool
-    waiting: deque[tuple[int, int, Task]] = field(default_factory=deque)
-    """Session, how many earlier tasks have the same group and outcome seed, task."""
+    waiting: deque[_Attempt] = field(default_factory=deque)
     num_players: int = 0
 
 
@@ -171,7 +197,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     The samples of a task depend only on the weights, the seed and the task, not on the order in
     which environments answer, so the tasks of a group may be collected in parts. An environment
     that raises or exceeds its time limit ends its trajectory as truncated, with the error in the
-    info of the last turn; if it cannot even start, that is a turn without tokens. Leaving the
+    info of the last turn; if it cannot even start, that is a turn without tokens. The trajectory is
+    then played again, if `settings.attempts` allows, and takes the other's place. Leaving the
     context closes environments, ends threads and releases sessions.
     """
 
@@ -261,7 +288,9 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         """The finished trajectories of these tasks, of which nothing is kept."""
         taken = [self._trajectories.pop(index) for index in indices]
         for one in taken:
-            self._repetitions.pop((one.group_id, one.outcome_seed), None)
+            failures = one.turns[-1].info.get(FAILED_ATTEMPTS, ()) if one.turns else ()
+            for seed in (one.outcome_seed, *(each["outcome_seed"] for each in failures)):
+                self._repetitions.pop((one.group_id, seed), None)
         self._kinds = {
             make: kind for make, kind in self._kinds.items() if kind.num_players or kind.waiting
         }
@@ -322,7 +351,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             kind = self._kinds[task.make_episode]
             # Members may share their outcome seed, but never their samples.
             key = (task.group_id, task.outcome_seed)
-            kind.waiting.append((session, self._repetitions[key], task))
+            kind.waiting.append(_Attempt(session, task, self._repetitions[key]))
             self._repetitions[key] += 1
             if kind.is_instant or kind.num_players < MAX_THREADS:
                 kind.num_players += 1
@@ -350,13 +379,18 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         while kind.waiting:
             with self._seat(kind) as seat:
                 while kind.waiting and not seat.is_broken:
-                    session, repetition, task = kind.waiting.popleft()
+                    attempt = kind.waiting.popleft()
                     try:
-                        trajectory = await self._sample(session, repetition, task, seat)
-                        self._trajectories[session] = trajectory
-                        self._unfinished.discard(session)
+                        trajectory = await self._sample(attempt, seat)
                     finally:
-                        self._engine.release(session)
+                        self._engine.release(attempt.session)
+                    if self._is_repeated(attempt, trajectory.turns[-1].info):
+                        kind.waiting.appendleft(_further(attempt, trajectory))
+                        continue
+                    if attempt.failures:
+                        trajectory.turns[-1].info[FAILED_ATTEMPTS] = list(attempt.failures)
+                    self._trajectories[attempt.session] = trajectory
+                    self._unfinished.discard(attempt.session)
         kind.num_players -= 1
         self._check_held()
 
@@ -377,9 +411,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 seat.worker.end(partial(_close, seat))
                 self._workers.append(ref(seat.worker))
 
-    async def _sample(self, session: int, repetition: int, task: Task, seat: _Seat) -> Trajectory:
+    def _is_repeated(self, attempt: _Attempt, info: dict[str, Any]) -> bool:
+        """Whether another attempt follows one whose last turn has this info."""
+        is_failed = ERROR in info and info.get(TRUNCATED_BY) != "context"
+        return is_failed and len(attempt.failures) + 1 < self._settings.attempts
+
+    async def _sample(self, attempt: _Attempt, seat: _Seat) -> Trajectory:
         """Render, generate, append, respond; until the episode ends or the context is full."""
-        settings, renderer = self._settings, self._renderer
+        settings, renderer, task = self._settings, self._renderer, attempt.task
         max_context = settings.max_context_length
         trajectory = Trajectory(
             group_id=task.group_id,
@@ -392,12 +431,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             messages = await self._start(task, seat)
             context = Context(renderer, seat.episode, settings.context_window)
             trajectory.append_observation(context.begin(messages))
-            if len(trajectory) >= max_context:
-                raise EnvironmentFailed(no_room(task.environment, len(trajectory), max_context))
         except EnvironmentFailed as error:
-            return self._unplayed(trajectory, error)
+            return self._unplayed(attempt, trajectory, failed_turn(error).info)
+        if len(trajectory) >= max_context:
+            why = no_room(task.environment, len(trajectory), max_context)
+            info = failed_turn(EnvironmentFailed(why)).info | {TRUNCATED_BY: "context"}
+            return self._unplayed(attempt, trajectory, info)
         max_tokens = seat.episode.max_response_length
-        stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, repetition)
+        stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, attempt.repetition)
         while True:
             sampling = SamplingParams(
                 max_tokens=min(max_tokens, max_context - len(context.tokens)),
@@ -406,7 +447,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 stop_token_ids=renderer.stop_token_ids,
                 seed=text_seed(repr((*stream, len(trajectory.turns)))),
             )
-            completion = await self._generate(context.tokens[:], sampling, session)
+            completion = await self._generate(context.tokens[:], sampling, attempt.session)
             turn = trajectory.append_action(completion)
             if self._engine.weight_version != trajectory.weight_version:
                 turn.info[VERSION] = self._engine.weight_version
@@ -422,22 +463,26 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 observation, afresh = context.go_on(result.messages)
                 if len(context.tokens) >= max_context:
                     turn.info["context_overflow"] = trajectory.truncated = is_over = True
-            self._advance(len(completion.tokens), is_over)
+                    turn.info[TRUNCATED_BY] = "context"
+            is_done = is_over and not self._is_repeated(attempt, turn.info)
+            self._advance(len(completion.tokens), is_done)
             if is_over:
                 return trajectory
             trajectory.append_observation(observation, afresh=afresh)
             if afresh:  # its cache belongs to another prompt
-                self._engine.release(session)
+                self._engine.release(attempt.session)
 
-    def _unplayed(self, trajectory: Trajectory, error: EnvironmentFailed) -> Trajectory:
+    def _unplayed(
+        self, attempt: _Attempt, trajectory: Trajectory, info: dict[str, Any]
+    ) -> Trajectory:
         """The trajectory of an environment that could not start: nothing was sampled."""
         nothing = self._renderer.start([Message("user", "")])
         trajectory = replace(trajectory, tokens=[], loss_mask=[], rollout_logprobs=[])
         trajectory.append_observation(nothing)
         turn = trajectory.append_action(Completion([], [], "abort"))
-        turn.info.update(failed_turn(error).info)
+        turn.info.update(info)
         trajectory.truncated = True
-        self._advance(0, True)
+        self._advance(0, not self._is_repeated(attempt, info))
         return trajectory
 
     async def _start(self, task: Task, seat: _Seat) -> list[Message]:
@@ -452,7 +497,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         except EnvironmentFailed as error:
             seat.is_broken = True
             raise EnvironmentFailed(
-                f"environment {task.environment} cannot start from seed {task.seed}: {error}"
+                f"environment {task.environment} cannot start from seed {task.seed}: {error}",
+                is_late=error.is_late,
             ) from error
 
     async def _respond(self, seat: _Seat, text: str) -> TurnResult:
@@ -461,7 +507,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             return await self._ask(seat, partial(seat.episode.respond, text))
         except EnvironmentFailed as error:
             seat.is_broken = True
-            return failed_turn(error)
+            return failed_turn(error, seat.episode.action)
 
     async def _ask(self, seat: _Seat, function: Callable[[], T]) -> T:
         if seat.worker is None:
@@ -489,6 +535,22 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 raise EngineError(
                     f"the rollout engine failed: {type(error).__name__}: {error}"
                 ) from error
+
+
+def _further(attempt: _Attempt, failed: Trajectory) -> _Attempt:
+    """The attempt after one that failed: its outcome seed, from which the sampling seeds follow, is
+    derived from that of the task and the number of the attempt.
+    """
+    failures = (*attempt.failures, _failure(failed))
+    seed = text_seed(repr(("attempt", len(failures), attempt.task.outcome_seed)))
+    return replace(attempt, task=replace(attempt.task, outcome_seed=seed), failures=failures)
+
+
+def _failure(trajectory: Trajectory) -> dict[str, Any]:
+    """What is kept of an attempt that was repeated."""
+    info = trajectory.turns[-1].info
+    known = {key: info[key] for key in (ERROR, TRUNCATED_BY, FAILED_ACTION) if key in info}
+    return known | {"outcome_seed": trajectory.outcome_seed}
 
 
 def _apart(function: Callable[..., T], *args: Any) -> T:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from ragen_mega.algorithm.filters import has_return
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TrajectoryGroup
@@ -22,9 +23,9 @@ from ragen_mega.environments.reference_players import (
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
 from ragen_mega.rollout.collector import Advance, PlaySettings, check_starts
+from ragen_mega.rollout.endings import describe_errors, environment_errors
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.summary import describe_errors, environment_errors
 from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
 
 
@@ -44,10 +45,13 @@ class EvaluationResult:
     random: float | None
     """Success of the reference players; None if unknown."""
     optimum: float | None
-    reward: float
+    reward: float | None
+    """Mean total reward of the episodes that no error ended; None if there are none."""
     valid_format_rate: float
     environment_errors: int
-    """Episodes that the environment ended by an error or was too slow for; they count as failed."""
+    """Episodes that the environment ended by an error or was too slow for. They count as not
+    solved, since leaving them out would flatter a policy that breaks its environment.
+    """
     pass_at_k: dict[str, float]
     prompt_success: list[float]
     """Success rate of each prompt, in order, so that runs can be compared prompt by prompt."""
@@ -156,6 +160,7 @@ def _score(
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     successes = [[t.success for t in group.trajectories] for group in played]
     success, ci_low, ci_high = success_interval(successes)
+    rewards = [one.total_reward for one in trajectories if has_return(one)]
     return EvaluationResult(
         environment=name,
         num_prompts=len(played),
@@ -166,13 +171,13 @@ def _score(
         ci_high=ci_high,
         random=reference.random,
         optimum=reference.optimum,
-        reward=sum(trajectory.total_reward for trajectory in trajectories) / len(trajectories),
+        reward=sum(rewards) / len(rewards) if rewards else None,
         valid_format_rate=sum(bool(turn.info.get("is_format_valid")) for turn in turns)
         / max(1, len(turns)),
         environment_errors=len(environment_errors(played)),
         pass_at_k=pass_at_k(successes),
         prompt_success=[sum(row) / len(row) for row in successes],
-        errors_say=describe_errors(played),
+        errors_say=describe_errors(played, are_trained=False),
     )
 
 

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_mega.algorithm.filters import has_return, with_returns
 from ragen_mega.algorithm.rewards import IDENTITY, shape_rewards
+from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.data import distributed
 from ragen_mega.data.balance import Cost
 from ragen_mega.data.compact import (
@@ -77,21 +79,35 @@ def from_main(
 
 def shape_on_main(
     groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
-) -> tuple[list[TrajectoryGroup], dict[str, float]]:
-    """`shape_rewards` by rank 0, which has all tokens; the others get what every turn earns.
-    Collective. Raises PlugInError on all ranks.
+) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup], dict[str, float]]:
+    """The groups with the rewards of the terms, those of them that can be trained on, with their
+    samples alone, and metrics to log, as `shape_rewards` has them.
+
+    Samples are the members that have a return. Rank 0, which has all tokens and infos, finds them
+    and shapes them alone, so that none is compared with anything else; the others get what it
+    found. Collective. Raises PlugInError on all ranks.
     """
-    if dict(terms) == IDENTITY:
-        return list(groups), {}
+    judges = [name for name, weight in terms.items() if is_judge(name) and weight]
+    trajectories = [one for group in groups for one in group.trajectories]
+    found = distributed.on_main(
+        lambda: [(has_return(one, judges), has_return(one)) for one in trajectories]
+    )
+    worth = {id(one) for one, (is_judged, _) in zip(trajectories, found) if is_judged}
+    samples = with_returns(groups, lambda one: id(one) in worth)
+    metrics: dict[str, float] = {}
+    if judges:
+        metrics["missing_verdicts"] = float(sum(played for _, played in found) - len(worth))
+    if dict(terms) == IDENTITY or not samples:
+        return list(groups), samples, metrics
     shaped: list[TrajectoryGroup] = []
 
     def shape() -> tuple[list[float], dict[str, float]]:
         nonlocal shaped
-        shaped, metrics = shape_rewards(groups, terms)
+        shaped, means = shape_rewards(samples, terms)
         played = (one for group in shaped for one in group.trajectories)
-        return [turn.reward for one in played for turn in one.turns], metrics
+        return [turn.reward for one in played for turn in one.turns], means
 
-    rewards, metrics = distributed.on_main(shape)
+    rewards, means = distributed.on_main(shape)
     if not distributed.is_main():
         earned = iter(rewards)
         shaped = [
@@ -102,9 +118,16 @@ def shape_on_main(
                     for one in group.trajectories
                 ],
             )
-            for group in groups
+            for group in samples
         ]
-    return shaped, metrics
+    before = (one for group in samples for one in group.trajectories)
+    after = (one for group in shaped for one in group.trajectories)
+    changed = {id(old): new for old, new in zip(before, after, strict=True)}
+    whole = [
+        replace(group, trajectories=[changed.get(id(one), one) for one in group.trajectories])
+        for group in groups
+    ]
+    return whole, shaped, metrics | means
 
 
 def deliver(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence[int]]) -> None:

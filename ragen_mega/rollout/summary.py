@@ -9,26 +9,33 @@ from statistics import fmean
 
 from ragen_mega.algorithm.diagnostics import entropy_by_prompt, repetition_across_prompts
 from ragen_mega.algorithm.filters import group_uncertainty
-from ragen_mega.data.types import Trajectory, TrajectoryGroup
-from ragen_mega.environments.episode import ERROR
-
-_MAX_REASON = 300
-"""Characters, so that the place of an error is among them."""
+from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.environments.episode import CAUSES
+from ragen_mega.rollout.endings import (
+    cause,
+    environment_errors,
+    failed_attempts,
+    without_failures,
+)
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Metrics of all trajectories, and again under `name/environment` if there are several
     environments.
 
-    success, truncated_rate: share of trajectories. reward: mean total reward. in_group_std: mean
-    over groups of the unbiased standard deviation of total rewards (StarPO Eq. 7), 0 for a group of
-    one. num_turns: mean per trajectory. response_length: sampled tokens per turn. thought_length:
-    words of the thought per turn, 0 for a turn without one. true_claims: share of the claims in
-    thoughts that are true of the state, only where some can be checked. valid_format_rate,
-    valid_action_rate: share of turns. num_trajectories, sampled_tokens: counts.
-    environment_errors: trajectories that were ended by an error or the time limit of their
-    environment. entropy, entropy_variance, distinct_openings, ngram_overlap: see
-    `algorithm.diagnostics`. Without groups, no metrics.
+    Of the trajectories that have a return (`filters.has_return`): success: share. reward: mean
+    total reward. in_group_std: mean over groups of the unbiased standard deviation of total rewards
+    (StarPO Eq. 7), 0 for a group of one. num_turns: mean. response_length: sampled tokens per turn.
+    thought_length: words of the thought per turn, 0 for a turn without one. true_claims: share of
+    the claims in thoughts that are true of the state, only where some can be checked.
+    valid_format_rate, valid_action_rate: share of turns. cut_answer_rate: share of turns whose
+    answer reached the limit of its length. entropy, entropy_variance, distinct_openings,
+    ngram_overlap: see `algorithm.diagnostics`. All of these are missing where there is none.
+
+    Of all trajectories: truncated_rate, and the shares of it by cause. num_trajectories,
+    sampled_tokens: counts. environment_errors: episodes that an error or the time limit of their
+    environment ended. resampled: how many of these another attempt replaced. lost_trajectories:
+    trajectories that have no return. Without groups, no metrics.
     """
     if not groups:
         return {}
@@ -44,7 +51,26 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    causes = [cause(trajectory) for trajectory in trajectories]
+    num_failed = sum(1 for _ in failed_attempts(groups))
+    num_lost = len(environment_errors(groups))
+    return _of_samples(groups) | {
+        "truncated_rate": fmean(trajectory.truncated for trajectory in trajectories),
+        **{f"truncated_by_{each}": causes.count(each) / len(causes) for each in CAUSES},
+        "num_trajectories": float(len(trajectories)),
+        "sampled_tokens": float(sum(trajectory.num_sampled_tokens for trajectory in trajectories)),
+        "environment_errors": float(num_failed),
+        "resampled": float(num_failed - num_lost),
+        "lost_trajectories": float(num_lost),
+    }
+
+
+def _of_samples(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    samples = without_failures(groups)
+    trajectories = [trajectory for group in samples for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    if not turns:
+        return {}
     checked = [turn.info["claims"] for turn in turns if "claims" in turn.info]
     num_true, num_claims = (sum(counts[i] for counts in checked) for i in (0, 1))
     return {
@@ -52,44 +78,15 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "reward": fmean(trajectory.total_reward for trajectory in trajectories),
         "in_group_std": fmean(
             float(group_uncertainty([group.total_rewards])) if len(group.trajectories) > 1 else 0.0
-            for group in groups
+            for group in samples
         ),
         "response_length": fmean(turn.end - turn.start for turn in turns),
         "thought_length": fmean(len(turn.info.get("thought", "").split()) for turn in turns),
         **({"true_claims": num_true / num_claims} if num_claims else {}),
         "valid_format_rate": fmean(bool(turn.info.get("is_format_valid", False)) for turn in turns),
         "valid_action_rate": fmean(bool(turn.info.get("is_action_valid", False)) for turn in turns),
+        "cut_answer_rate": fmean(turn.info.get("finish_reason") == "length" for turn in turns),
         "num_turns": fmean(len(trajectory.turns) for trajectory in trajectories),
-        "truncated_rate": fmean(trajectory.truncated for trajectory in trajectories),
-        "num_trajectories": float(len(trajectories)),
-        "sampled_tokens": float(sum(trajectory.num_sampled_tokens for trajectory in trajectories)),
-        "environment_errors": float(len(environment_errors(groups))),
-        **entropy_by_prompt(groups),
-        **repetition_across_prompts(groups),
+        **entropy_by_prompt(samples),
+        **repetition_across_prompts(samples),
     }
-
-
-def environment_errors(groups: Sequence[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:
-    """The trajectories that were ended by an error or the time limit of their environment, each
-    with the reason.
-    """
-    return [
-        (trajectory, trajectory.turns[-1].info[ERROR])
-        for group in groups
-        for trajectory in group.trajectories
-        if trajectory.turns and ERROR in trajectory.turns[-1].info
-    ]
-
-
-def describe_errors(groups: Sequence[TrajectoryGroup]) -> str | None:
-    """One line about the trajectories of `environment_errors`, None if there are none."""
-    errors = environment_errors(groups)
-    if not errors:
-        return None
-    trajectory, reason = errors[0]
-    return (
-        f"environment errors closed {len(errors)} of"
-        f" {sum(len(group.trajectories) for group in groups)} trajectories as truncated; the first:"
-        f" {trajectory.environment} with seed {trajectory.seed} and outcome seed"
-        f" {trajectory.outcome_seed}: {' '.join(reason.split())[:_MAX_REASON]}"
-    )

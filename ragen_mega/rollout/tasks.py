@@ -15,7 +15,7 @@ from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, 
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, briefly
 from ragen_mega.environments.processes import HostedEnvironment
-from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.protocol import Environment, Message
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import PlaySettings, Task, no_room, tasks_for_group
@@ -25,6 +25,7 @@ TRAINING_SEEDS = (1_000_000, 1_000_000_000)
 """Training draws prompt seeds from this range; evaluation sets and held-out checks use smaller
 ones.
 """
+_REPEATED_STARTS = 5
 
 
 def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
@@ -64,9 +65,16 @@ def episode_maker(
 
 
 def play_settings(
-    rollout: RolloutConfig, environment: EnvironmentConfig, *, temperature: float, seed: int
+    rollout: RolloutConfig,
+    environment: EnvironmentConfig,
+    *,
+    temperature: float,
+    seed: int,
+    attempts: int = 1,
 ) -> PlaySettings:
-    """How a run samples, in training or, at another temperature, in evaluation."""
+    """How a run samples: in training, where a failed trajectory gets another of its `attempts`, or
+    at another temperature in evaluation, where it counts as it is.
+    """
     # A host process times its own calls; a turn may have to wait for those of other environments.
     is_hosted = environment.environment_processes > 0
     return PlaySettings(
@@ -76,6 +84,7 @@ def play_settings(
         temperature=temperature,
         seed=seed,
         environment_timeout=0.0 if is_hosted else environment.environment_timeout,
+        attempts=attempts,
     )
 
 
@@ -131,6 +140,30 @@ class TaskSampler:
 def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = None) -> str:
     """The first observation, by which boards are told apart."""
     return calls.reset(episode.environment, seed, board=board)
+
+
+def draws_by_outcome(
+    make_episode: Callable[[], Episode], seed: int, outcome_seeds: Sequence[int], timeout: float
+) -> bool:
+    """Whether the first observations from a seed differ, and each follows from the outcome seed; an
+    environment that cannot be asked within `timeout` seconds a call (0: no limit) is not known to.
+    """
+    worker = Worker(timeout)
+    try:
+        episode = worker.build("of the group", make_episode)
+    except ValueError:
+        return False
+
+    def starts() -> list[list[Message]]:
+        return [worker.wait(partial(episode.start, seed, outcome_seed=s)) for s in outcome_seeds]
+
+    try:
+        first, *others = [starts() for _ in range(_REPEATED_STARTS)]
+    except EnvironmentFailed:
+        return False
+    finally:
+        worker.end(partial(calls.close, episode.environment))
+    return first[0] != first[-1] and all(other == first for other in others)
 
 
 def held_out_states(

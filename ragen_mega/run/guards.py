@@ -1,5 +1,5 @@
 """What a run does when training goes wrong: updates skipped for a non-finite loss or gradient,
-steps of which the filter kept no group, success that collapses.
+steps of which the filter kept no group, success that collapses, groups of different tasks.
 
 The first two are reported and counted, and too many in a row end the run; a collapse can be undone.
 """
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.algorithm.diagnostics import CollapseDetector
-from ragen_mega.config import GuardConfig, StarPOConfig
+from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
+from ragen_mega.rollout.endings import environment_errors
 from ragen_mega.rollout.holding import whole
-from ragen_mega.rollout.summary import environment_errors
+from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
 from ragen_mega.storage.sealed_files import write_sealed
 
 FAULTS = "faults"
@@ -172,22 +173,77 @@ class CollapseGuard:
         self._is_told = state["is_told"]
 
 
-def nothing_to_learn(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
-    """Why the filter kept none of a step's groups, and the remedy."""
+class StartGuard:
+    """Finds worlds in which the members of a group do not play the same task, and says so once."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+        self._settled: set[str] = set()  # environments of which it is known or was said
+
+    def check(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """What is to be said of the groups of a step, whose tokens this rank has: the first prompt
+        of a group, which follows from its seed, differs between members. Differences that outcome
+        seeds alone explain are the world's intention.
+        """
+        said = []
+        for group in groups:
+            first = group.trajectories[0]
+            if (name := first.environment) in self._settled:
+                continue
+            started = [one for one in group.trajectories if one.num_sampled_tokens]
+            outcomes = {_first_prompt(one): one.outcome_seed for one in started}
+            if len(outcomes) < 2:
+                continue
+            self._settled.add(name)
+            maker, limit = episode_maker(self.config, name, step), self.config.environment_timeout
+            if draws_by_outcome(maker, first.seed, [*outcomes.values()][:2], limit):
+                continue
+            said.append(
+                f"members of a group play different tasks: {name} gave seed {first.seed} more than"
+                " one first observation, so that returns of a group are compared across tasks. Let"
+                " reset(seed) draw the initial state from a generator of its own,"
+                " random.Random(seed), that step uses too: the global generators of random and"
+                " numpy are shared by all threads (or set --environment-processes, where calls"
+                " follow one another)"
+            )
+        return said
+
+
+def _first_prompt(trajectory: Trajectory) -> tuple[int, ...]:
+    """The tokens before the first answer."""
+    return tuple(trajectory.tokens[: trajectory.turns[0].start])
+
+
+def nothing_to_learn(
+    groups: Sequence[TrajectoryGroup], samples: Sequence[TrajectoryGroup], config: StarPOConfig
+) -> str:
+    """Why the filter kept none of a step's groups, and the remedy; `samples` are the groups with
+    the members that have a return.
+    """
+    num_played = sum(len(group.trajectories) for group in groups)
+    if len(environment_errors(groups)) == num_played:
+        return (
+            "the environment ended every trajectory by an error; mend it, or raise"
+            " --environment-timeout"
+        )
+    if not samples:
+        return (
+            "errors of environments or missing verdicts of judges left fewer than two members of"
+            " every group; mend them, or raise --group-size"
+        )
+    return _alike(samples, config)
+
+
+def _alike(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
+    """Why groups with their samples alone teach nothing, and the remedy."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     returns = sorted({round(trajectory.total_reward, 6) for trajectory in trajectories})
     cut = sum(turn.info.get("finish_reason") == "length" for turn in turns)
     malformed = sum(not turn.info.get("is_format_valid") for turn in turns)
-    failed = len(environment_errors(groups))
     earned = f"{returns[0]:g}" if len(returns) == 1 else f"{returns[0]:g} to {returns[-1]:g}"
     limit = config.rollout.expected_response_length
     for is_so, why in (
-        (
-            failed == len(trajectories),
-            "the environment ended every trajectory by an error; mend it, or raise"
-            " --environment-timeout",
-        ),
         (
             cut == len(turns),
             f"all {cut} answers were cut at --max-response-length {limit}; raise it, or"

@@ -39,14 +39,15 @@ from ragen_mega.report.step_metrics import (
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
+from ragen_mega.rollout.endings import PolicyErrors, describe_errors
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each, mean_references
 from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.summary import describe_errors, summarize
+from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.run.batches import Batches
-from ragen_mega.run.guards import FAULTS, CollapseGuard, UpdateGuard
+from ragen_mega.run.guards import FAULTS, CollapseGuard, StartGuard, UpdateGuard
 from ragen_mega.run.link import LinkLost
 from ragen_mega.run.placement import Phase, Placement
 from ragen_mega.run.sampling import Origin, Sampling, Tasks, origin_of
@@ -152,6 +153,8 @@ class Run:
             report=self.console.say,
         )
         self.collapse_guard = CollapseGuard(config.guard)
+        self.start_guard = StartGuard(config.environment)
+        self.policy_errors = PolicyErrors()
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
         self.trainers = {"actor": self.policy.trainer}
         if self.critic:
@@ -280,24 +283,35 @@ class Run:
 
     def summarize(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         """Metrics of a rollout, with the reference players on the evaluation boards beside them."""
-        if errors := on_main(lambda: describe_errors(groups)):
-            self.note(self.step, errors)
+
+        def notes() -> list[str]:
+            errors = describe_errors(groups)
+            mixed = self.start_guard.check(self.step, groups)
+            return mixed + ([errors] if errors else []) + self.policy_errors.add(groups)
+
+        for note in on_main(notes):
+            self.note(self.step, note)
         rounds, rollout = {}, self.config.rollout
         if rollout.max_sampling_rounds > 1:
             rounds = {"sampling_rounds": len(groups) / rollout.num_groups}
         references = mean_references(self.references, self.config.environment.shares)
         return on_main(lambda: summarize(groups)) | rounds | references
 
-    def filter(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    def filter(self, groups: Sequence[TrajectoryGroup], num_played: int) -> list[TrajectoryGroup]:
         """Apply the configured filter to raw returns, and after a rollback the guard's to what is
-        left. Of several rounds it keeps as many groups as of one.
+        left. Of several rounds it keeps as many groups as of one. `groups` have their samples
+        alone, and were `num_played` with those that lack them.
         """
         config, rollout = self.config.filter, self.config.rollout
         strategy, value = config.filter_strategy, config.value
         if rollout.max_sampling_rounds > 1:
             strategy, value = "top_k", config.num_kept(rollout.num_groups)
         kept = filter_groups(
-            groups, strategy=strategy, value=value, keep_zero=config.filter_keep_zero
+            groups,
+            strategy=strategy,
+            value=value,
+            keep_zero=config.filter_keep_zero,
+            num_groups=num_played,
         )
         share = self.collapse_guard.filter_share
         if share == 1.0 or not kept:

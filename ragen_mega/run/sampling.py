@@ -23,6 +23,8 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.rollout.verifier import Verifiers
 
+_ATTEMPTS = 2
+"""Times that a trajectory is played at most: what fails twice is mostly not worth the wait."""
 Tasks = Sequence[Sequence[Task]]
 Origin = dict[str, Any]
 """Everything that a rollout depends on, as JSON values."""
@@ -81,6 +83,7 @@ class Sampling:
             config.environment,
             temperature=config.rollout.temperature,
             seed=config.train.seed,
+            attempts=_ATTEMPTS,
         )
         self._verifiers = Verifiers(
             config.advantage.reward_terms, timeout=config.environment.environment_timeout or None
@@ -94,8 +97,8 @@ class Sampling:
         """
         config, groups = self.config, self._play(step, tasks)
         for sampling_round in range(1, config.rollout.max_sampling_rounds):
-            shaped, _ = shape_on_main(groups, config.advantage.reward_terms)
-            spread = group_uncertainty([group.total_rewards for group in shaped])
+            _, samples, _ = shape_on_main(groups, config.advantage.reward_terms)
+            spread = group_uncertainty([group.total_rewards for group in samples])
             wanted = config.filter.num_kept(config.rollout.num_groups)
             if int((spread > CONSTANT_SCORE).sum()) >= wanted:
                 break

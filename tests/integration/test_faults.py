@@ -467,8 +467,15 @@ def test_a_run_goes_on_with_a_broken_environment(
     assert [len(group.trajectories) for group in groups] == [4, 4] and row[
         "rollout/num_trajectories"
     ] == 8
-    failed = [t for group in groups for t in group.trajectories if "error" in t.turns[-1].info]
-    assert failed and row["rollout/environment_errors"] == len(failed)
+    played = [trajectory for group in groups for trajectory in group.trajectories]
+    failed = [t for t in played if "error" in t.turns[-1].info]
+    attempts = [each for t in played for each in t.turns[-1].info.get("failed_attempts", ())]
+    assert failed and row["rollout/lost_trajectories"] == len(failed)
+    assert row["rollout/resampled"] == len(attempts) >= len(failed)
+    assert row["rollout/environment_errors"] == len(failed) + len(attempts)
+    by_time = sum(t.outcome_seed % 3 == 2 for t in failed) / 8
+    assert row["rollout/truncated_by_time"] == by_time
+    assert row["rollout/truncated_by_error"] == len(failed) / 8 - by_time
     for trajectory in failed:
         reason = {1: "ConnectionError: lost connection (in step, ", 2: "took longer than 0.2 s"}[
             trajectory.outcome_seed % 3
@@ -476,8 +483,8 @@ def test_a_run_goes_on_with_a_broken_environment(
         assert trajectory.truncated and trajectory.turns[-1].info["error"].startswith(reason)
     said = capfd.readouterr().out
     assert (
-        f"step 0: environment errors closed {len(failed)} of 8 trajectories as truncated; the"
-        f" first: {__name__}:Flaky with seed " in said
+        f"step 0: environment errors closed {len(failed) + len(attempts)} of {8 + len(attempts)}"
+        " episodes" in said
     )
 
 
@@ -505,7 +512,8 @@ def test_a_step_in_which_no_environment_starts_trains_nothing(
 
     run.sample = sample_without
     rows = metrics(finish(run))
-    assert [row["rollout/environment_errors"] for row in rows] == [8, 0]
+    assert [row["rollout/environment_errors"] for row in rows] == [16, 0]
+    assert [row["rollout/lost_trajectories"] for row in rows] == [8, 0]
     assert ["actor/loss" in row for row in rows] == [False, True]
     said = capfd.readouterr().out
     assert "step 0: trained on nothing: the environment ended every trajectory by an error" in said

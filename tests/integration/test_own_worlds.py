@@ -233,7 +233,7 @@ def test_worlds_that_cost_a_trajectory_at_most(folder: Path, kind: str, errors: 
         return
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / f"out/{kind}/metrics.jsonl").open()]
-    assert sum(row["rollout/environment_errors"] for row in rows) <= 16 * errors
+    assert sum(row["rollout/lost_trajectories"] for row in rows) <= 16 * errors
 
 
 @pytest.mark.slow

@@ -407,10 +407,18 @@ def test_summary_by_hand() -> None:
         "valid_format_rate": 2 / 5,
         "valid_action_rate": 0.0,
         "num_turns": 2.5,
+        "cut_answer_rate": 0.0,
         "truncated_rate": 0.5,
+        "truncated_by_budget": 0.5,
+        "truncated_by_environment": 0.0,
+        "truncated_by_context": 0.0,
+        "truncated_by_time": 0.0,
+        "truncated_by_error": 0.0,
         "num_trajectories": 2.0,
         "sampled_tokens": 19.0,
         "environment_errors": 0.0,
+        "resampled": 0.0,
+        "lost_trajectories": 0.0,
         "entropy": 0.0,  # these trajectories have no log-probabilities
         "entropy_variance": 0.0,
     }

@@ -238,7 +238,7 @@ def test_every_case_has_an_outcome_of_its_own(played):
     assert estimators == SHIPPED
 
 
-def test_soft_reweighting_scales_by_the_share_of_the_largest_deviation(played):
+def test_soft_reweighting_scales_by_the_share_of_the_environments_largest_deviation(played):
     trajectories, batch = played
     groups: dict[int, list[Trajectory]] = {}
     for one in trajectories:
@@ -255,7 +255,10 @@ def test_soft_reweighting_scales_by_the_share_of_the_largest_deviation(played):
     }
     rows = zip(trajectories, sampled(played, plain.advantages), sampled(played, scaled.advantages))
     for one, before, after in rows:
-        share = spread[one.group_id] / max(spread.values())
+        rivals = (
+            spread[other.group_id] for other in trajectories if other.environment == one.environment
+        )
+        share = spread[one.group_id] / max(rivals)
         assert flat([after]) == pytest.approx([share * a for a in flat([before])], abs=TOLERANCE)
     assert len(set(spread.values())) == len(spread)
 
@@ -330,3 +333,17 @@ def test_bad_estimators_are_one_line(played, function, message):
         estimate_advantages(batch, trajectories, AdvantageConfig(advantage_estimator=name))
     assert "\n" not in str(caught.value) and name in str(caught.value)
     assert isinstance(caught.value, PlugInError) or function == "no function"
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_large_returns_keep_the_differences_that_the_filter_sees(estimator):
+    """1e8 + {0..7} is 1e8 + 8 {0, 1} in float32."""
+    group = [Trajectory(0) for _ in range(8)]
+    for member, one in enumerate(group):
+        one.append_observation([0])
+        one.append_action(Completion([1], [-1.0], "stop")).reward = 1e8 + member
+    config = AdvantageConfig(advantage_estimator=estimator)
+    batch = pack(group)
+    found = estimate_advantages(batch, group, config).advantages[batch.loss_mask].tolist()
+    scale = {"grpo": statistics.stdev(range(8)), "dr_grpo": 1.0, "rloo": 7 / 8}[estimator]
+    assert found == pytest.approx([(member - 3.5) / scale for member in range(8)])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ragen_mega.algorithm import filters
 from ragen_mega.algorithm.filters import filter_groups, group_uncertainty, soft_reweighting
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
+from ragen_mega.report.step_metrics import filter_metrics
 
 SCORES = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=12)
 
@@ -228,3 +229,44 @@ def test_every_filter_of_the_table_is_a_function_of_raw_returns(name):
     found = getattr(filters, name)(returns, value=1, keep_zero=False)
     assert set(found) <= {0, 2} and 2 in found
     assert filters.keep_all(returns, value=None, keep_zero=False) == [0, 1, 2]
+
+
+def worlds(*scales, size=4):
+    """Groups of environments whose rewards differ in scale alone; a group's spread grows with its
+    place.
+    """
+    groups = []
+    for scale_id, scale in enumerate(scales):
+        for place in range(size):
+            one = group(len(groups), 0.0, scale * (1 + place))
+            for trajectory in one.trajectories:
+                trajectory.environment = f"world {scale_id}"
+            groups.append(one)
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("strategy", "value"),
+    [("top_fraction", 0.25), ("top_k", 2), ("top_p_linear", 0.4), ("min_p", 0.9)],
+)
+def test_each_environment_is_ranked_by_itself(strategy, value):
+    """The same task paid 0.01 and 100: both are trained, by their widest groups."""
+    kept = filter_groups(worlds(0.01, 100.0), strategy=strategy, value=value, keep_zero=False)
+    assert [one.group_id for one in kept] == [3, 7]
+    assert filter_metrics(worlds(0.01, 100.0), kept) | {"kept_std": 0, "constant_groups": 0} == {
+        "kept_groups": 2.0, "kept_fraction": 0.25, "constant_groups": 0,
+        "kept_groups/world 0": 1.0, "kept_groups/world 1": 1.0, "kept_std": 0,
+    }  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 12), st.integers(0, 99))
+def test_a_number_of_groups_is_divided_in_proportion(sizes, total, turn):
+    total = min(total, sum(sizes))
+    counts = filters._apportioned(total, sizes, turn)
+    assert sum(counts) == total or (sum(counts) > total and 1 in counts)
+    for count, size in zip(counts, sizes, strict=True):
+        assert 1 <= count <= size and count < 2 + total * size / sum(sizes)
+
+
+def test_equal_environments_take_turns_with_the_odd_group():
+    assert {tuple(filters._apportioned(3, [4, 4], turn)) for turn in range(2)} == {(2, 1), (1, 2)}

@@ -80,6 +80,10 @@ def test_a_term_that_is_gamed_shows() -> None:
     _, honest = shape_rewards(groups, parse_reward("environment - 0.001*response_length"))
     assert honest["success_ranking"] == 1.0
     assert success_ranking([solver, solver]) is None
+    rich = [trajectory(([1], 50.0 + 50.0 * good, {"success": good})) for good in (True, False)]
+    for one in rich:
+        one.environment = "of large rewards"
+    assert success_ranking([solver, talker, *rich]) == 1.0
     equal, worse = (trajectory(([1], value, {"success": False})) for value in (1.0, 0.0))
     assert success_ranking([equal, solver]) == 0.5, "a tie tells nothing"
     assert success_ranking([equal, solver, worse]) == 0.75

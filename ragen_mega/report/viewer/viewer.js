@@ -2,6 +2,7 @@
 // The viewer's page: five views of one or more runs. All text of runs goes in as text, never as HTML.
 
 const COLORS = ["#2457c5", "#c2410c", "#18794e", "#8a3ffc", "#b45309", "#0e7490", "#be185d", "#57606a"];
+const CUT = { budget: "the budget", environment: "the environment", context: "the context", time: "the time limit", error: "an error" };
 const VIEWS = ["overview", "curves", "trajectories", "compare", "time"];
 const SIDES = ["one", "left", "right"]; // browsers of trajectories: alone, and the two of a comparison
 const SECONDS_BETWEEN_READS = 5;
@@ -297,7 +298,7 @@ async function browse(root, at) {
     runs.length > 1 ? choose("run", runs.map((one, i) => [String(i), one.name]), at.run, (value) => { at.run = Number(value); delete at.trace; again(); }) : null,
     choose("of", kinds.map((kind) => [kind, kind]), at.kind, (value) => { at.kind = value; delete at.trace; again(); }),
     make("label", {}, "step", typed), slider, text,
-    choose("show", [["", "all"], ["good", "successes"], ["bad", "failures"], ["kept", "trained on"], ["cut", "truncated"], ["error", "errors"]], at.only ?? "", (value) => { at.only = value; list(); }),
+    choose("show", [["", "all"], ["good", "successes"], ["bad", "failures"], ["kept", "trained on"], ["cut", "truncated"], ["budget", "cut by the budget"], ["environment", "cut by the environment"], ["context", "cut by the context"], ["time", "cut by the time limit"], ["error", "errors"]], at.only ?? "", (value) => { at.only = value; list(); }),
     choose("color", [["", "none"], ...channelNames(trace).map((name) => [name, name])], at.channel ?? "", (value) => { at.channel = value; show(); }));
   const members = make("div", { class: "members" });
   const chat = make("div", { class: "chat" });
@@ -315,7 +316,7 @@ async function browse(root, at) {
         if (isHere) found = [g, m];
         at.order.push([g, m]);
         members.append(make("button", { class: "member", "aria-current": String(isHere), "data-at": `${g},${m}`, onclick: () => select(g, m) },
-          make("span", { class: one.success ? "good" : "bad" }, one.success ? "solved" : one.truncated ? "cut" : "failed"),
+          make("span", { class: one.success ? "good" : "bad" }, one.success ? "solved" : one.truncated_by ? `cut: ${one.truncated_by}` : one.truncated ? "cut" : "failed"),
           make("span", { class: "dim" }, `${one.turns.length} turns, ${one.tokens.length} tokens`),
           make("span", { class: "reward" }, number(one.reward))));
       }
@@ -358,7 +359,7 @@ function channel(one, name) {
 }
 
 function fits(trace, group, one, at) {
-  const only = { good: one.success, bad: !one.success, kept: group.kept, cut: one.truncated, error: one.turns.some((turn) => turn.info.error) };
+  const only = { good: one.success, bad: !one.success, kept: group.kept, cut: one.truncated, [one.truncated_by]: true, error: one.turns.some((turn) => turn.info.error || turn.info.failed_attempts) };
   if (at.only && !only[at.only]) return false;
   const bound = /^\s*([<>])\s*(-?[\d.]+)\s*$/.exec(at.text ?? "");
   if (bound) return bound[1] === ">" ? one.reward > Number(bound[2]) : one.reward < Number(bound[2]);
@@ -368,7 +369,7 @@ function fits(trace, group, one, at) {
 function transcript(trace, one, channelName, searched) {
   const strings = one.tokens.map((token) => trace.strings[token]);
   const values = channelName ? channel(one, channelName) : null;
-  const parts = [make("div", { class: "bar facts" }, make("b", { class: one.success ? "good" : "bad" }, one.success ? "solved" : "not solved"), ...[`reward ${number(one.reward)}`, one.terminated ? "ended by the environment" : "cut off", `weights ${one.weight_version}`, `outcome seed ${one.outcome_seed}`].map((fact) => make("span", {}, fact))),
+  const parts = [make("div", { class: "bar facts" }, make("b", { class: one.success ? "good" : "bad" }, one.success ? "solved" : "not solved"), ...[`reward ${number(one.reward)}`, one.terminated ? "ended by the environment" : one.truncated_by ? `cut by ${CUT[one.truncated_by]}` : "cut off", `weights ${one.weight_version}`, `outcome seed ${one.outcome_seed}`].map((fact) => make("span", {}, fact))),
     make("div", { id: "token", class: "facts" }, channelName && !values ? "this trajectory was not trained on: it has no such number" : "point at a token to read its numbers")];
   const detail = parts[1];
   const scale = values ? largest(trace, channelName) : 1;
@@ -389,7 +390,7 @@ function transcript(trace, one, channelName, searched) {
     position = turn.end;
     const { info } = turn;
     const terms = info.rewards ? ` (${Object.entries(info.rewards).map(([name, value]) => `${name} ${number(value)}`).join(", ")})` : "";
-    const facts = make("div", { class: "facts" }, make("b", {}, `turn ${t + 1}: `), `reward ${number(turn.reward)}${terms}`, info.actions?.length ? `, did ${[].concat(info.actions).join(", ")}` : "", info.is_format_valid === false ? make("span", { class: "bad" }, ", malformed answer") : "", info.finish_reason === "length" ? make("span", { class: "warn" }, ", cut at the length limit") : "", info.error ? make("span", { class: "bad" }, `, ${info.error}`) : "");
+    const facts = make("div", { class: "facts" }, make("b", {}, `turn ${t + 1}: `), `reward ${number(turn.reward)}${terms}`, info.actions?.length ? `, did ${[].concat(info.actions).join(", ")}` : "", info.is_format_valid === false ? make("span", { class: "bad" }, ", malformed answer") : "", info.finish_reason === "length" ? make("span", { class: "warn" }, ", cut at the length limit") : "", info.error ? make("span", { class: "bad" }, `, ${info.error}`) : "", ...(info.failed_attempts ?? []).map((failure) => make("span", { class: "warn" }, `, played again after: ${failure.error}`)));
     parts.push(make("div", { class: "turn" }, picture(one.pictures[t]), make("div", { class: "body" }, said, answer, facts)));
   });
   if (one.pictures.length) parts.push(make("div", { class: "turn" }, picture(one.pictures.at(-1)), make("div", { class: "body facts" }, "after the last turn")));

@@ -1,0 +1,210 @@
+"""How trajectories ended, what failed, and what is said of it. docs/environments.md has the table
+of all endings.
+"""
+
+import json
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
+
+from ragen_mega.algorithm.filters import has_return
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY
+from ragen_mega.rollout.collector import FAILED_ATTEMPTS
+
+_MAX_REASON = 300
+"""Characters, so that the place of an error is among them."""
+_MAX_ACTION = 60
+_OF_VALUES = frozenset(
+    kind.__name__
+    for kind in (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+) | {"JSONDecodeError", "NotImplementedError", "ZeroDivisionError"}
+"""Kinds of errors that what was said causes, in their words."""
+_AGAIN_AND_AGAIN = 3
+"""Episodes that an action must have ended before the policy is said to cause it."""
+_STEPS = 20
+"""Steps with a failure in which they are counted."""
+
+
+def last_info(trajectory: Trajectory) -> Mapping[str, Any]:
+    """The info of the last turn."""
+    return trajectory.turns[-1].info if trajectory.turns else {}
+
+
+def cause(trajectory: Trajectory) -> str | None:
+    """Which of `episode.CAUSES` cut a trajectory; None for one whose task ended."""
+    if not trajectory.truncated:
+        return None
+    info = last_info(trajectory)
+    if TRUNCATED_BY in info:
+        return info[TRUNCATED_BY]
+    if ERROR in info:  # a rollout that an earlier version wrote
+        return "error"
+    return "context" if info.get("context_overflow") else "budget"
+
+
+def without_failures(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """The groups with the members that have a return; without the groups that have none."""
+    found = []
+    for group in groups:
+        members = [one for one in group.trajectories if has_return(one)]
+        if len(members) == len(group.trajectories):
+            found.append(group)
+        elif members:
+            found.append(replace(group, trajectories=members))
+    return found
+
+
+def environment_errors(groups: Iterable[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:
+    """The trajectories that were ended by an error or the time limit of their environment, each
+    with the reason.
+    """
+    return [
+        (trajectory, last_info(trajectory)[ERROR])
+        for group in groups
+        for trajectory in group.trajectories
+        if ERROR in last_info(trajectory)
+    ]
+
+
+def failed_attempts(
+    groups: Iterable[TrajectoryGroup],
+) -> Iterator[tuple[Trajectory, Mapping[str, Any]]]:
+    """Every episode that an error or a time limit ended, also where another attempt replaced it:
+    the trajectory of which it was an attempt, and what ended it.
+    """
+    for group in groups:
+        for one in group.trajectories:
+            info = last_info(one)
+            for failure in info.get(FAILED_ATTEMPTS, ()):
+                yield one, failure
+            if ERROR in info:
+                yield one, info | {"outcome_seed": one.outcome_seed}
+
+
+def describe_errors(groups: Sequence[TrajectoryGroup], *, are_trained: bool = True) -> str | None:
+    """What is said of the episodes of `failed_attempts`, of groups that are trained on or, if not,
+    evaluated; None if there are none.
+    """
+    failures = list(failed_attempts(groups))
+    if not failures:
+        return None
+    num_trajectories = sum(len(group.trajectories) for group in groups)
+    num_lost = len(environment_errors(groups))
+    num_repeated = len(failures) - num_lost
+    trajectory, failure = failures[0]
+    what = "which count as not solved"
+    if are_trained:
+        what = (
+            f"of which {num_repeated} were replaced by another attempt and {num_lost} have no part"
+            " in training"
+        )
+    return (
+        f"environment errors closed {len(failures)} of {num_trajectories + num_repeated} episodes,"
+        f" {what}; the first: {trajectory.environment} with seed {trajectory.seed} and outcome seed"
+        f" {failure['outcome_seed']}: {' '.join(failure[ERROR].split())[:_MAX_REASON]}"
+    )
+
+
+class PolicyErrors:
+    """Finds the actions that end their environment again and again: at least three times in the
+    last twenty steps with a failure, more often than they succeed and more than twice as often as
+    all others, so that no server is to blame, or by an error of a kind that only values cause.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[_Doings] = deque(maxlen=_STEPS)
+        self._told: set[tuple[str, str]] = set()
+
+    def add(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """A line for each environment and action, or kind of error, of which the groups of a step
+        are the third witness, and nothing was said yet.
+        """
+        if not any(FAILED_ACTION in failure for _, failure in failed_attempts(groups)):
+            return []
+        self._steps.append(_Doings.of(groups))
+        failures = [failure for step in self._steps for failure in step.failures]
+        done = sum((step.done for step in self._steps), Counter())
+        played = sum((step.played for step in self._steps), Counter())
+        failed = Counter((name, action) for name, action, _ in failures)
+        found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        for name, action, reason in failures:
+            key = name, action
+            if failed[key] >= _AGAIN_AND_AGAIN and _is_the_actions_own(key, failed, done):
+                found.setdefault(key, []).append((f"the action {action}", reason))
+            elif _is_of_values(reason):
+                kind = name, reason.partition(":")[0]
+                found.setdefault(kind, []).append((f"answers such as {action}", reason))
+        new = {
+            key: rows
+            for key, rows in found.items()
+            if len(rows) >= _AGAIN_AND_AGAIN and key not in self._told
+        }
+        self._told.update(new)
+        return [
+            f"the policy causes an error of {name} by {rows[0][0]}: {len(rows)} of the last"
+            f" {played[name]} episodes ({rows[0][1][:_MAX_REASON]}); let step answer such an action"
+            " with an observation and a penalty instead of raising, for the policy learns nothing"
+            " from episodes that fail"
+            for (name, _), rows in new.items()
+        ]
+
+
+class _Doings(NamedTuple):
+    """What the policy did in a step."""
+
+    failures: list[tuple[str, str, str]]
+    """Environment, action and reason of each failed step of an environment."""
+    done: Counter[tuple[str, str]]
+    """Environment and action -> steps that did not fail."""
+    played: Counter[str]
+    """Environment -> episodes."""
+
+    @classmethod
+    def of(cls, groups: Sequence[TrajectoryGroup]) -> Self:
+        attempts = list(failed_attempts(groups))
+        members = [one for group in groups for one in group.trajectories]
+        played = Counter(one.environment for one in members)
+        played.update(one.environment for one, _ in attempts)
+        played.subtract(one.environment for one, _ in environment_errors(groups))
+        return cls(
+            [
+                (one.environment, _name(failure[FAILED_ACTION]), " ".join(failure[ERROR].split()))
+                for one, failure in attempts
+                if FAILED_ACTION in failure
+            ],
+            Counter(
+                (one.environment, _name(action))
+                for one in members
+                for turn in one.turns
+                for action in turn.info.get("actions", ())
+            ),
+            played,
+        )
+
+
+def _is_the_actions_own(
+    key: tuple[str, str], failed: Counter[tuple[str, str]], done: Counter[tuple[str, str]]
+) -> bool:
+    """Whether the action fails more often than it succeeds, and the other actions of its
+    environment fail less than half as often.
+    """
+    others = [
+        sum(count for other, count in counts.items() if other[0] == key[0] and other != key)
+        for counts in (failed, done)
+    ]
+    share = failed[key] / (failed[key] + done[key])
+    return share > 0.5 and share > 2 * others[0] / max(1, sum(others))
+
+
+def _is_of_values(reason: str) -> bool:
+    """Whether an error is of a kind that no server, disk or clock raises."""
+    return reason.removeprefix("RuntimeError: ").partition(":")[0] in _OF_VALUES
+
+
+def _name(action: Any) -> str:
+    """The action in words; of a tool call the tool alone, since its arguments vary."""
+    if isinstance(action, Mapping):
+        action = action.get("name", json.dumps(action, default=str))
+    return repr(str(action)[:_MAX_ACTION])
