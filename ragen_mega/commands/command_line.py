@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ragen_mega.data.launcher import forget_foreign_ranks, is_rank
+
 PROGRAM = "ragen_mega.commands.program"
 """The module that is `ragen-mega`."""
 Flag = tuple[str, dict[str, Any]]
@@ -89,6 +91,7 @@ def command(
         @functools.wraps(work)
         def main(argv: Sequence[str] | None = None) -> None:
             try:
+                forget_foreign_ranks()
                 status = work(parse(manual, *flags, argv=argv, takes_others=takes_others))
             except (ValueError, OSError, FloatingPointError) as error:
                 from ragen_mega.report.console import fail
@@ -104,12 +107,12 @@ def command(
 
 def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[str]:
     """The command that runs `script`, a file or the name of a module, on that many ranks of this
-    machine, on a free port.
+    machine.
     """
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
     kind = () if isinstance(script, Path) else ("--module",)
+    # --nnodes, because platforms set torchrun's variable for it, PET_NNODES.
     # `--`, because torchrun would take flags of the script for abbreviations of its own.
-    words = ("--nproc-per-node", num_ranks, *rendezvous, *kind, "--", script, *flags)
+    words = ("--nnodes", 1, "--nproc-per-node", num_ranks, *kind, "--", script, *flags)
     # -P: no file of the working directory may stand in for a module.
     return [sys.executable, "-P", "-m", "ragen_mega.commands.launch", *map(str, words)]
 
@@ -130,7 +133,7 @@ def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:
     """Become command `name` on that many ranks of this machine; nothing if one is enough, or if
     this is a rank already.
     """
-    if num_ranks > 1 and "RANK" not in os.environ:
+    if num_ranks > 1 and not is_rank():
         os.execv(sys.executable, ranks_command(num_ranks, PROGRAM, name, *argv))
 
 

@@ -17,6 +17,8 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +32,16 @@ if TYPE_CHECKING:
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
+_SECONDS_TO_END = 10.0
+"""What ranks have after a second signal."""
+_SECONDS_OF_SILENCE = 1.0
+"""After which the launcher says that it waits for them."""
+_SECONDS_TO_CLEAN = 5.0
+"""What processes of killed ranks have to notice their end, and to remove their files."""
+_end: float | None = None
+"""When ranks are killed, after a second signal."""
+_received: list[int] = []
+"""The signals so far."""
 _EXPLAINED = (1, 2)
 """Exit codes of an exception that nobody caught, and of an error in one line."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -69,9 +81,14 @@ def main(argv: Sequence[str]) -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
     try:
-        if args.nnodes not in ("1", "1:1") and args.rdzv_backend == "static":
-            _check_meeting(args)
-        run.run(args)
+        # torchrun leaves a folder of its own choice behind.
+        with tempfile.TemporaryDirectory(prefix="ragen-", ignore_cleanup_errors=True) as folder:
+            args.log_dir = args.log_dir or folder
+            if args.nnodes in ("1", "1:1"):
+                _stay_alone(args)
+            elif args.rdzv_backend == "static":
+                _check_meeting(args)
+            run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
@@ -95,6 +112,33 @@ def main(argv: Sequence[str]) -> int:
     except _Stopped as stopped:
         return 128 + stopped.args[0]
     return 0
+
+
+def _stay_alone(args: Namespace) -> None:
+    """Let torchrun meet nobody. Its stores listen on every interface and ask nobody who they are,
+    and it unpickles what it finds in them; ranks of one machine meet in a file.
+    """
+    from torch.distributed import HashStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousInfo,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    class Alone(StaticTCPRendezvous):
+        use_agent_store = False  # ranks have no address of one
+
+        def get_backend(self) -> str:
+            return "alone"
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    rendezvous_handler_registry.register(
+        "alone", lambda parameters: Alone("127.0.0.1", 0, 0, 1, parameters.run_id, 0)
+    )
+    args.rdzv_backend = "alone"
 
 
 def _check_meeting(args: Namespace) -> None:
@@ -148,14 +192,41 @@ def can_bind(system: Path = Path("/sys")) -> bool:
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     """Pass a signal on to the ranks, and exit after them, however long they take to write a
-    checkpoint. Signals that arrive meanwhile are passed on as well.
+    checkpoint. Signals that arrive meanwhile are passed on as well, and the second one, after which
+    ranks write none, bounds the wait: a rank that hangs would stay for ever.
     """
+    global _end
     ranks = psutil.Process().children()
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(signum)
-    psutil.wait_procs(ranks)
+    # Schedulers may send SIGUSR1 to launcher and ranks alike, for which a second one is nothing.
+    if _received and signum != signal.SIGUSR1 and _end is None:
+        _end = time.monotonic() + _SECONDS_TO_END
+    _received.append(signum)
+    if _end is None:
+        psutil.wait_procs(ranks)
+    else:
+        _end_in_time(ranks)
     raise _Stopped(signum)
+
+
+def _end_in_time(ranks: list[psutil.Process]) -> None:
+    """Wait until ranks end, and kill at `_end` those that have not, with all that they started."""
+    family = psutil.Process().children(recursive=True)
+    silence = min(_SECONDS_OF_SILENCE, max(0.0, _end - time.monotonic()))
+    _, alive = psutil.wait_procs(ranks, silence)
+    if alive:
+        left = max(0.0, _end - time.monotonic())
+        text = f"{len(alive)} rank(s) have not ended; they are killed in {left:.0f} s\n"
+        os.write(2, text.encode())
+        _, alive = psutil.wait_procs(alive, left)
+    for rank in alive:
+        rank.kill()
+    # A server's supervisor removes weights from shared memory when its rank is gone.
+    for process in psutil.wait_procs(family, _SECONDS_TO_CLEAN)[1] if alive else ():
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 if __name__ == "__main__":

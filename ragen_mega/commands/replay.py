@@ -13,7 +13,6 @@ Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +25,7 @@ from ragen_mega.commands.command_line import JSON, command, flag, read_settings,
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
+from ragen_mega.data.launcher import is_rank
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.reference_players import Baselines
@@ -152,7 +152,7 @@ def check_ranks(start: Mapping[str, Any]) -> int:
     """The ranks of a start of a run. Raises ValueError if they cannot be started here."""
     num_ranks, num_gpus = start["world_size"], torch.cuda.device_count()
     remedy = "--num-ranks replays it on another layout, equal to rounding"
-    if "RANK" not in os.environ and num_ranks != start["ranks_per_node"]:
+    if not is_rank() and num_ranks != start["ranks_per_node"]:
         raise ValueError(
             f"the run had {num_ranks} ranks, {start['ranks_per_node']} on each node, and this tool"
             f" starts those of one node; start it by torchrun on as many nodes, or {remedy}"

@@ -17,13 +17,14 @@ from itertools import takewhile
 
 from ragen_mega.commands.command_line import PROGRAM, ranks_command
 from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.data.launcher import is_rank
 from ragen_mega.report.console import fail
 from ragen_mega.run.check import check_flags
 
 
 def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while modules are imported
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_rank():
         run_rank(argv)
         return
     asked = os.environ.get("NPROC_PER_NODE") or str(default_ranks())

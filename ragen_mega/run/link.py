@@ -3,9 +3,12 @@ between their first ranks.
 
 It is a plain socket, since the parts are separate worlds of torch.distributed (docs/decisions.md).
 A frame is eight bytes of length and a pickled message; an empty one says that its sender lives.
+Messages are unpickled only from an end that has proven, by HMAC, that it knows a key. The key is in
+a file that nobody but the user can read: the store of a job on several nodes can be read by all.
 """
 
 import hmac
+import json
 import os
 import pickle
 import secrets
@@ -15,16 +18,27 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
+from ragen_mega.algorithm.tables import PlugInError
+from ragen_mega.rollout.engine import EngineError
+
 TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
-_KEY, _ALARM = "link", "alarm"
+_ADDRESS, _ALARM = "link", "alarm"
+_KEY_FILE = ".link-"
+"""What the name of a key's file begins with."""
+_NUM_RANDOM, _NUM_PROOF = 32, 32
+"""Bytes of a challenge, and of its answer."""
 _SECONDS_TO_MEET = 300.0
+_SECONDS_TO_PROVE = 10.0
 _SECONDS_TO_FLUSH = 30.0
+PORTABLE = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
+"""Kinds of errors that one part of the job tells the other."""
 
 
 class LinkLost(ConnectionError):
@@ -40,12 +54,18 @@ class Alarm:
         self._store = store
 
     def give(self, error: Exception) -> None:
-        """Leave an error that can be pickled."""
-        self._store.set(_ALARM, pickle.dumps(error))
+        """Leave an error of one of the kinds of `PORTABLE`."""
+        self._store.set(_ALARM, json.dumps([type(error).__name__, str(error)]))
 
     def given(self) -> Exception | None:
-        """The error that a rank has left."""
-        return pickle.loads(self._store.get(_ALARM)) if self._store.check([_ALARM]) else None
+        """The error that a rank has left; LinkLost if it was no rank."""
+        if not self._store.check([_ALARM]):
+            return None
+        try:
+            name, text = json.loads(self._store.get(_ALARM))
+            return {kind.__name__: kind for kind in PORTABLE}[name](text)
+        except (ValueError, TypeError, KeyError):
+            return LinkLost("the job's store holds an alarm that no rank can have left")
 
 
 class Link:
@@ -124,40 +144,74 @@ class Link:
         self._incoming.put(None)
 
 
-def listen(store: dist.Store, host: str) -> Link:
-    """The connection that `connect` makes in the other part, through an address of this machine
-    ("": any). Raises OSError.
+def listen(store: dist.Store, folder: Path, host: str) -> Link:
+    """The connection that `connect` makes in the other part, to the address `host` of this machine.
+    The key is in `folder` meanwhile. Raises OSError.
     """
-    token, options = secrets.token_hex(16), {}
-    if not host and socket.has_dualstack_ipv6():  # nodes may have addresses of either kind
-        options = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-    with socket.create_server((host, 0), **options) as server:
-        server.settimeout(_SECONDS_TO_MEET)
-        store.set(_KEY, f"{server.getsockname()[1]} {token}")
-        while True:
-            connection, _ = server.accept()
-            connection.settimeout(_SECONDS_TO_MEET)
-            said = connection.recv(len(token), socket.MSG_WAITALL)
-            if hmac.compare_digest(said, token.encode()):
+    key, name = secrets.token_bytes(_NUM_RANDOM), f"{_KEY_FILE}{secrets.token_hex(8)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with open(folder / name, "xb", opener=lambda path, how: os.open(path, how, 0o600)) as file:
+            file.write(key)
+        with socket.create_server((host, 0), family=family) as server:
+            store.set(_ADDRESS, json.dumps([host, server.getsockname()[1], name]))
+            return _accept(server, key)
+    finally:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _accept(server: socket.socket, key: bytes) -> Link:
+    """The first connection whose other end knows the key; strangers may connect before it."""
+    end = time.monotonic() + _SECONDS_TO_MEET
+    while True:
+        server.settimeout(max(0.001, end - time.monotonic()))
+        connection, _ = server.accept()
+        with suppress(OSError):
+            connection.settimeout(_SECONDS_TO_PROVE)
+            ours = secrets.token_bytes(_NUM_RANDOM)
+            connection.sendall(ours)
+            both = ours + _read_exactly(connection, _NUM_RANDOM)
+            if _is_proof(_read_exactly(connection, _NUM_PROOF), key, SAMPLERS, both):
+                connection.sendall(_proof(key, TRAINERS, both))
                 connection.settimeout(None)
                 return Link(connection, SAMPLERS)
-            connection.close()
+        connection.close()
 
 
-def connect(store: dist.Store, host: str) -> Link:
-    """The connection to the part that listens on `host`. Raises OSError."""
+def connect(store: dist.Store, folder: Path) -> Link:
+    """The connection to the part that listens, with its key from `folder`. Raises OSError, and
+    LinkLost if somebody else listens.
+    """
     store.set_timeout(timedelta(seconds=_SECONDS_TO_MEET))
-    port, token = store.get(_KEY).decode().split()
-    connection = socket.create_connection((host, int(port)), timeout=_SECONDS_TO_MEET)
-    connection.sendall(token.encode())
+    host, port, name = json.loads(store.get(_ADDRESS))
+    if not (name.startswith(_KEY_FILE) and name.removeprefix(_KEY_FILE).isalnum()):
+        raise LinkLost(f"the job's store names {name!r} as the file of a key")
+    key = (folder / name).read_bytes()
+    connection = socket.create_connection((host, port), timeout=_SECONDS_TO_MEET)
+    ours = secrets.token_bytes(_NUM_RANDOM)
+    both = _read_exactly(connection, _NUM_RANDOM) + ours
+    connection.sendall(ours + _proof(key, SAMPLERS, both))
+    if not _is_proof(_read_exactly(connection, _NUM_PROOF), key, TRAINERS, both):
+        connection.close()
+        raise LinkLost(f"{host}:{port} does not know the key of this job, so {TRAINERS} are not it")
     connection.settimeout(None)
     return Link(connection, TRAINERS)
 
 
-def meet_part(store: dist.Store, *, listens: bool, is_one_machine: bool) -> Link:
-    """The connection between the first ranks of both parts; the one that listens is rank 0 of the
-    job. Raises OSError.
-    """
-    if listens:
-        return listen(store, "127.0.0.1" if is_one_machine else "")
-    return connect(store, "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"])
+def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        if not (part := connection.recv(num_bytes - len(data))):
+            raise LinkLost("the other end of a connection has hung up")
+        data += part
+    return data
+
+
+def _proof(key: bytes, part: str, challenges: bytes) -> bytes:
+    """What only a part of this job can answer to the challenges of both ends."""
+    return hmac.digest(key, part.encode() + challenges, "sha256")
+
+
+def _is_proof(said: bytes, key: bytes, part: str, challenges: bytes) -> bool:
+    return hmac.compare_digest(said, _proof(key, part, challenges))

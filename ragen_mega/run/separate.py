@@ -21,7 +21,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.compact import CompactTrajectories, compact, expand
@@ -36,8 +35,8 @@ from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
 from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import SAMPLERS, Alarm, Link, LinkLost, meet_part
-from ragen_mega.run.nodes import num_nodes
+from ragen_mega.run.link import PORTABLE, SAMPLERS, Alarm, Link, LinkLost, connect, listen
+from ragen_mega.run.nodes import own_address
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
 from ragen_mega.run.stop import StopSignal
 
@@ -105,10 +104,10 @@ def divide(config: StarPOConfig) -> Part:
     if not num_samplers:
         return Part(samples=False)
     samples = distributed.rank() >= distributed.world_size() - num_samplers
-    store, is_one_machine = distributed.divide(num_samplers), num_nodes() == 1
-    link = None
+    store, link = distributed.divide(num_samplers), None
     if is_main():
-        link = meet_part(store, listens=not samples, is_one_machine=is_one_machine)
+        shared = config.run_directory.parent.absolute()
+        link = connect(store, shared) if samples else listen(store, shared, own_address())
     return Part(samples, link, Alarm(store))
 
 
@@ -512,5 +511,4 @@ def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
 
 def _portable(error: Exception) -> Exception:
     """The error in a form that another process can unpickle."""
-    kinds = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
-    return next(kind for kind in kinds if isinstance(error, kind))(str(error))
+    return next(kind for kind in PORTABLE if isinstance(error, kind))(str(error))

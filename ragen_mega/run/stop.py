@@ -15,6 +15,7 @@ import torch
 from torch.distributed import DistError
 
 from ragen_mega.data import distributed
+from ragen_mega.data.launcher import is_rank
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
 
@@ -116,7 +117,7 @@ def end_with_launcher() -> None:
     """Send SIGTERM to this rank once the launcher that started it is gone, even by SIGKILL: nobody
     else would end its ranks. A process that torchrun has not started does nothing.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_rank():
         threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()
 
 
