@@ -40,8 +40,10 @@ _SECONDS_TO_CLEAN = 5.0
 """What processes of killed ranks have to notice their end, and to remove their files."""
 _end: float | None = None
 """When ranks are killed, after a second signal."""
-_received: list[int] = []
-"""The signals so far."""
+_has_told = False
+"""Whether the user knows of `_end`."""
+_family: set[psutil.Process] = set()
+"""The ranks, and what they have started, since the first signal."""
 _EXPLAINED = (1, 2)
 """Exit codes of an exception that nobody caught, and of an error in one line."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -201,9 +203,9 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(signum)
     # Schedulers may send SIGUSR1 to launcher and ranks alike, for which a second one is nothing.
-    if _received and signum != signal.SIGUSR1 and _end is None:
+    if _family and signum != signal.SIGUSR1 and _end is None:
         _end = time.monotonic() + _SECONDS_TO_END
-    _received.append(signum)
+    _family.update(psutil.Process().children(recursive=True))
     if _end is None:
         psutil.wait_procs(ranks)
     else:
@@ -213,18 +215,21 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 def _end_in_time(ranks: list[psutil.Process]) -> None:
     """Wait until ranks end, and kill at `_end` those that have not, with all that they started."""
-    family = psutil.Process().children(recursive=True)
-    silence = min(_SECONDS_OF_SILENCE, max(0.0, _end - time.monotonic()))
-    _, alive = psutil.wait_procs(ranks, silence)
-    if alive:
-        left = max(0.0, _end - time.monotonic())
+    global _has_told
+    _, alive = psutil.wait_procs(ranks, 0.0 if _has_told else _SECONDS_OF_SILENCE)
+    left = max(0.0, _end - time.monotonic())
+    if alive and not _has_told:
+        _has_told = True
         text = f"{len(alive)} rank(s) have not ended; they are killed in {left:.0f} s\n"
         os.write(2, text.encode())
-        _, alive = psutil.wait_procs(alive, left)
+    _, alive = psutil.wait_procs(alive, left)
+    for number in _FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
     for rank in alive:
-        rank.kill()
+        with suppress(psutil.NoSuchProcess):
+            rank.kill()
     # A server's supervisor removes weights from shared memory when its rank is gone.
-    for process in psutil.wait_procs(family, _SECONDS_TO_CLEAN)[1] if alive else ():
+    for process in psutil.wait_procs(_family, _SECONDS_TO_CLEAN)[1]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 

@@ -6,8 +6,9 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
-import socket
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from torch.distributed import TCPStore
 
 from ragen_mega.megatron.initialize import shutdown
 
@@ -23,31 +23,19 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
-    """Start `work()` on `num_ranks` processes that are ranks of one job, as torchrun would: their
-    store is a process of its own, whose port listens before anybody is told of it. It lives as long
-    as the first of the processes returned.
+    """Start `work()` on `num_ranks` processes that are ranks of one job, as torchrun would. The
+    folder in which they meet lives as long as the first of the processes returned.
     """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    port = listener.getsockname()[1]
-    address = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+    folder = tempfile.mkdtemp(prefix="forked-ranks-")
+    job = {
+        "TORCHELASTIC_RUN_ID": "forks",
+        "TORCHELASTIC_ERROR_FILE": f"{folder}/0/error.json",
         "WORLD_SIZE": str(num_ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
-    def serve() -> None:
-        # Not in this process: a fork beside the store's threads may inherit a lock that one holds.
-        listening = listener.detach()  # which the store closes
-        _store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening
-        )
-        multiprocessing.parent_process().join()  # or until it is killed
-
     def rank(index: int) -> None:
-        listener.close()
         faulthandler.register(signal.SIGUSR1, file=2)  # see join_ranks
-        os.environ.update(address, RANK=str(index), LOCAL_RANK=str(index))
+        os.environ.update(job, RANK=str(index), LOCAL_RANK=str(index))
         work()
 
     shutdown()  # what a test before has started in this process
@@ -55,13 +43,11 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
     RotaryEmbedding.forward.cache_clear()  # which keeps models alive, with their process groups
     gc.collect()
     gc.freeze()
-    store = _FORK.Process(target=serve, daemon=True)
     processes = [_FORK.Process(target=rank, args=(index,)) for index in range(num_ranks)]
-    for process in [store, *processes]:
+    for process in processes:
         process.start()
     gc.unfreeze()
-    listener.close()
-    weakref.finalize(processes[0], store.kill)
+    weakref.finalize(processes[0], shutil.rmtree, folder, ignore_errors=True)
     return processes
 
 

@@ -168,6 +168,7 @@ def fork_on_nodes(nodes: list[Node], work: Callable[[], None]) -> list[Process]:
         os.environ.update(
             MASTER_ADDR=nodes[0].address,
             MASTER_PORT=str(PORT),
+            TORCHELASTIC_USE_AGENT_STORE="True",
             GROUP_RANK=str(index),
             GROUP_WORLD_SIZE=str(len(nodes)),
             LOCAL_RANK="0",
