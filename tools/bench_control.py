@@ -31,6 +31,7 @@ from benchmark import OUTPUTS, provenance, publish, table
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.data import distributed
+from ragen_mega.data.launcher import as_rank
 from ragen_mega.report.metrics import RunLogger
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.engine import EngineCounts
@@ -122,14 +123,8 @@ def _received() -> int:
     return int(line.partition(":")[2].split()[0])
 
 
-def _rank(index: int, num_ranks: int, port: int, directory: Path, answer: Connection) -> None:
-    os.environ.update(
-        RANK=str(index),
-        LOCAL_RANK=str(index),
-        WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def _rank(index: int, num_ranks: int, directory: Path, answer: Connection) -> None:
+    os.environ.update(as_rank(index, num_ranks, directory))
     torch.set_num_threads(1)
     distributed.start()
     with redirect_stdout(None):
@@ -139,13 +134,13 @@ def _rank(index: int, num_ranks: int, port: int, directory: Path, answer: Connec
     distributed.stop()
 
 
-def run_ranks(num_ranks: int, port: int) -> dict[str, tuple[float, float]]:
+def run_ranks(num_ranks: int) -> dict[str, tuple[float, float]]:
     """`measure` on forked ranks."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(index, num_ranks, port, Path(folder), there))
+            context.Process(target=_rank, args=(index, num_ranks, Path(folder), there))
             for index in range(num_ranks)
         ]
         for rank in ranks:
@@ -187,7 +182,7 @@ def main(arguments: argparse.Namespace) -> None:
             f" {arguments.ranks}"
         )
     enter_network()
-    found = [run_ranks(size, 20_000 + size) for size in sizes]
+    found = [run_ranks(size) for size in sizes]
     tables = []
     for which, unit, digits in ((0, "kB a rank receives", 2), (1, "ms of a rank", 2)):
         rows = [

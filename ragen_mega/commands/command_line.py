@@ -11,6 +11,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,14 +120,23 @@ def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[st
 
 def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
     """Run `script` on that many ranks to its end, silently. If it fails, exit with the end of its
-    output and its exit code.
+    output and its exit code. Ctrl-C ends the ranks.
     """
-    done = subprocess.run(
-        ranks_command(num_ranks, script, *flags), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        print(done.stderr[-6000:], end="", file=sys.stderr)
-        raise SystemExit(done.returncode)
+    words = ranks_command(num_ranks, script, *flags)
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            _, said = launcher.communicate()
+        except KeyboardInterrupt:
+            for _ in range(2):  # after the second one it kills a rank that hangs
+                launcher.terminate()
+                time.sleep(0.5)
+            launcher.communicate()
+            raise
+    if launcher.returncode:
+        print(said[-6000:], end="", file=sys.stderr)
+        raise SystemExit(launcher.returncode)
 
 
 def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:

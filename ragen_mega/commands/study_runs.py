@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -277,7 +278,8 @@ class Runner:
 
     def run(self, at_a_time: int) -> None:
         """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
-        raises KeyboardInterrupt, `Terminated` on SIGTERM.
+        raises KeyboardInterrupt, `Terminated` on SIGTERM. They get every further one as well: the
+        second ends them without a checkpoint, even those that hang.
         """
         signal.signal(signal.SIGTERM, _terminate)
         workers = [threading.Thread(target=self._work) for _ in range(at_a_time)]
@@ -288,13 +290,18 @@ class Runner:
                 while worker.is_alive():
                     worker.join(0.2)
         except KeyboardInterrupt:
-            with self._lock:
-                self._is_stopped = True
-                for process in self._running.values():
-                    process.terminate()
-            for worker in workers:
-                worker.join()
+            while any(worker.is_alive() for worker in workers):
+                with suppress(KeyboardInterrupt):
+                    self._stop()
+                    for worker in workers:
+                        worker.join()
             raise
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            for process in self._running.values():
+                process.terminate()
 
     def _work(self) -> None:
         # Not as many as there are cores: sums would depend on --jobs in their last bits.

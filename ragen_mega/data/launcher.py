@@ -3,6 +3,7 @@ are told of.
 """
 
 import os
+from pathlib import Path
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The variables that name the interface on which ranks listen."""
@@ -19,6 +20,19 @@ _OF_A_RANK = (
 def is_rank() -> bool:
     """Whether torchrun started this process. Platforms set RANK and WORLD_SIZE without it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def as_rank(index: int, num_ranks: int, folder: Path | str) -> dict[str, str]:
+    """The variables that tell a process what torchrun would: that it is this rank of a job on one
+    machine, whose ranks meet in `folder`.
+    """
+    return {
+        "TORCHELASTIC_RUN_ID": "forks",
+        "TORCHELASTIC_ERROR_FILE": str(Path(folder) / str(index) / "error.json"),
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
+        "WORLD_SIZE": str(num_ranks),
+    }
 
 
 def forget_foreign_ranks() -> None:

@@ -46,6 +46,7 @@ from ragen_mega.storage.checkpoints import (
     Checkpoint,
     check_config,
     find_latest,
+    InUse,
     lock_run,
 )
 from ragen_mega.storage.model_readers import open_model
@@ -374,8 +375,15 @@ def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint
         print(line, flush=True)
 
     def lock() -> StarPOConfig:
-        named, said = with_name(config)
-        locks.append(lock_run(named.run_directory))
+        busy: list[Path] = []
+        while not locks:
+            named, said = with_name(config, busy)
+            try:
+                locks.append(lock_run(named.run_directory))
+            except InUse:
+                if named is config or config.checkpoint.resume:
+                    raise
+                busy.append(named.run_directory)
         if recover(named.run_directory):
             say(f"run {named.run_directory} is as before: what was to overwrite it did not begin")
         if said:

@@ -2,6 +2,7 @@
 and the loss of another rank, or an end that nobody would explain, becomes a one-line error.
 """
 
+import errno
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from ragen_mega.data import distributed
 from ragen_mega.data.launcher import is_rank
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
+from ragen_mega.storage.integrity import describe_error
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What stops a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time limit.
@@ -128,7 +130,11 @@ def _watch(launcher: int) -> None:
 
 
 def fail_if_rank_lost(error: RuntimeError) -> None:
-    """Leave with one line if `error` is that of a collective whose other ranks are gone."""
+    """Leave with one line if `error` is that of a collective whose other ranks are gone, or that
+    this rank has no descriptors left for.
+    """
+    if os.strerror(errno.EMFILE) in str(error):
+        fail(describe_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ""))
     if isinstance(error, DistError) or "gloo" in str(
         error
     ):  # gloo's errors have no type of their own

@@ -59,12 +59,16 @@ class Checkpoint:
     state: dict[str, Any]
 
 
+class InUse(ValueError):
+    """Another process works in a run directory."""
+
+
 def lock_run(directory: Path) -> TextIO:
     """Claim a run directory for as long as the returned file is open, at most until this process
     ends, however it ends.
 
-    The lock file is beside the directory, which may be deleted and recreated. Raises ValueError if
-    another process has it, on another node too, or if the file system has no locks.
+    The lock file is beside the directory, which may be deleted and recreated. Raises InUse if
+    another process has it, on another node too, and ValueError if the file system has no locks.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +82,7 @@ def lock_run(directory: Path) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ValueError(
+        raise InUse(
             f"another process works in run directory {directory}; wait for it, stop it, or choose"
             " another --name"
         ) from None

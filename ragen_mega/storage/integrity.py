@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,9 @@ def describe_error(error: OSError, directory: Path | str) -> str:
     """What an error of the operating system means for a run in `directory`: what cannot be written,
     why, and the remedy; other errors unchanged.
     """
+    if error.errno == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"{error}: each rank may have {limit}, sockets included; raise it by ulimit -n"
     if error.errno not in _FULL | _FORBIDDEN:
         return str(error)
     remedy = (

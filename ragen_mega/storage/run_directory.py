@@ -2,9 +2,11 @@
 run that it resumes. No torch: the launcher asks before it starts ranks.
 """
 
+import itertools
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,12 +31,14 @@ class Finished(ValueError):
     """A run that is to be resumed has done all its steps, under the same settings."""
 
 
-def with_name(config: StarPOConfig) -> tuple[StarPOConfig, str | None]:
+def with_name(
+    config: StarPOConfig, busy: Collection[Path] = ()
+) -> tuple[StarPOConfig, str | None]:
     """The configuration with the name of its run, and a message about a name that was chosen
     for it.
 
-    Without --name a run begins under the default name, with a number appended if that is taken;
-    --resume goes on with the newest of these runs.
+    Without --name a run begins under the default name, with a number appended if that is taken, by
+    a run or by another process (`busy`); --resume goes on with the newest of these runs.
     """
     default = config.run_directory
     if config.logging.name is not None or config.logging.overwrite:
@@ -42,8 +46,13 @@ def with_name(config: StarPOConfig) -> tuple[StarPOConfig, str | None]:
     taken = {number: path for number, path in _numbered(default).items() if holds_work(path)}
     newest = max(taken, default=0)
     if not config.checkpoint.resume:
-        path = default.with_name(f"{default.name}-{newest + 1}") if newest else default
-        said = f"run {path}: {taken[newest]} is there already" if newest else None
+        before, path = taken.get(newest), default
+        for number in itertools.count(newest + 1):
+            path = default.with_name(f"{default.name}-{number}") if number > 1 else default
+            if path not in busy:
+                break
+            before = path
+        said = f"run {path}: {before} is there already" if before else None
     else:
         path = taken.get(newest, default)
         said = f"resume: {path} is the newest of {len(taken)} runs" if len(taken) > 1 else None

@@ -17,6 +17,7 @@ from multiprocessing.context import ForkProcess as Process
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from ragen_mega.data.launcher import as_rank
 from ragen_mega.megatron.initialize import shutdown
 
 _FORK = multiprocessing.get_context("fork")
@@ -27,15 +28,10 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
     folder in which they meet lives as long as the first of the processes returned.
     """
     folder = tempfile.mkdtemp(prefix="forked-ranks-")
-    job = {
-        "TORCHELASTIC_RUN_ID": "forks",
-        "TORCHELASTIC_ERROR_FILE": f"{folder}/0/error.json",
-        "WORLD_SIZE": str(num_ranks),
-    }
 
     def rank(index: int) -> None:
         faulthandler.register(signal.SIGUSR1, file=2)  # see join_ranks
-        os.environ.update(job, RANK=str(index), LOCAL_RANK=str(index))
+        os.environ.update(as_rank(index, num_ranks, folder))
         work()
 
     shutdown()  # what a test before has started in this process

@@ -1,6 +1,7 @@
 """Which directory a run has: numbers behind the default name, what is refused or has finished."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import gymnasium
@@ -8,8 +9,9 @@ import pytest
 
 from ragen_mega.commands.command_line import read_settings
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.run import build
 from ragen_mega.run.evaluation import evaluate
-from ragen_mega.storage.checkpoints import lock_run
+from ragen_mega.storage.checkpoints import InUse, lock_run
 from ragen_mega.storage.run_directory import (
     Finished,
     check_directory,
@@ -55,6 +57,18 @@ def test_a_second_start_of_the_default_command_has_a_number(output: Path) -> Non
     )
     again, said = with_name(settings(output, "--overwrite"))
     assert (again.run_directory.name, said) == ("frozen_lake-gae-seed0", None)
+
+
+def test_starts_of_the_default_command_at_one_time_have_numbers(output: Path) -> None:
+    """Before any of them has done something that would be lost. A name that was given is meant."""
+    with ExitStack() as stack:
+        for name in ("frozen_lake-gae-seed0", "frozen_lake-gae-seed0-2", "frozen_lake-gae-seed0-3"):
+            config, lock, _ = build.claim(settings(output))
+            stack.enter_context(lock)
+            assert config.logging.name == name
+        for flags in (("--name", "frozen_lake-gae-seed0"), ("--overwrite",), ("--resume",)):
+            with pytest.raises(InUse, match="frozen_lake-gae-seed0;"):
+                build.claim(settings(output, *flags))
 
 
 def test_a_name_with_a_slash_is_one_folder_and_has_numbers(output: Path) -> None:

@@ -375,7 +375,7 @@ def test_what_a_stranger_writes_into_the_store_is_not_unpickled(
         store.set("alarm", value)
         assert isinstance(alarm.given(), LinkLost)
     assert not (tmp_path / "opened").exists()
-    for error in (PlugInError("reward"), OSError("disk"), EngineError("é \udcff")):
+    for error in (PlugInError("reward"), OSError("disk"), EngineError("\u00e9 \udcff")):
         alarm.give(error)
         assert (type(alarm.given()), str(alarm.given())) == (type(error), str(error))
 
