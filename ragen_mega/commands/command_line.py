@@ -92,7 +92,6 @@ def command(
         @functools.wraps(work)
         def main(argv: Sequence[str] | None = None) -> None:
             try:
-                forget_foreign_ranks()
                 status = work(parse(manual, *flags, argv=argv, takes_others=takes_others))
             except (ValueError, OSError, FloatingPointError) as error:
                 from ragen_mega.report.console import fail
@@ -141,8 +140,9 @@ def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
 
 def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:
     """Become command `name` on that many ranks of this machine; nothing if one is enough, or if
-    this is a rank already.
+    this is a rank already. Raises ValueError where others than torchrun promise ranks.
     """
+    forget_foreign_ranks()
     if num_ranks > 1 and not is_rank():
         os.execv(sys.executable, ranks_command(num_ranks, PROGRAM, name, *argv))
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -86,10 +87,11 @@ def main(argv: Sequence[str]) -> int:
         # torchrun leaves a folder of its own choice behind.
         with tempfile.TemporaryDirectory(prefix="ragen-", ignore_cleanup_errors=True) as folder:
             args.log_dir = args.log_dir or folder
-            if args.nnodes in ("1", "1:1"):
-                _stay_alone(args)
-            elif args.rdzv_backend == "static":
+            is_alone = args.nnodes in ("1", "1:1")
+            if not is_alone and args.rdzv_backend == "static":
                 _check_meeting(args)
+            if is_alone or args.rdzv_backend == "static":
+                _meet_privately(args)
             run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -116,31 +118,59 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _stay_alone(args: Namespace) -> None:
-    """Let torchrun meet nobody. Its stores listen on every interface and ask nobody who they are,
-    and it unpickles what it finds in them; ranks of one machine meet in a file.
+def _meet_privately(args: Namespace) -> None:
+    """Replace torchrun's rendezvous: its stores listen on every interface and ask nobody who they
+    are. On one machine there is no store, since ranks meet in a file; that of several nodes listens
+    on --master-addr alone.
     """
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore, TCPStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousInfo,
+        RendezvousParameters,
         RendezvousStoreInfo,
         rendezvous_handler_registry,
     )
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    class Alone(StaticTCPRendezvous):
-        use_agent_store = False  # ranks have no address of one
+    num_nodes = int(args.nnodes.rpartition(":")[2])
+
+    class Private(StaticTCPRendezvous):
+        use_agent_store = num_nodes > 1
 
         def get_backend(self) -> str:
-            return "alone"
+            return "private"
 
         def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+            if num_nodes == 1:
+                return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+            if self.rank == 0 and self._store is None:
+                self._store = TCPStore(
+                    self.master_addr,
+                    self.master_port,
+                    num_nodes,
+                    is_master=True,
+                    timeout=self.timeout,
+                    multi_tenant=True,
+                    master_listen_fd=_listen(self.master_addr, self.master_port).detach(),
+                )
+            return super().next_rendezvous()
 
-    rendezvous_handler_registry.register(
-        "alone", lambda parameters: Alone("127.0.0.1", 0, 0, 1, parameters.run_id, 0)
-    )
-    args.rdzv_backend = "alone"
+    def make(given: RendezvousParameters) -> Private:
+        seconds = int(given.config.get("timeout", 600))  # of --rdzv-conf
+        place = args.master_addr, args.master_port, args.node_rank
+        return Private(*place, num_nodes, given.run_id, seconds)
+
+    rendezvous_handler_registry.register("private", make)
+    args.rdzv_backend = "private"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listener on the address of `host` alone, unless this machine knows its own name as one of
+    the loopback's, as Debian does: others would not reach it there.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    is_own_name = ip_address(address[0]).is_loopback
+    return socket.create_server(("" if is_own_name else address[0], port), family=family)
 
 
 def _check_meeting(args: Namespace) -> None:

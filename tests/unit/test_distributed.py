@@ -2,20 +2,16 @@
 
 import os
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from ragen_mega.commands import command_line
+from ragen_mega.commands import command_line, train
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import _take_device
 from ragen_mega.data.launcher import forget_foreign_ranks
 from ragen_mega.run.stop import fail_if_rank_lost
 
-ROOT = Path(__file__).parents[2]
 FOREIGN = [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"}, {"WORLD_SIZE": "x"}]
 """What a platform may set for programs that are no rank of torchrun."""
 
@@ -31,7 +27,6 @@ def test_a_rank_without_a_gpu_says_so() -> None:
 def test_ranks_that_torchrun_has_not_started_are_not_waited_for(
     platform: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From Python as from the command line, where the check is made before anything is imported."""
     distributed.stop()
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -41,19 +36,21 @@ def test_ranks_that_torchrun_has_not_started_are_not_waited_for(
         distributed.start()
 
 
-def test_every_command_names_the_variables(tmp_path: Path) -> None:
-    """Without an import of torch, which would take seconds."""
-    runs = [("train",), ("evaluate", "--run", "none"), ("replay", "--run", "none", "--step", "1")]
-    for words in runs:
-        command = [sys.executable, "-m", "ragen_mega.commands.program", *words]
-        environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-        environment.pop("TORCHELASTIC_RUN_ID", None)
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60
-        )
-        (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and "RANK (0)" in line and "WORLD_SIZE (2)" in line
-    assert not [*tmp_path.iterdir()]
+@pytest.mark.parametrize("platform", FOREIGN)
+def test_commands_that_start_ranks_name_the_variables(
+    platform: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in platform.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(ValueError, match="RANK.*WORLD_SIZE"):
+        command_line.relaunch(2, "evaluate", [])
+    with pytest.raises(SystemExit) as left:
+        train.main([])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and "WORLD_SIZE" in line
 
 
 def test_one_process_that_a_platform_calls_rank_0_of_1_may_start_ranks(
