@@ -52,6 +52,9 @@ FOREIGN_FLAGS = {
     "--cuda-graph-max-bs-decode": "of SGLang",
     "--dist": "of pytest-xdist",
     "--no-python": "of torchrun",
+    "--rdzv-backend": "of torchrun",
+    "--rdzv-endpoint": "of torchrun",
+    "--log-dir": "of torchrun",
     "--strict": "of mkdocs",
 }
 TRAINING = "examples/pretrain_starpo.sh"

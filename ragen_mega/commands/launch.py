@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -88,9 +89,11 @@ def main(argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="ragen-", ignore_cleanup_errors=True) as folder:
             args.log_dir = args.log_dir or folder
             is_alone = args.nnodes in ("1", "1:1")
-            if not is_alone and args.rdzv_backend == "static":
+            is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+            args.master_port = args.master_port or 29500  # torchrun's own, which it sets late
+            if not is_alone and is_static:
                 _check_meeting(args)
-            if is_alone or args.rdzv_backend == "static":
+            if is_alone or is_static:
                 _meet_privately(args)
             run.run(args)
     except ChildFailedError as error:
@@ -133,12 +136,13 @@ def _meet_privately(args: Namespace) -> None:
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     num_nodes = int(args.nnodes.rpartition(":")[2])
+    name = f"private-{secrets.token_hex(4)}"  # a second launcher of this process has another one
 
     class Private(StaticTCPRendezvous):
         use_agent_store = num_nodes > 1
 
         def get_backend(self) -> str:
-            return "private"
+            return name
 
         def next_rendezvous(self) -> RendezvousInfo:
             if num_nodes == 1:
@@ -160,8 +164,8 @@ def _meet_privately(args: Namespace) -> None:
         place = args.master_addr, args.master_port, args.node_rank
         return Private(*place, num_nodes, given.run_id, seconds)
 
-    rendezvous_handler_registry.register("private", make)
-    args.rdzv_backend = "private"
+    rendezvous_handler_registry.register(name, make)
+    args.rdzv_backend, args.standalone = name, False  # which would choose another one
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -426,6 +426,7 @@ class TestLaunch:
         )
         (tmp_path / "temporary").mkdir()
         platform = {"GLOO_SOCKET_IFNAME": "nowhere", "RANK": "3", "WORLD_SIZE": "8"}
+        platform["PET_STANDALONE"] = "1"  # torchrun's --standalone
         process = subprocess.Popen(
             [*command, "--nproc-per-node", "2", str(script)],
             stdin=subprocess.PIPE,

@@ -68,6 +68,7 @@ def test_one_process_that_a_platform_calls_rank_0_of_1_may_start_ranks(
     command_line.relaunch(2, "evaluate", [])
     (words,) = became
     assert words[words.index("--nproc-per-node") + 1] == "2"
+    assert words[words.index("--nnodes") + 1] == "1", "PET_NNODES would ask for others"
 
 
 def test_an_interface_that_is_not_there_keeps_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
