@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -282,20 +283,19 @@ class Runner:
         second ends them without a checkpoint, even those that hang.
         """
         signal.signal(signal.SIGTERM, _terminate)
-        workers = [threading.Thread(target=self._work) for _ in range(at_a_time)]
-        try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(0.2)
-        except KeyboardInterrupt:
-            while any(worker.is_alive() for worker in workers):
-                with suppress(KeyboardInterrupt):
-                    self._stop()
-                    for worker in workers:
-                        worker.join()
-            raise
+        # Not by joining threads: one whose join is interrupted counts as ended.
+        with ThreadPoolExecutor(at_a_time) as pool:
+            workers = [pool.submit(self._work) for _ in range(at_a_time)]
+            try:
+                wait(workers)
+            except KeyboardInterrupt:
+                while not all(worker.done() for worker in workers):
+                    with suppress(KeyboardInterrupt):
+                        self._stop()
+                        wait(workers)
+                raise
+        for worker in workers:
+            worker.result()
 
     def _stop(self) -> None:
         with self._lock:
