@@ -110,9 +110,9 @@ def main(argv: Sequence[str]) -> int:
         hint = "; the machine may be out of memory (see dmesg)" if name == "SIGKILL" else ""
         print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
         return 128 - failure.exitcode
-    except (RendezvousError, DistError, ValueError) as error:
+    except (RendezvousError, DistError, ValueError, OSError) as error:
         said = str(error).partition("\n")[0]
-        if not isinstance(error, ValueError):
+        if isinstance(error, (RendezvousError, DistError)):
             said = f"the nodes did not meet, or one has ended: {said}; see the output of the others"
         print(f"error: {said}", file=sys.stderr)
         return 2

@@ -44,9 +44,9 @@ from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,
     Checkpoint,
+    InUse,
     check_config,
     find_latest,
-    InUse,
     lock_run,
 )
 from ragen_mega.storage.model_readers import open_model

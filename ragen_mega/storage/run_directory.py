@@ -31,9 +31,7 @@ class Finished(ValueError):
     """A run that is to be resumed has done all its steps, under the same settings."""
 
 
-def with_name(
-    config: StarPOConfig, busy: Collection[Path] = ()
-) -> tuple[StarPOConfig, str | None]:
+def with_name(config: StarPOConfig, busy: Collection[Path] = ()) -> tuple[StarPOConfig, str | None]:
     """The configuration with the name of its run, and a message about a name that was chosen
     for it.
 

@@ -54,7 +54,7 @@ def test_commands_that_start_ranks_name_the_variables(
 
 
 def test_one_process_that_a_platform_calls_rank_0_of_1_may_start_ranks(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("RANK", "0")
