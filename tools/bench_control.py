@@ -15,6 +15,7 @@ import ctypes
 import itertools
 import math
 import multiprocessing
+import os
 import subprocess
 import tempfile
 import time
@@ -30,7 +31,7 @@ from benchmark import OUTPUTS, provenance, publish, table
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.data import distributed
-from ragen_mega.data.launcher import become_rank
+from ragen_mega.data.launcher import as_rank
 from ragen_mega.report.metrics import RunLogger
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.engine import EngineCounts
@@ -123,11 +124,11 @@ def _received() -> int:
 
 
 def _rank(index: int, num_ranks: int, directory: Path, answer: Connection) -> None:
-    become_rank(index, num_ranks, directory)
+    os.environ.update(as_rank(index, num_ranks, directory))
     torch.set_num_threads(1)
     distributed.start()
     with redirect_stdout(None):
-        found = measure(directory / "run")
+        found = measure(directory)
     if index == 0:
         answer.send(found)
     distributed.stop()

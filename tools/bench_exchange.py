@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import pickle
 import random
 import statistics
@@ -23,7 +24,6 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from benchmark import OUTPUTS, interleave, provenance, publish, table
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.data import distributed
 from ragen_mega.data.balance import balanced_split
-from ragen_mega.data.launcher import become_rank
+from ragen_mega.data.launcher import as_rank
 from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.megatron.trainer import MOST_NODES
 from ragen_mega.models.published import model_config
@@ -143,10 +143,10 @@ def measure(work: Callable[[], int]) -> Reading:
     return {"seconds": time.perf_counter() - start, "processor": of_all(computed)}
 
 
-def rank(index: int, folder: Path, arguments: argparse.Namespace, answer: Connection) -> None:
+def rank(index: int, folder: str, arguments: argparse.Namespace, answer: Connection) -> None:
     """What one rank does; the first one sends the readings."""
     size = arguments.ranks
-    become_rank(index, size, folder)
+    os.environ.update(as_rank(index, size, folder))
     torch.set_num_threads(1)
     distributed.start()
     mine = [
@@ -171,22 +171,21 @@ def run_ranks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The readings of all ways, from forked ranks."""
     context = get_context("fork")
     here, there = context.Pipe()
-    folder = tempfile.TemporaryDirectory()
-    ranks = [
-        context.Process(target=rank, args=(index, Path(folder.name), arguments, there))
-        for index in range(arguments.ranks)
-    ]
-    for process in ranks:
-        process.start()
-    there.close()
-    try:
-        return here.recv()
-    except EOFError:
-        raise ValueError("a rank has failed; its own error says why") from None
-    finally:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=rank, args=(index, folder, arguments, there))
+            for index in range(arguments.ranks)
+        ]
         for process in ranks:
-            process.join()
-        folder.cleanup()
+            process.start()
+        there.close()
+        try:
+            return here.recv()
+        except EOFError:
+            raise ValueError("a rank has failed; its own error says why") from None
+        finally:
+            for process in ranks:
+                process.join()
 
 
 def unevenness(num_ranks: int) -> dict[str, float]:

@@ -11,9 +11,12 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from ragen_mega.data.launcher import forget_foreign_ranks, is_rank
 
 PROGRAM = "ragen_mega.commands.program"
 """The module that is `ragen-mega`."""
@@ -107,30 +110,39 @@ def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[st
     machine.
     """
     kind = () if isinstance(script, Path) else ("--module",)
+    # --nnodes, because platforms set torchrun's variable for it, PET_NNODES.
     # `--`, because torchrun would take flags of the script for abbreviations of its own.
-    words = ("--nproc-per-node", num_ranks, *kind, "--", script, *flags)
+    words = ("--nnodes", 1, "--nproc-per-node", num_ranks, *kind, "--", script, *flags)
     # -P: no file of the working directory may stand in for a module.
     return [sys.executable, "-P", "-m", "ragen_mega.commands.launch", *map(str, words)]
 
 
 def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
     """Run `script` on that many ranks to its end, silently. If it fails, exit with the end of its
-    output and its exit code.
+    output and its exit code. Ctrl-C ends the ranks.
     """
-    done = subprocess.run(
-        ranks_command(num_ranks, script, *flags), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        print(done.stderr[-6000:], end="", file=sys.stderr)
-        raise SystemExit(done.returncode)
+    words = ranks_command(num_ranks, script, *flags)
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            _, said = launcher.communicate()
+        except KeyboardInterrupt:
+            for _ in range(2):  # after the second one it kills a rank that hangs
+                launcher.terminate()
+                time.sleep(0.5)
+            launcher.communicate()
+            raise
+    if launcher.returncode:
+        print(said[-6000:], end="", file=sys.stderr)
+        raise SystemExit(launcher.returncode)
 
 
 def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:
     """Become command `name` on that many ranks of this machine; nothing if one is enough, or if
-    this is a rank already.
+    this is a rank already. Raises ValueError where others than torchrun promise ranks.
     """
-    from ragen_mega.data.launcher import is_rank
-
+    forget_foreign_ranks()
     if num_ranks > 1 and not is_rank():
         os.execv(sys.executable, ranks_command(num_ranks, PROGRAM, name, *argv))
 

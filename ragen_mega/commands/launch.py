@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -33,16 +35,23 @@ if TYPE_CHECKING:
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
 _SECONDS_TO_END = 10.0
-"""Time that ranks have to end after a second signal."""
+"""What ranks have after a second signal."""
+_SECONDS_OF_SILENCE = 1.0
+"""After which the launcher says that it waits for them."""
+_SECONDS_TO_CLEAN = 5.0
+"""What processes of killed ranks have to notice their end, and to remove their files."""
+_end: float | None = None
+"""When ranks are killed, after a second signal."""
+_has_told = False
+"""Whether the user knows of `_end`."""
+_family: set[psutil.Process] = set()
+"""The ranks, and what they have started, since the first signal."""
 _EXPLAINED = (1, 2)
 """Exit codes of an exception that nobody caught, and of an error in one line."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """torch's switch. A page is faulted in by every fresh tensor, and 512 small ones cost more than a
 large one; where the kernel has none, nothing changes.
 """
-
-
-_num_signals = 0
 
 
 class _Stopped(BaseException):
@@ -75,11 +84,17 @@ def main(argv: Sequence[str]) -> int:
         # Who starts a program by nohup wants it to outlive the terminal.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
-    is_one_node = args.nnodes in ("1", "1:1")
     try:
-        if not is_one_node and args.rdzv_backend == "static":
-            _check_meeting(args)
-        with _one_node(args) if is_one_node else nullcontext():
+        # torchrun leaves a folder of its own choice behind.
+        with tempfile.TemporaryDirectory(prefix="ragen-", ignore_cleanup_errors=True) as folder:
+            args.log_dir = args.log_dir or folder
+            is_alone = args.nnodes in ("1", "1:1")
+            is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+            args.master_port = args.master_port or 29500  # torchrun's own, which it sets late
+            if not is_alone and is_static:
+                _check_meeting(args)
+            if is_alone or is_static:
+                _meet_privately(args)
             run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -95,9 +110,9 @@ def main(argv: Sequence[str]) -> int:
         hint = "; the machine may be out of memory (see dmesg)" if name == "SIGKILL" else ""
         print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
         return 128 - failure.exitcode
-    except (RendezvousError, DistError, ValueError) as error:
+    except (RendezvousError, DistError, ValueError, OSError) as error:
         said = str(error).partition("\n")[0]
-        if not isinstance(error, ValueError):
+        if isinstance(error, (RendezvousError, DistError)):
             said = f"the nodes did not meet, or one has ended: {said}; see the output of the others"
         print(f"error: {said}", file=sys.stderr)
         return 2
@@ -106,52 +121,60 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-@contextmanager
-def _one_node(args: Namespace) -> Iterator[None]:
-    """Let torchrun start the ranks of one node without its store, which would listen on every
-    interface, ask nobody for a key and unpickle what it is given. Its folder for logs, in which
-    the ranks meet, is temporary unless --log-dir names one.
+def _meet_privately(args: Namespace) -> None:
+    """Replace torchrun's rendezvous: its stores listen on every interface and ask nobody who they
+    are. On one machine there is no store, since ranks meet in a file; that of several nodes listens
+    on --master-addr alone.
     """
-    args.rdzv_backend = _register_one_node()
-    with tempfile.TemporaryDirectory(prefix="ragen_mega_") as folder:  # mode 0700
-        args.log_dir = args.log_dir or folder
-        yield
+    from torch.distributed import HashStore, TCPStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+    num_nodes = int(args.nnodes.rpartition(":")[2])
+    name = f"private-{secrets.token_hex(4)}"  # a second launcher of this process has another one
 
-@cache
-def _register_one_node() -> str:
-    """The name of a rendezvous of torchrun's in which a node waits for no other."""
-    from torch.distributed import HashStore
-    from torch.distributed.elastic import rendezvous
-
-    class OneNode(rendezvous.RendezvousHandler):
-        def __init__(self, parameters: rendezvous.RendezvousParameters) -> None:
-            self._run_id = parameters.run_id
+    class Private(StaticTCPRendezvous):
+        use_agent_store = num_nodes > 1
 
         def get_backend(self) -> str:
-            return "one_node"
+            return name
 
-        def get_run_id(self) -> str:
-            return self._run_id
+        def next_rendezvous(self) -> RendezvousInfo:
+            if num_nodes == 1:
+                return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+            if self.rank == 0 and self._store is None:
+                self._store = TCPStore(
+                    self.master_addr,
+                    self.master_port,
+                    num_nodes,
+                    is_master=True,
+                    timeout=self.timeout,
+                    multi_tenant=True,
+                    master_listen_fd=_listen(self.master_addr, self.master_port).detach(),
+                )
+            return super().next_rendezvous()
 
-        def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-            address = rendezvous.RendezvousStoreInfo("127.0.0.1", 0)  # which no rank asks
-            return rendezvous.RendezvousInfo(HashStore(), 0, 1, address)
+    def make(given: RendezvousParameters) -> Private:
+        seconds = int(given.config.get("timeout", 600))  # of --rdzv-conf
+        place = args.master_addr, args.master_port, args.node_rank
+        return Private(*place, num_nodes, given.run_id, seconds)
 
-        def is_closed(self) -> bool:
-            return False
+    rendezvous_handler_registry.register(name, make)
+    args.rdzv_backend, args.standalone = name, False  # which would choose another one
 
-        def set_closed(self) -> None:
-            pass
 
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def shutdown(self) -> bool:
-            return True
-
-    rendezvous.rendezvous_handler_registry.register("one_node", OneNode)
-    return "one_node"
+def _listen(host: str, port: int) -> socket.socket:
+    """A listener on the address of `host` alone, unless this machine knows its own name as one of
+    the loopback's, as Debian does: others would not reach it there.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    is_own_name = ip_address(address[0]).is_loopback
+    return socket.create_server(("" if is_own_name else address[0], port), family=family)
 
 
 def _check_meeting(args: Namespace) -> None:
@@ -205,25 +228,44 @@ def can_bind(system: Path = Path("/sys")) -> bool:
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     """Pass a signal on to the ranks, and exit after them, however long they take to write a
-    checkpoint. After a second signal they have ten seconds, then they are killed: one that hangs
-    would never end. SIGUSR1 is no second signal: schedulers send it to launcher and ranks alike.
+    checkpoint. Signals that arrive meanwhile are passed on as well, and the second one, after which
+    ranks write none, bounds the wait: a rank that hangs would stay for ever.
     """
-    global _num_signals
-    _num_signals += signum != signal.SIGUSR1
+    global _end
     ranks = psutil.Process().children()
-    job = psutil.Process().children(recursive=True)
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(signum)
-    if _num_signals > 1:
-        _, left = psutil.wait_procs(ranks, timeout=_SECONDS_TO_END)
-        if left:
-            os.write(2, f"ranks that hang, and are killed: {len(left)}\n".encode())
-        for process in job if left else ():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-    psutil.wait_procs(ranks)
+    # Schedulers may send SIGUSR1 to launcher and ranks alike, for which a second one is nothing.
+    if _family and signum != signal.SIGUSR1 and _end is None:
+        _end = time.monotonic() + _SECONDS_TO_END
+    _family.update(psutil.Process().children(recursive=True))
+    if _end is None:
+        psutil.wait_procs(ranks)
+    else:
+        _end_in_time(ranks)
     raise _Stopped(signum)
+
+
+def _end_in_time(ranks: list[psutil.Process]) -> None:
+    """Wait until ranks end, and kill at `_end` those that have not, with all that they started."""
+    global _has_told
+    _, alive = psutil.wait_procs(ranks, 0.0 if _has_told else _SECONDS_OF_SILENCE)
+    left = max(0.0, _end - time.monotonic())
+    if alive and not _has_told:
+        _has_told = True
+        text = f"{len(alive)} rank(s) have not ended; they are killed in {left:.0f} s\n"
+        os.write(2, text.encode())
+    _, alive = psutil.wait_procs(alive, left)
+    for number in _FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
+    for rank in alive:
+        with suppress(psutil.NoSuchProcess):
+            rank.kill()
+    # A server's supervisor removes weights from shared memory when its rank is gone.
+    for process in psutil.wait_procs(_family, _SECONDS_TO_CLEAN)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 if __name__ == "__main__":

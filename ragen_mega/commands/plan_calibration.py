@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 from ragen_mega.commands.command_line import PROGRAM, run_ranks
 from ragen_mega.commands.plan_validation import solve
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data import distributed
 from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.shape import ModelShape
@@ -209,10 +210,8 @@ def measure_collectives(device: str) -> tuple[float, float]:
 
 def collectives_rank(out: Path) -> None:
     """What each rank of `measure_collectives` runs; the first writes the seconds."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    distributed.start()
+    device = distributed.device()
     seconds = []
     for size in MESSAGES:
         message = torch.ones(size, device=device)
@@ -224,7 +223,7 @@ def collectives_rank(out: Path) -> None:
         seconds.append(statistics.median(readings))
     if dist.get_rank() == 0:
         out.write_text(" ".join(map(str, seconds)))
-    dist.destroy_process_group()
+    distributed.stop()
 
 
 def solved(

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -278,21 +279,23 @@ class Runner:
 
     def run(self, at_a_time: int) -> None:
         """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
-        raises KeyboardInterrupt, `Terminated` on SIGTERM. Each further signal is passed on as
-        well: after the second one a launcher kills ranks that hang.
+        raises KeyboardInterrupt, `Terminated` on SIGTERM. They get every further one as well: the
+        second ends them without a checkpoint, even those that hang.
         """
         signal.signal(signal.SIGTERM, _terminate)
-        workers = [threading.Thread(target=self._work) for _ in range(at_a_time)]
-        try:
-            for worker in workers:
-                worker.start()
-            _join(workers)
-        except KeyboardInterrupt:
-            while any(worker.is_alive() for worker in workers):
-                with suppress(KeyboardInterrupt):
-                    self._stop()
-                    _join(workers)
-            raise
+        # Not by joining threads: one whose join is interrupted counts as ended.
+        with ThreadPoolExecutor(at_a_time) as pool:
+            workers = [pool.submit(self._work) for _ in range(at_a_time)]
+            try:
+                wait(workers)
+            except KeyboardInterrupt:
+                while not all(worker.done() for worker in workers):
+                    with suppress(KeyboardInterrupt):
+                        self._stop()
+                        wait(workers)
+                raise
+        for worker in workers:
+            worker.result()
 
     def _stop(self) -> None:
         with self._lock:
@@ -335,12 +338,6 @@ class Runner:
             print(f"{name} {failure}", flush=True)
         left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
         print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")
-
-
-def _join(workers: Sequence[threading.Thread]) -> None:
-    for worker in workers:
-        while worker.is_alive():  # in short waits, between which a signal is handled
-            worker.join(0.2)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -24,11 +24,7 @@ from ragen_mega.run.check import check_flags
 
 def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while modules are imported
-    try:
-        is_started = is_rank()
-    except ValueError as error:
-        fail(str(error))
-    if is_started:
+    if is_rank():
         run_rank(argv)
         return
     asked = os.environ.get("NPROC_PER_NODE") or str(default_ranks())

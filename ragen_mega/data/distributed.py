@@ -8,20 +8,14 @@ kernel spins while engines generate.
 import datetime
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ragen_mega.data.launcher import (
-    is_rank,
-    keep_caches_at_home,
-    meeting_file,
-    num_nodes,
-    open_many_files,
-    stay_on_loopback,
-)
+from ragen_mega.data import launcher
 
 T = TypeVar("T")
 _control_group: dist.ProcessGroup | None = None
@@ -32,16 +26,21 @@ _store: dist.Store | None = None
 def start(timeout_minutes: float = 30.0) -> None:
     """Join the job that torchrun started, or a job of one process without torchrun; idempotent.
 
-    Ranks of one node find each other in a file and talk on the loopback interface. Raises
-    ValueError on a rank that has no GPU where others have one, and as `is_rank` does.
+    Raises ValueError on a rank that has no GPU where others have one, and where others than
+    torchrun promise ranks.
     """
     global _store
     if dist.is_initialized():
         return
+    launcher.forget_foreign_ranks()
+    launcher.open_many_files()  # connections of ranks are some
+    launcher.keep_caches_at_home()
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    open_many_files()  # connections of ranks are some
-    keep_caches_at_home()
-    if not is_rank():
+    is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    if is_alone:  # no other node has to reach this one, and nobody else may
+        name = launcher.loopback()
+        os.environ.update({launcher.GLOO_INTERFACE: name, launcher.NCCL_INTERFACE: name})
+    if not launcher.is_rank():
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
         )
@@ -49,19 +48,34 @@ def start(timeout_minutes: float = 30.0) -> None:
     else:
         if torch.cuda.is_available():
             _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
-        if num_nodes() == 1:
-            stay_on_loopback()
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store = dist.FileStore(str(meeting_file()), world_size)
-            store.set_timeout(timeout)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if is_alone:
+            store = _private_store(timeout)
         else:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            # torchrun --max-restarts hands restarted ranks the store of those that died, with
-            # their addresses in it.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"attempt_{attempt}", store)
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun --max-restarts hands restarted ranks the store of those that died, with their
+        # addresses in it.
+        store = dist.PrefixStore(
+            f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        )
     _store = store
     _join(store, rank, world_size, timeout)
+
+
+def _private_store(timeout: datetime.timedelta) -> dist.Store:
+    """A file in which the ranks of one machine meet: a TCP store would listen on every interface
+    and ask nobody who they are.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull
+    if error_file == os.devnull:
+        raise ValueError(
+            "ranks of one machine meet in torchrun's log folder, and --log-dir says that there is"
+            " none; drop --log-dir"
+        )
+    # <private folder>/<attempt>/<local rank>/error.json: torchrun makes the first with mode 0700.
+    store = dist.FileStore(str(Path(error_file).parents[1] / "store"), -1)
+    store.set_timeout(timeout)
+    return store
 
 
 def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:

@@ -16,6 +16,7 @@ from ragen_mega.config import ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.schema import flag_of, parse_shares
+from ragen_mega.data.launcher import forget_foreign_ranks
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.models.directory import glance
 from ragen_mega.models.shape import ModelShape, cut_error
@@ -158,9 +159,10 @@ def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> st
     the time the others did, the run might have begun. Returns the message for a run that has
     finished.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return None
     try:
+        forget_foreign_ranks()
+        if os.environ.get("RANK", "0") != "0":
+            return None
         check(parse(flags, recipe=DEFAULT_RECIPE), num_ranks, ranks_per_node)
     except Finished as done:
         return str(done)

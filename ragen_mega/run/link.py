@@ -3,15 +3,17 @@ between their first ranks.
 
 It is a plain socket, since the parts are separate worlds of torch.distributed (docs/decisions.md).
 A frame is eight bytes of length and a pickled message; an empty one says that its sender lives.
+Messages are unpickled only from an end that has proven, by HMAC, that it knows a key. The key is in
+a file that nobody but the user can read: the store of a job on several nodes can be read by all.
 """
 
 import hmac
 import json
+import os
 import pickle
 import secrets
 import socket
 import struct
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -23,21 +25,20 @@ from typing import Any
 import torch.distributed as dist
 
 from ragen_mega.algorithm.tables import PlugInError
-from ragen_mega.data.launcher import own_address
 from ragen_mega.rollout.engine import EngineError
 
 TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
-_PLACE, _ALARM = "link", "alarm"
+_ADDRESS, _ALARM = "link", "alarm"
 _KEY_FILE = ".link-"
+"""What the name of a key's file begins with."""
+_NUM_RANDOM, _NUM_PROOF = 32, 32
+"""Bytes of a challenge, and of its answer."""
 _SECONDS_TO_MEET = 300.0
-_SECONDS_TO_ANSWER = 10
-_CHALLENGE_BYTES = 32  # as long as an answer
+_SECONDS_TO_PROVE = 10.0
 _SECONDS_TO_FLUSH = 30.0
-
-
-FAILURES = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
-"""The types of errors that one part tells the other, the special ones first."""
+PORTABLE = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
+"""Kinds of errors that one part of the job tells the other."""
 
 
 class LinkLost(ConnectionError):
@@ -53,21 +54,18 @@ class Alarm:
         self._store = store
 
     def give(self, error: Exception) -> None:
-        """Leave an error whose type is one of FAILURES."""
+        """Leave an error of one of the kinds of `PORTABLE`."""
         self._store.set(_ALARM, json.dumps([type(error).__name__, str(error)]))
 
     def given(self) -> Exception | None:
-        """The error that a rank has left. It is read as text, since whoever reaches the store of
-        several nodes can write into it.
-        """
+        """The error that a rank has left; LinkLost if it was no rank."""
         if not self._store.check([_ALARM]):
             return None
-        kinds = {each.__name__: each for each in FAILURES}
         try:
-            kind, text = json.loads(self._store.get(_ALARM))
-            return kinds[kind](str(text))
+            name, text = json.loads(self._store.get(_ALARM))
+            return {kind.__name__: kind for kind in PORTABLE}[name](text)
         except (ValueError, TypeError, KeyError):
-            return ValueError(f"the key {_ALARM} of the job's store holds no error of a rank")
+            return LinkLost("the job's store holds an alarm that no rank can have left")
 
 
 class Link:
@@ -146,77 +144,74 @@ class Link:
         self._incoming.put(None)
 
 
-def _knows_key(connection: socket.socket, key: bytes, *, listens: bool) -> bool:
-    """Whether the other end knows the key. Each end sends a random challenge and answers the
-    other's by its HMAC, so that the key itself is never sent.
+def listen(store: dist.Store, folder: Path, host: str) -> Link:
+    """The connection that `connect` makes in the other part, to the address `host` of this machine.
+    The key is in `folder` meanwhile. Raises OSError.
     """
-
-    def answer(is_listener: bool, challenge: bytes) -> bytes:
-        return hmac.digest(key, bytes([is_listener]) + challenge, "sha256")
-
-    ours = secrets.token_bytes(_CHALLENGE_BYTES)
-    connection.settimeout(None)
-    try:
-        _limit_silence(connection, _SECONDS_TO_ANSWER)
-        connection.sendall(ours)
-        theirs = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
-        connection.sendall(answer(listens, theirs))
-        said = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
-        _limit_silence(connection, 0)
-    except OSError:
-        return False
-    return hmac.compare_digest(said, answer(not listens, ours))
-
-
-def _limit_silence(connection: socket.socket, seconds: int) -> None:
-    """Let `recv` fail after so much silence; 0: never."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
-
-
-def listen(store: dist.Store, folder: Path) -> Link:
-    """The connection that `connect` makes in the other part. Raises OSError.
-
-    The store, which anybody who reaches its port can read, gets the address and the name of a file
-    of `folder`; the key is in that file, which only its owner can read.
-    """
-    key, host = secrets.token_bytes(32), own_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    key, name = secrets.token_bytes(_NUM_RANDOM), f"{_KEY_FILE}{secrets.token_hex(8)}"
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor, path = tempfile.mkstemp(prefix=_KEY_FILE, dir=folder)  # mode 0600
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with open(descriptor, "wb") as file:
+        with open(folder / name, "xb", opener=lambda path, how: os.open(path, how, 0o600)) as file:
             file.write(key)
         with socket.create_server((host, 0), family=family) as server:
-            server.settimeout(_SECONDS_TO_MEET)
-            place = {"host": host, "port": server.getsockname()[1], "file": Path(path).name}
-            store.set(_PLACE, json.dumps(place))
-            while True:
-                connection, _ = server.accept()
-                if _knows_key(connection, key, listens=True):
-                    return Link(connection, SAMPLERS)
-                connection.close()
+            store.set(_ADDRESS, json.dumps([host, server.getsockname()[1], name]))
+            return _accept(server, key)
     finally:
-        Path(path).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
+
+
+def _accept(server: socket.socket, key: bytes) -> Link:
+    """The first connection whose other end knows the key; strangers may connect before it."""
+    end = time.monotonic() + _SECONDS_TO_MEET
+    while True:
+        server.settimeout(max(0.001, end - time.monotonic()))
+        connection, _ = server.accept()
+        with suppress(OSError):
+            connection.settimeout(_SECONDS_TO_PROVE)
+            ours = secrets.token_bytes(_NUM_RANDOM)
+            connection.sendall(ours)
+            both = ours + _read_exactly(connection, _NUM_RANDOM)
+            if _is_proof(_read_exactly(connection, _NUM_PROOF), key, SAMPLERS, both):
+                connection.sendall(_proof(key, TRAINERS, both))
+                connection.settimeout(None)
+                return Link(connection, SAMPLERS)
+        connection.close()
 
 
 def connect(store: dist.Store, folder: Path) -> Link:
-    """The connection to the part that listens. Raises OSError, also where it does not know the key.
+    """The connection to the part that listens, with its key from `folder`. Raises OSError, and
+    LinkLost if somebody else listens.
     """
     store.set_timeout(timedelta(seconds=_SECONDS_TO_MEET))
-    place = json.loads(store.get(_PLACE))
-    path = folder / Path(place["file"]).name
-    if not path.name.startswith(_KEY_FILE):
-        raise OSError(f"{path} must be a file {_KEY_FILE}*; somebody has changed the job's store")
-    key = path.read_bytes()
-    address = (place["host"], place["port"])
-    connection = socket.create_connection(address, timeout=_SECONDS_TO_MEET)
-    if not _knows_key(connection, key, listens=False):
-        raise OSError(f"{address[0]}:{address[1]} must know the key in {path}, and does not")
+    host, port, name = json.loads(store.get(_ADDRESS))
+    if not (name.startswith(_KEY_FILE) and name.removeprefix(_KEY_FILE).isalnum()):
+        raise LinkLost(f"the job's store names {name!r} as the file of a key")
+    key = (folder / name).read_bytes()
+    connection = socket.create_connection((host, port), timeout=_SECONDS_TO_MEET)
+    ours = secrets.token_bytes(_NUM_RANDOM)
+    both = _read_exactly(connection, _NUM_RANDOM) + ours
+    connection.sendall(ours + _proof(key, SAMPLERS, both))
+    if not _is_proof(_read_exactly(connection, _NUM_PROOF), key, TRAINERS, both):
+        connection.close()
+        raise LinkLost(f"{host}:{port} does not know the key of this job, so {TRAINERS} are not it")
+    connection.settimeout(None)
     return Link(connection, TRAINERS)
 
 
-def connect_parts(store: dist.Store, folder: Path, *, listens: bool) -> Link:
-    """The connection between the first ranks of both parts; the one that listens is rank 0 of the
-    job. Both see `folder`. Raises OSError.
-    """
-    return (listen if listens else connect)(store, folder)
+def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        if not (part := connection.recv(num_bytes - len(data))):
+            raise LinkLost("the other end of a connection has hung up")
+        data += part
+    return data
+
+
+def _proof(key: bytes, part: str, challenges: bytes) -> bytes:
+    """What only a part of this job can answer to the challenges of both ends."""
+    return hmac.digest(key, part.encode() + challenges, "sha256")
+
+
+def _is_proof(said: bytes, key: bytes, part: str, challenges: bytes) -> bool:
+    return hmac.compare_digest(said, _proof(key, part, challenges))

@@ -21,13 +21,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ragen_kernels
 import torch.distributed as dist
 
 import ragen_mega
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.launcher import INTERFACE, interfaces, node, num_nodes
+from ragen_mega.data.launcher import GLOO_INTERFACE, loopback
 from ragen_mega.report.console import fail
 from ragen_mega.report.hardware import PACKAGES, device, versions
 from ragen_mega.rollout.engine import Interrupted
@@ -46,6 +47,16 @@ PATIENCE_AT_START = 600.0
 """For its first one: file systems give every node its programs in their own time."""
 _PERIOD = 2.0
 _CONNECT_SECONDS = 30.0
+
+
+def num_nodes() -> int:
+    """Nodes of this job."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def node() -> int:
+    """Which of them this is."""
+    return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def _is_first_of_node() -> bool:
@@ -172,24 +183,37 @@ def choose_interface() -> None:
     Raises ValueError if this node is not reached by it, or the next one is not.
     """
     master = os.environ["MASTER_ADDR"]
-    addresses = interfaces()
-    named = os.environ.get(INTERFACE)
+    families = socket.AF_INET, socket.AF_INET6
+    addresses = {
+        name: [each.address for each in entries if each.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    named = os.environ.get(GLOO_INTERFACE)
     if named is None:
         local = _address_towards(master)
         named = next(name for name, those in addresses.items() if local in those)
-        os.environ[INTERFACE] = named
+        os.environ[GLOO_INTERFACE] = named
     name = named.split(",")[0]
     there = ", ".join(other for other, those in addresses.items() if those)
-    remedy = f"set {INTERFACE} to the interface that all nodes share (here are {there})"
+    remedy = f"set {GLOO_INTERFACE} to the interface that all nodes share (here are {there})"
     if not addresses.get(name):
-        raise ValueError(f"{INTERFACE} {name} must be an interface with an address; {remedy}")
-    if name == "lo":
+        raise ValueError(f"{GLOO_INTERFACE} {name} must be an interface with an address; {remedy}")
+    if name == loopback():
         raise ValueError(
             f"ranks of several nodes need an interface that others reach, and on {_here()}"
             f" --master-addr {master} leads to the loopback's; {remedy}"
         )
     if _is_first_of_node():
         _reach_next(addresses[name][0], f"its interface {name}; {remedy}")
+
+
+def own_address() -> str:
+    """The address on which ranks of the other nodes, if there are any, reach this one."""
+    if num_nodes() == 1:
+        return "127.0.0.1"
+    name, families = os.environ[GLOO_INTERFACE].split(",")[0], (socket.AF_INET, socket.AF_INET6)
+    entries = psutil.net_if_addrs()[name]
+    return next(entry.address for entry in entries if entry.family in families)
 
 
 def _address_towards(host: str) -> str:

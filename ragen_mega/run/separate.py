@@ -31,11 +31,12 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.collector import in_groups
-from ragen_mega.rollout.engine import Interrupted, RolloutEngine
+from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
 from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import FAILURES, SAMPLERS, Alarm, Link, LinkLost, connect_parts
+from ragen_mega.run.link import PORTABLE, SAMPLERS, Alarm, Link, LinkLost, connect, listen
+from ragen_mega.run.nodes import own_address
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
 from ragen_mega.run.stop import StopSignal
 
@@ -44,6 +45,7 @@ WEIGHTS = "weights_{:08d}.safetensors"
 """
 _POLL_SECONDS = 0.2
 _SECONDS_BETWEEN_BEATS = 1.0
+_FAILURES = (ValueError, OSError, EngineError, FloatingPointError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ def divide(config: StarPOConfig) -> Part:
     samples = distributed.rank() >= distributed.world_size() - num_samplers
     store, link = distributed.divide(num_samplers), None
     if is_main():
-        link = connect_parts(store, Path(config.logging.output), listens=not samples)
+        shared = config.run_directory.parent.absolute()
+        link = connect(store, shared) if samples else listen(store, shared, own_address())
     return Part(samples, link, Alarm(store))
 
 
@@ -438,7 +441,7 @@ class Sampler:
     ) -> None:
         if isinstance(error, LinkLost) and not self._has_begun:
             raise SystemExit(2) from error  # the trainers have said why
-        if isinstance(error, FAILURES) and not isinstance(error, LinkLost):
+        if isinstance(error, _FAILURES) and not isinstance(error, LinkLost):
             if self._link:
                 self._link.send(_portable(error))  # behind what was delivered
             else:  # the others may know nothing of it
@@ -508,4 +511,4 @@ def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
 
 def _portable(error: Exception) -> Exception:
     """The error in a form that another process can unpickle."""
-    return next(kind for kind in FAILURES if isinstance(error, kind))(str(error))
+    return next(kind for kind in PORTABLE if isinstance(error, kind))(str(error))

@@ -4,7 +4,6 @@ and the loss of another rank, or an end that nobody would explain, becomes a one
 
 import errno
 import os
-import resource
 import signal
 import threading
 import time
@@ -17,8 +16,10 @@ import torch
 from torch.distributed import DistError
 
 from ragen_mega.data import distributed
+from ragen_mega.data.launcher import is_rank
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
+from ragen_mega.storage.integrity import describe_error
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What stops a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time limit.
@@ -118,7 +119,7 @@ def end_with_launcher() -> None:
     """Send SIGTERM to this rank once the launcher that started it is gone, even by SIGKILL: nobody
     else would end its ranks. A process that torchrun has not started does nothing.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_rank():
         threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()
 
 
@@ -129,15 +130,11 @@ def _watch(launcher: int) -> None:
 
 
 def fail_if_rank_lost(error: RuntimeError) -> None:
-    """Leave with one line if `error` is that of a collective whose other ranks are gone, or that of
-    a rank that cannot connect to them.
+    """Leave with one line if `error` is that of a collective whose other ranks are gone, or that
+    this rank has no descriptors left for.
     """
     if os.strerror(errno.EMFILE) in str(error):
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        fail(
-            f"a rank may have {limit} open files, connections among them, and needs more; raise the"
-            " limit (ulimit -n 4096) and start again"
-        )
+        fail(describe_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ""))
     if isinstance(error, DistError) or "gloo" in str(
         error
     ):  # gloo's errors have no type of their own

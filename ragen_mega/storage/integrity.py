@@ -7,6 +7,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import resource
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,9 @@ def describe_error(error: OSError, directory: Path | str) -> str:
             f"cannot read {error.filename}: {error.strerror}; nothing was deleted; start again once"
             " the storage answers"
         )
+    if error.errno == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"{error}: each rank may have {limit}, sockets included; raise it by ulimit -n"
     if error.errno not in _FULL | _FORBIDDEN:
         return str(error)
     place = error.filename or directory

@@ -105,9 +105,25 @@ def run_on(
 
 @needs_nodes
 def test_two_nodes_meet(nodes: list[Node], tmp_path: Path) -> None:
-    """Their host names lead nowhere, or to the loopback, and gloo would listen there."""
-    found = run_on(nodes, program(tmp_path, MEET), "--output", tmp_path / "runs")
-    assert found == [(0, ["met 3"])] * 2
+    """Their host names lead nowhere, or to the loopback, and gloo would listen there. All listen
+    where the other node reaches them and nowhere else, also those who meet as two parts.
+    """
+    source = textwrap.dedent(MEET).replace(
+        '        print(f"met',
+        """        part = divide(parse(sys.argv[1:]))
+        part.link.send(part.samples)
+        assert pickle.loads(part.link.receive(60.0)) != part.samples
+        print(*sorted(listening(psutil.Process().parent())))
+        part.link.close()
+        print(f"met""",
+    )
+    source = f"""import pickle, psutil
+from ragen_mega.run.separate import divide
+from tests.support.sockets import listening
+{source}"""
+    flags = ("--output", tmp_path / "runs", "--placement", "separate", "--rollout-ranks", 1)
+    found = run_on(nodes, program(tmp_path, source), *flags)
+    assert found == [(0, [node.address, "met 3"]) for node in nodes]
     assert not list((tmp_path / "runs").iterdir())
 
 

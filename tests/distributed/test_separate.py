@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from ragen_mega.train import play_part
 from tests.support.faulty_runs import FLAGS, WARM_START, start_of
 from tests.support.forked_ranks import on_ranks
 from tests.support.runs import launch, metrics, start_ranks, state
+from tests.support.sockets import all_listening, is_loopback
 
 pytestmark = pytest.mark.forks
 NUM_STEPS = 4
@@ -81,7 +83,9 @@ def stale(output: Path) -> Path:
 
 def test_without_staleness_it_equals_the_colocated_run_to_the_bit(output: Path) -> None:
     together = launch(output, "together", 1, *flags(output))
-    apart = launch(output, "apart", 2, *flags(output, *SEPARATE))
+    with all_listening(psutil.Process()) as addresses:
+        apart = launch(output, "apart", 2, *flags(output, *SEPARATE))
+    assert addresses and all(map(is_loopback, addresses)), addresses
     assert versions(apart) == [{step} for step in range(NUM_STEPS)]
     assert sampled(apart) == sampled(together)
     of_age = {"rollout/staleness", "rollout/continued"}

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed.run
@@ -23,12 +24,13 @@ from ragen_mega.commands import launch
 from ragen_mega.commands.train import default_ranks
 from ragen_mega.config import StarPOConfig, parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags, sizes_without_effect
-from tests.support.processes import is_alive
+from tests.support.sockets import is_loopback, listening
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/pretrain_starpo.sh"
 RECIPES = ROOT / "ragen_mega/config/recipes"
 LAUNCH = (sys.executable, str(ROOT / "tools/launch.py"))
+PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -421,16 +423,52 @@ class TestLaunch:
             assert [process.stdout.readline() for _ in range(2)] == ["2\n"] * 2
         assert process.communicate() == ("", "") and process.returncode == 128 + signal.SIGINT
 
-    def test_ranks_that_hang_are_killed_after_a_second_signal(self, tmp_path):
+    @pytest.mark.parametrize("command", [LAUNCH, ("torchrun",)], ids=["launch", "torchrun"])
+    def test_nobody_else_reaches_the_ranks_of_one_machine(self, tmp_path, command):
+        """Whatever a platform has left in the environment. torchrun itself listens."""
         script = program(
             tmp_path,
             """
-            import os, signal, subprocess, time
-            if os.environ["RANK"] == "0":
-                time.sleep(600)  # longer than the test may take
-            child = subprocess.Popen(["sleep", "600"])
-            os.write(1, f"{os.getpid()} {child.pid}\\n".encode())
-            os.kill(os.getpid(), signal.SIGSTOP)
+            import os, sys
+            from ragen_mega.data import distributed
+            distributed.start()
+            assert distributed.gather_objects(os.environ["RANK"]) == ["0", "1"]
+            os.write(1, b"up\\n")
+            sys.stdin.read()
+            distributed.stop()
+            """,
+        )
+        (tmp_path / "temporary").mkdir()
+        platform = {"GLOO_SOCKET_IFNAME": "nowhere", "RANK": "3", "WORLD_SIZE": "8"}
+        platform["PET_STANDALONE"] = "1"  # torchrun's --standalone
+        process = subprocess.Popen(
+            [*command, "--nproc-per-node", "2", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**PATHS, TMPDIR=str(tmp_path / "temporary"), **platform),
+        )
+        assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        launcher = psutil.Process(process.pid)
+        for root in [launcher] if command == LAUNCH else launcher.children():
+            addresses = listening(root)
+            assert addresses and all(map(is_loopback, addresses)), addresses
+        assert process.communicate("")[1] == "" or command != LAUNCH
+        assert process.returncode == 0
+        assert not [*(tmp_path / "temporary").iterdir()] or command != LAUNCH
+
+    def test_a_second_signal_ends_a_job_that_hangs(self, tmp_path):
+        """A rank that is frozen, with a process that it has started; the other one has ended."""
+        script = program(
+            tmp_path,
+            """
+            import os, signal, subprocess, sys
+            if os.environ["RANK"] == "1":
+                child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+                os.write(1, f"{child.pid}\\n".encode())
+                os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pause()
             """,
         )
         process = subprocess.Popen(
@@ -439,52 +477,53 @@ class TestLaunch:
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
+            start_new_session=True,
         )
-        pids = [int(pid) for pid in process.stdout.readline().split()]
-        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+        child = psutil.Process(int(process.stdout.readline()))
+        family = [child, *psutil.Process(process.pid).children()]
+        while family[-1].status() != psutil.STATUS_STOPPED != family[-2].status():
+            time.sleep(0.05)
+        start = time.monotonic()
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             process.send_signal(number)
-            time.sleep(0.5)  # two that arrive together are one
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 128 + signal.SIGTERM and "killed" in said
-        assert not [pid for pid in pids if is_alive(pid)]
+            time.sleep(2.0)  # as a person who loses patience, who must not have to wait longer
+        (line,) = process.communicate(timeout=60)[1].splitlines()
+        assert 8.0 < time.monotonic() - start < 24.0
+        assert "killed in 9 s" in line and process.returncode > 128
+        _, alive = psutil.wait_procs(family, 0.0)  # nobody may have reaped the child
+        assert all(member.status() == psutil.STATUS_ZOMBIE for member in alive)
 
-    def test_a_job_of_one_node_listens_on_the_loopback_alone(self, tmp_path):
-        """Both placements; whatever interface the platform names for several nodes."""
+    @pytest.mark.slow
+    def test_a_supervisor_that_asks_once_waits(self, tmp_path):
+        """Also one that warns by SIGUSR1 twice, as of launcher and ranks."""
         script = program(
             tmp_path,
-            f"""
-            import os, psutil
-            from pathlib import Path
-            from ragen_mega.data import distributed
-            from ragen_mega.run.link import connect_parts
-
-            def tell():
-                distributed.barrier()
-                for process in (psutil.Process(), psutil.Process().parent()):
-                    for each in process.net_connections("inet"):
-                        if each.status == psutil.CONN_LISTEN:
-                            os.write(1, f"{{each.laddr.ip}}\\n".encode())
-                distributed.barrier()
-
-            distributed.start()
-            tell()
-            listens = distributed.is_main()
-            link = connect_parts(distributed.divide(1), Path({str(tmp_path)!r}), listens=listens)
-            tell()
-            link.close()
+            """
+            import os, signal, sys, time
+            def receive(number, frame):
+                time.sleep(15)
+                sys.exit(0)
+            signal.signal(signal.SIGUSR1, lambda number, frame: None)
+            signal.signal(signal.SIGTERM, receive)
+            os.write(1, b"up\\n")
+            while True:
+                signal.pause()
             """,
         )
-        other = {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "eth9"}
-        process = execute(*LAUNCH, "--nproc-per-node", 2, script, **other)
-        assert process.returncode == 0, process.stderr
-        assert {*process.stdout.split()} == {"127.0.0.1"}
-
-    def test_variables_of_a_job_that_no_launcher_has_started_are_refused(self):
-        """Kubernetes sets them for a pod."""
-        process = execute("bash", SCRIPT, RANK="1", WORLD_SIZE="4", MASTER_ADDR="10.0.0.1")
-        assert process.returncode == 2
-        (said,) = process.stderr.splitlines()
-        assert said.startswith("error: RANK=1, WORLD_SIZE=4 must come from torchrun")
+        for numbers in ([signal.SIGTERM], [signal.SIGTERM, signal.SIGUSR1]):
+            process = subprocess.Popen(
+                [*LAUNCH, str(script)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment(),
+            )
+            assert process.stdout.readline() == "up\n"
+            start = time.monotonic()
+            for number in numbers:
+                process.send_signal(number)
+                time.sleep(0.5)
+            assert process.communicate() == ("", "") and time.monotonic() - start > 14.0
 
     def test_a_job_that_nohup_started_outlives_its_terminal(self, tmp_path):
         script = program(
@@ -507,7 +546,7 @@ class TestLaunch:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"),
+            env=environment(**PATHS),
         )
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGHUP)

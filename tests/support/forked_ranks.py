@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -13,25 +14,24 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
-from pathlib import Path
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from ragen_mega.data.launcher import become_rank
+from ragen_mega.data.launcher import as_rank
 from ragen_mega.megatron.initialize import shutdown
 
 _FORK = multiprocessing.get_context("fork")
 
 
 def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
-    """Start `work()` on `num_ranks` processes that are ranks of one job, as torchrun would. They
-    meet in a folder that lives as long as the first of the processes returned.
+    """Start `work()` on `num_ranks` processes that are ranks of one job, as torchrun would. The
+    folder in which they meet lives as long as the first of the processes returned.
     """
-    folder = tempfile.TemporaryDirectory(prefix="forked_ranks_")
+    folder = tempfile.mkdtemp(prefix="forked-ranks-")
 
     def rank(index: int) -> None:
         faulthandler.register(signal.SIGUSR1, file=2)  # see join_ranks
-        become_rank(index, num_ranks, Path(folder.name))
+        os.environ.update(as_rank(index, num_ranks, folder))
         work()
 
     shutdown()  # what a test before has started in this process
@@ -43,7 +43,7 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
     for process in processes:
         process.start()
     gc.unfreeze()
-    weakref.finalize(processes[0], folder.cleanup)
+    weakref.finalize(processes[0], shutil.rmtree, folder, ignore_errors=True)
     return processes
 
 

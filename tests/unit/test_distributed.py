@@ -1,9 +1,19 @@
-"""Ranks and their devices."""
+"""Ranks and their devices, and what the environment says of them."""
+
+import os
+import resource
 
 import pytest
+import torch.distributed as dist
 
-from ragen_mega.data.distributed import _take_device, start
-from ragen_mega.megatron.initialize import shutdown
+from ragen_mega.commands import command_line, train
+from ragen_mega.data import distributed
+from ragen_mega.data.distributed import _take_device
+from ragen_mega.data.launcher import forget_foreign_ranks
+from ragen_mega.run.stop import fail_if_rank_lost
+
+FOREIGN = [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"}, {"WORLD_SIZE": "x"}]
+"""What a platform may set for programs that are no rank of torchrun."""
 
 
 def test_a_rank_without_a_gpu_says_so() -> None:
@@ -13,11 +23,78 @@ def test_a_rank_without_a_gpu_says_so() -> None:
         _take_device(1, 1)
 
 
-def test_a_process_waits_for_no_ranks_that_nobody_has_started(
+@pytest.mark.parametrize("platform", FOREIGN)
+def test_ranks_that_torchrun_has_not_started_are_not_waited_for(
+    platform: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed.stop()
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in platform.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="WORLD_SIZE.*torchrun"):
+        distributed.start()
+
+
+@pytest.mark.parametrize("platform", FOREIGN)
+def test_commands_that_start_ranks_name_the_variables(
+    platform: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in platform.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(ValueError, match="RANK.*WORLD_SIZE"):
+        command_line.relaunch(2, "evaluate", [])
+    with pytest.raises(SystemExit) as left:
+        train.main([])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and "WORLD_SIZE" in line
+
+
+def test_one_process_that_a_platform_calls_rank_0_of_1_may_start_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shutdown()  # what a test before has started in this process
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE=2 must come from torchrun"):
-        start()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    forget_foreign_ranks()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} & os.environ.keys()
+    became = []
+    monkeypatch.setattr(os, "execv", lambda program, words: became.append(words))
+    monkeypatch.setenv("RANK", "0")
+    command_line.relaunch(2, "evaluate", [])
+    (words,) = became
+    assert words[words.index("--nproc-per-node") + 1] == "2"
+    assert words[words.index("--nnodes") + 1] == "1", "PET_NNODES would ask for others"
+
+
+def test_an_interface_that_is_not_there_keeps_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed.stop()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    distributed.start()
+    assert distributed.world_size() == 1
+    distributed.stop()
+
+
+def test_a_rank_that_may_open_no_more_files_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    distributed.start()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, limits[1]))
+    try:
+        for _ in range(20):
+            dist.new_group(backend="gloo")
+    except RuntimeError as error:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with pytest.raises(SystemExit):
+            fail_if_rank_lost(error)
+        assert "ulimit -n" in capsys.readouterr().err
+    else:
+        pytest.fail("the limit held nothing back")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        distributed.stop()

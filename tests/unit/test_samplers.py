@@ -5,10 +5,11 @@ a checkpoint keeps of it, and what ends it in one line.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
+import hmac
 import json
 import os
 import pickle
+import secrets
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from ragen_mega.rollout.engine import (
     RolloutEngine,
 )
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import SAMPLERS, TRAINERS, Alarm, Link, LinkLost, connect_parts
+from ragen_mega.run.link import SAMPLERS, TRAINERS, Alarm, Link, LinkLost, connect, listen
 from ragen_mega.run.separate import Begin, Delivery, End, Order, Part, Sampler, Samplers, packed
 
 NUM_STEPS = 6
@@ -307,46 +308,76 @@ def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Pat
     assert torch.equal(engine.weights["model.norm.weight"], whole["model.norm.weight"])
 
 
-@pytest.mark.parametrize("num_nodes", ["1", "2"])
-def test_only_an_end_that_knows_the_key_is_connected(
-    num_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_parts_meet_past_strangers(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Strangers who read the store, and say nothing, nonsense, or what they are told."""
-    monkeypatch.setenv("GROUP_WORLD_SIZE", num_nodes)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr("ragen_mega.run.link._SECONDS_TO_ANSWER", 1)
+    """Who reads the job's store, and says something or nothing, keeps no part from the other."""
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("the system has no IPv6")
+    monkeypatch.setattr("ragen_mega.run.link._SECONDS_TO_PROVE", 0.5)
     store = torch.distributed.HashStore()
     with ThreadPoolExecutor(1) as thread:
-        meeting = thread.submit(connect_parts, store, tmp_path, listens=True)
-        place = json.loads(store.get("link"))
-        (file,) = tmp_path.iterdir()
-        assert file.name == place["file"] and file.stat().st_mode & 0o077 == 0
-        assert file.read_bytes().hex() not in json.dumps(place)
-        strangers = [socket.create_connection((place["host"], place["port"])) for _ in range(3)]
-        assert ipaddress.ip_address(strangers[0].getpeername()[0]).is_loopback
-        strangers[1].sendall(bytes(64) + pickle.dumps("mine"))
-        echo = strangers[2].recv(32)  # a challenge that is sent back, and so is its answer
-        strangers[2].sendall(echo)
-        strangers[2].sendall(strangers[2].recv(32))
-        theirs = connect_parts(store, tmp_path, listens=False)
+        meeting = thread.submit(listen, store, tmp_path, address)
+        host, port, file = json.loads(store.get("link"))
+        assert (tmp_path / file).stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / file).read_bytes() not in store.get("link")
+        strangers = [socket.create_connection((host, port)) for _ in range(3)]
+        challenge = strangers[0].recv(32)
+        strangers[0].sendall(bytes(32) + hmac.digest(store.get("link"), challenge, "sha256"))
+        assert strangers[0].recv(1) == b""  # it hangs up
+        strangers[1].close()
+        theirs = connect(store, tmp_path)  # while the third says nothing
         theirs.send("there")
         assert pickle.loads(meeting.result().receive(60.0)) == "there"
-    assert not [*tmp_path.iterdir()]
-    for each in (theirs, *strangers):
-        each.close()
+    theirs.close()
+    assert not list(tmp_path.iterdir())
 
 
-def test_what_somebody_else_writes_into_the_store_is_never_executed(tmp_path: Path) -> None:
-    class Command:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.mkdir, (str(tmp_path / "executed"),)
-
+def test_a_stranger_that_listens_is_no_part_of_the_job(tmp_path: Path) -> None:
+    """The store, which others may write, leads to somebody who does not know the key."""
     store = torch.distributed.HashStore()
-    store.set("alarm", pickle.dumps(Command()))
-    assert isinstance(Alarm(store).given(), ValueError)
-    assert not [*tmp_path.iterdir()]
-    Alarm(store).give(PlugInError("my_math: failed"))
-    assert repr(Alarm(store).given()) == "PlugInError('my_math: failed')"
+    (tmp_path / ".link-0").write_bytes(secrets.token_bytes(32))
+    (tmp_path / "known").write_bytes(bytes(32))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = ["127.0.0.1", server.getsockname()[1]]
+        store.set("link", json.dumps([*address, "known"]))
+        with pytest.raises(LinkLost, match="'known'"):
+            connect(store, tmp_path)
+        store.set("link", json.dumps([*address, ".link-0"]))
+        with ThreadPoolExecutor(1) as thread:
+            connecting = thread.submit(connect, store, tmp_path)
+            connection, _ = server.accept()
+            connection.sendall(bytes(32))
+            proof = connection.recv(64, socket.MSG_WAITALL)[32:]
+            connection.sendall(proof)  # what it has just heard
+            with pytest.raises(LinkLost, match="key"):
+                connecting.result()
+            connection.close()
+
+
+class Opened:
+    """What a stranger writes: a pickle that runs code where it is read."""
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path(os.environ["OPENED"]),)
+
+
+def test_what_a_stranger_writes_into_the_store_is_not_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENED", str(tmp_path / "opened"))
+    store = torch.distributed.HashStore()
+    alarm = Alarm(store)
+    assert alarm.given() is None
+    strange = (pickle.dumps(Opened()), b"", b'"x"', b'["Popen", "id"]', b"[[], 1]", b"{}", b"\xff")
+    for value in strange:
+        store.set("alarm", value)
+        assert isinstance(alarm.given(), LinkLost)
+    assert not (tmp_path / "opened").exists()
+    for error in (PlugInError("reward"), OSError("disk"), EngineError("\u00e9 \udcff")):
+        alarm.give(error)
+        assert (type(alarm.given()), str(alarm.given())) == (type(error), str(error))
 
 
 def test_messages_keep_their_order_whatever_their_size() -> None:

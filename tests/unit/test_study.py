@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -613,6 +615,41 @@ def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, interrupt)
     assert left.value.code == 128 + number
+
+
+def test_every_further_signal_reaches_the_runs_of_a_study(tmp_path: Path) -> None:
+    """A run that hangs ends at the second one, and no run is left behind."""
+    source = """
+        import os, signal, sys
+        def receive(number, frame):
+            received.append(number)
+            if len(received) == 2:
+                sys.exit(1)
+        received = []
+        signal.signal(signal.SIGTERM, receive)
+        open(sys.argv[1], "w").close()
+        while True:
+            signal.pause()
+        """
+    command = [sys.executable, "-c", textwrap.dedent(source), str(tmp_path / "up")]
+    before = signal.getsignal(signal.SIGTERM)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt_twice() -> None:
+        wait_until((tmp_path / "up").exists)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.0)
+
+    thread = threading.Thread(target=interrupt_twice)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            study_runs.Runner([study_runs.Job("hangs", command, tmp_path / "log", None)]).run(1)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ import psutil
 from transformers import PretrainedConfig
 
 from ragen_mega.data import checksums
+from ragen_mega.data.launcher import GLOO_INTERFACE, NCCL_INTERFACE, loopback
 from ragen_mega.engines.sglang import supervisor, weight_loader
 from ragen_mega.engines.sglang.fp8_blocks import QUANTIZATION_CONFIG
 from ragen_mega.engines.sglang.http_json import HOST, ConnectionLost, JSONClient, RequestRefused
@@ -259,7 +260,8 @@ class ServerSettings:
             "SGLANG_HEALTH_CHECK_TIMEOUT": str(round(self.hang_timeout)),
             # A file instead of a TCP store, which would listen on every interface.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{rendezvous}",
-            "GLOO_SOCKET_IFNAME": "lo",
+            GLOO_INTERFACE: loopback(),
+            NCCL_INTERFACE: loopback(),
             # The trainer holds a part of the same GPU.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         }
