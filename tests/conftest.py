@@ -30,6 +30,12 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     # Before transformers imports triton, which then decides for good.
     import tests.kernels.interpreter_shim  # noqa: F401
 
+POISONED = {
+    f"test_{name}"
+    for name in "compiled embedded_engine forest holding kv_cache memory_plan muon objective"
+    " offload policy precision resharding returns rows switches tensor_parallel trained".split()
+}
+"""Files whose tests run with `poisoned_memory`: what they test allocates without writing."""
 MAX_WORKERS = 8
 """Of `-n auto`: each imports torch and megatron-core anew, and some tests start four ranks."""
 
@@ -55,6 +61,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif item.get_closest_marker("silicon") and IS_FAKE:
             item.add_marker(pytest.mark.skip(reason="needs real kernels"))
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that nobody has written holds NaN, or the largest integer, whatever the allocator
+    finds, so that reading it shows on every machine. Forked ranks inherit this.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)  # without which nothing is filled
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _poison_where_memory_is_reused(request: pytest.FixtureRequest) -> None:
+    if request.path.stem in POISONED:
+        request.getfixturevalue("poisoned_memory")
 
 
 @pytest.fixture(params=[1, 3])

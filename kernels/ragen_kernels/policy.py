@@ -94,9 +94,13 @@ def logprob_entropy(
 
 
 def empty_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """[num_rows, num_columns] with every row aligned."""
+    """[num_rows, num_columns] with every row aligned. The padding between rows is zero, because
+    oneDNN's bfloat16 products on processors with AMX read it, and NaN times zero is NaN.
+    """
     padded = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    return like.new_empty((num_rows, padded))[:, :num_columns]
+    rows = like.new_empty((num_rows, padded))
+    rows[:, num_columns:] = 0
+    return rows[:, :num_columns]
 
 
 def chunk_rows(num_rows: int, row_bytes: int, budget: int, chunk_tokens: int | None) -> list[slice]:

@@ -6,19 +6,22 @@ The search takes time linear in the text; a single backtracking expression would
 repeated tags. Tool calls have the format of Qwen's chat templates (the Hermes format).
 """
 
-import json
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ragen_mega.environments import calls
+from ragen_mega.environments.tool_calls import UnreadableCall, WrongCall, tool_calls
 
 ACTION_SEPARATOR = "||"
 
 # Linear: a failed attempt scans the whitespace after one tag, and no two tags share whitespace.
 _THOUGHT_TO_ANSWER = re.compile(r"</think>\s*<answer>")
 _ANSWER = re.compile("<answer>")
+_NO_WIDTH = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
 _MARKERS = re.compile(r"</?think>|</?answer>|<\|im_start\|>|<\|im_end\|>")
 
 
@@ -35,6 +38,8 @@ class ParsedResponse:
     """The tags are in the required order, or the parser could read the answer."""
     has_invalid_action: bool = False
     """At least one of the first `max_actions` actions was unknown and dropped."""
+    problem: str = ""
+    """What was wrong with a tool call, for the policy."""
 
     @property
     def is_action_valid(self) -> bool:
@@ -51,8 +56,8 @@ def read_response(environment: Any, text: str, *, think: bool, max_actions: int)
     """
     if hasattr(environment, "parse"):
         return _read(lambda rest: calls.parse(environment, rest), text, think, max_actions)
-    if getattr(environment, "tools", None):
-        return _read(tool_calls, text, think, max_actions)
+    if tools := getattr(environment, "tools", None):
+        return _read(lambda rest: tool_calls(rest, tools), text, think, max_actions)
     if (legal := getattr(environment, "actions", None)) is not None:
         return parse_response(text, legal_actions=legal, think=think, max_actions=max_actions)
     if (spans := _split(text, think)) is None:
@@ -71,28 +76,15 @@ def _read(
         return ParsedResponse()
     try:
         actions = tuple(parse(rest.strip()))
+    except WrongCall as error:
+        return ParsedResponse(
+            thought=thought, is_format_valid=True, has_invalid_action=True, problem=str(error)
+        )
+    except UnreadableCall as error:
+        return ParsedResponse(thought=thought, problem=str(error))
     except (ValueError, RecursionError):  # RecursionError: JSON nested too deeply
         return ParsedResponse(thought=thought)
     return ParsedResponse(actions[:max_actions], thought, is_format_valid=True)
-
-
-def tool_calls(text: str) -> list[dict[str, Any]]:
-    """The objects in `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once or repeated.
-    Raises ValueError if there is none or one is malformed.
-    """
-    found = []
-    for part in text.split("<tool_call>")[1:]:
-        body, end, _ = part.partition("</tool_call>")
-        if not end:
-            raise ValueError("a <tool_call> does not end")
-        found.append(json.loads(body))
-    for call in found:
-        is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
-        if not is_call or not isinstance(call.setdefault("arguments", {}), dict):
-            raise ValueError(f"a tool call is an object with name and arguments, not {call!r:.60}")
-    if not found:
-        raise ValueError("no <tool_call> ... </tool_call>")
-    return found
 
 
 def parse_response(
@@ -107,15 +99,35 @@ def parse_response(
     if (spans := _split(text, think)) is None:
         return ParsedResponse()
     thought, answer = spans
-    spelling = {name.strip().lower(): name for name in legal_actions}
-    spelling |= {name: name for name in legal_actions}  # they may differ in letter case alone
+    spelling = _spellings(tuple(legal_actions))
     pieces = [piece for part in answer.split(ACTION_SEPARATOR) if (piece := part.strip())]
     pieces = pieces[:max_actions]
-    meant = (spelling.get(piece, spelling.get(piece.lower())) for piece in pieces)
+    meant = (spelling.get(piece, spelling.get(same_word(piece))) for piece in pieces)
     known = tuple(name for name in meant if name is not None)
     return ParsedResponse(
         known, thought, is_format_valid=True, has_invalid_action=len(known) < len(pieces)
     )
+
+
+def same_word(name: str) -> str:
+    """One form of all spellings of a name that a reader takes for the same: letter case, composed
+    or decomposed accents, wide digits, kinds of spaces, marks without width.
+    """
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+    return " ".join(_NO_WIDTH.sub("", folded).split())
+
+
+@lru_cache(maxsize=64)
+def _spellings(names: tuple[str, ...]) -> dict[str, str]:
+    """Spelling -> name; names may differ in letter case alone, and then count as they are spelled.
+    """
+    folded: dict[str, list[str]] = {}
+    for name in names:
+        folded.setdefault(same_word(name), []).append(name)
+    spellings = {form: alike[-1] for form, alike in folded.items()}
+    return spellings | {unicodedata.normalize("NFC", name): name for name in names} | {
+        name: name for name in names
+    }
 
 
 def _split(text: str, think: bool) -> tuple[str, str] | None:

@@ -8,6 +8,7 @@ the prompt announces the budget that is enforced.
 
 import copy
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
@@ -17,6 +18,7 @@ from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, re
 from ragen_mega.environments.calls import reset, step
 from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.protocol import (
+    CUT,
     Action,
     Budget,
     Environment,
@@ -28,6 +30,7 @@ from ragen_mega.environments.protocol import (
 PromptStyle = Literal["full", "system", "compact"]
 
 _MALFORMED = "Your answer could not be read. Keep to the format."
+_MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?(?:think|answer|tool_call|tool_response)>")
 _TOKENS_PER_WORD = 2
 """At most, with a share of the tags, so that no answer within the announced length is cut off."""
 ERROR = "error"
@@ -42,6 +45,8 @@ error of the environment.
 """
 
 
+QUOTED = "quoted_markers"
+"""Key of a turn's info: markers of chat templates in what the environment said."""
 FORMAT_PENALTY = -0.1
 LIMITS = (*(item.name for item in fields(Budget)), "format_penalty")
 """Limits that an environment may set; the schema of a served one carries them as `limits`."""
@@ -189,7 +194,7 @@ class Episode:
         if isinstance(self.observation, str):
             self._opening = None
             return self.beginning([Message("user", self._turn_prompt(self.observation))])
-        self._opening = self.observation
+        self._opening = tuple(map(quoted, self.observation))
         return list(self._opening)
 
     def beginning(self, messages: Sequence[Message]) -> list[Message]:
@@ -247,10 +252,13 @@ class Episode:
             is_own = bool(results) and results[-1].truncated
             info[TRUNCATED_BY] = "environment" if is_own else "budget"
         self.done = terminated or truncated
+        messages = () if self.done else self._next_messages(results, reward, parsed.problem)
+        if num_quoted := sum(message.content.count(CUT) for message in messages):
+            info[QUOTED] = num_quoted
         is_understood = info["is_format_valid"] and info["is_action_valid"]
         return TurnResult(
             reward=reward + (0.0 if is_understood else self._penalty),
-            messages=() if self.done else self._next_messages(results, reward),
+            messages=messages,
             terminated=terminated,
             truncated=truncated,
             info=info,
@@ -270,14 +278,20 @@ class Episode:
         self.action = None
         return results
 
-    def _next_messages(self, results: Sequence[StepResult], reward: float) -> tuple[Message, ...]:
-        """What the environment said: the messages of all steps of the turn, or the latest text."""
+    def _next_messages(
+        self, results: Sequence[StepResult], reward: float, problem: str
+    ) -> tuple[Message, ...]:
+        """What the environment said: the messages of all steps of the turn, or the latest text;
+        `problem` is what was wrong with a tool call.
+        """
         told = [one.observation for one in results if not isinstance(one.observation, str)]
         if told and not isinstance(self.observation, str):
-            return tuple(message for messages in told for message in messages)
+            return tuple(quoted(message) for messages in told for message in messages)
         if not isinstance(self.observation, str):  # nothing was done, so nothing is new
-            return (Message("user", _MALFORMED),)
+            return (Message("user", quote(problem) or _MALFORMED),)
         prompt = self._turn_prompt(self.observation)
+        if problem:
+            prompt = f"{quote(problem)}\n{prompt}"
         if self.config.prompt_style != "compact":
             prompt = f"Reward:\n{round(reward, 6):g}\n{prompt}"
         return (Message("user", prompt),)
@@ -286,7 +300,7 @@ class Episode:
         actions_left, config = self.actions_left, self.config
         turns_left = min(self.budget.max_turns - self._num_turns, actions_left)
         if config.prompt_style == "compact":
-            return f"{observation}\n{actions_left if self.takes_names else turns_left} left"
+            return f"{quote(observation)}\n{actions_left if self.takes_names else turns_left} left"
         left = f"{_count(turns_left, 'turn')} left"
         if self.takes_names:
             actions_now = min(actions_left, self.budget.max_actions_per_turn)
@@ -295,11 +309,11 @@ class Episode:
                 " turn"
             )
         thoughts = "<think> [Your thoughts] </think> " if config.think else ""
+        max_words = max(1, self.max_response_length // _TOKENS_PER_WORD)
         return (
-            f"Turn {self._num_turns + 1}:\nState:\n{observation}\nYou have {left}. Always output:"
-            f" {thoughts}{self._answer_format()} with no extra text. Strictly follow this format."
-            f" Max response length: {max(1, self.max_response_length // _TOKENS_PER_WORD)} words"
-            " (tokens).\n"
+            f"Turn {self._num_turns + 1}:\nState:\n{quote(observation)}\nYou have {left}. Always"
+            f" output: {thoughts}{self._answer_format()} with no extra text. Strictly follow this"
+            f" format. Max response length: {max_words} words (tokens).\n"
         )
 
     def _answer_format(self) -> str:
@@ -326,6 +340,19 @@ class Episode:
             " separator "
             f'" {ACTION_SEPARATOR} "\n'
         )
+
+
+def quote(text: str) -> str:
+    """The text of a world with a CUT in every marker of chat templates, so that a renderer encodes
+    its letters and not a control token.
+    """
+    return _MARKER.sub(lambda found: f"{found[0][0]}{CUT}{found[0][1:]}", text)
+
+
+def quoted(message: Message) -> Message:
+    """The message of a world, quoted."""
+    content = quote(message.content)
+    return message if content == message.content else Message(message.role, content)
 
 
 def _count(number: int, noun: str) -> str:

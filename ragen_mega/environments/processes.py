@@ -10,13 +10,14 @@ import multiprocessing
 import pickle
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, where
-from ragen_mega.environments.protocol import Observation, StepResult
+from ragen_mega.environments.protocol import STEP_INFO, Observation, StepResult
 from ragen_mega.environments.registry import make
 
 _METHOD = "a method"
@@ -141,6 +142,8 @@ def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any
             answer = calls.reset(environment, request[0], **request[1])
         case "step":
             answer = calls.step(environment, request[0])
+            info = {name: answer.info[name] for name in STEP_INFO if name in answer.info}
+            answer = replace(answer, info=info)  # the rest is not used, and may not be picklable
         case "close":
             environments[key] = None
             answer = calls.close(environment)

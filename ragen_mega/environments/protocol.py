@@ -11,6 +11,11 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
+CUT = "\U000f0000"
+"""A mark of private use in the content of a message: what stands before and after it is encoded
+apart, and the mark itself is no text.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -26,6 +31,10 @@ Observation = str | Sequence[Message]
 """
 Action = str | dict[str, Any]
 """What one `step` takes: the name of an action, a text, or an object that a parser returned."""
+
+
+STEP_INFO = ("success", "is_action_valid", "is_action_effective")
+"""Entries of a step's info that are read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ def random_steps(episode: Episode, generator: np.random.Generator, *, count: int
     """
     environment = episode.environment
     if episode.takes_names:
+        if not len(environment.actions):  # none in this state: a turn passes
+            return []
         return [str(generator.choice(environment.actions)) for _ in range(count)]
     draw = random.Random(int(generator.integers(2**62)))
     if hasattr(environment, "random_answer"):

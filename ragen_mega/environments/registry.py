@@ -6,8 +6,10 @@ entry point group `ragen_mega.environments`.
 """
 
 import inspect
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -156,6 +158,13 @@ def _check_members(name: str, environment: Any) -> None:
             f" hold no {ACTION_SEPARATOR}, which stands between actions, no tag such as </answer>,"
             " and not only space; rename it"
         )
+    actions = getattr(environment, "actions", ())
+    spelled = Counter(unicodedata.normalize("NFC", word) for word in actions)
+    if twice := [word for word, count in spelled.items() if count > 1]:
+        raise ValueError(
+            f"actions of environment {name} must differ in more than their encoding, and"
+            f" {twice[0]!r} stands twice; rename one"
+        )
     for tool in getattr(environment, "tools", ()):
         function = tool.get("function", tool)
         if not (isinstance(function, dict) and function.get("name")):
@@ -186,7 +195,7 @@ def _check_signature(name: str, method: str, taken: str, function: Any) -> None:
         ) from None
 
 
-@cache
+@lru_cache(maxsize=4096)  # names may come with every state
 def _can_be_read(action: str) -> bool:
     """Whether an answer that names this action is read as it."""
     answer = f"<answer> {action} </answer>"

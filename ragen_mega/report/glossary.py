@@ -24,6 +24,8 @@ GLOSSARY = {
     "rollout/valid_format_rate": "Share of turns that could be parsed.",
     "rollout/valid_action_rate": "Share of turns whose actions were all legal.",
     "rollout/num_turns": "Turns a trajectory.",
+    "rollout/quoted_markers": "Control markers and tags in what environments said, which the policy"
+    " saw as plain letters.",
     "rollout/cut_answer_rate": "Share of turns whose answer reached the limit of its length.",
     "rollout/truncated_rate": "Share of trajectories that were cut before their task ended, by"
     " whatever cause: the sum of rollout/truncated_by_*.",

@@ -6,19 +6,42 @@ merge.
 """
 
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Sequence
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ragen_mega.environments.protocol import Message
+from ragen_mega.environments.protocol import CUT, Message
 
 _THINK = "<think>"
+_BYTES_OF_TOKEN = 40  # in a list, with its integer
 _ANSWER = "ANSWER-OF-THE-ASSISTANT"
 _PROBES = (Message("user", "first"), Message("user", "second"), Message("user", "third\n"))
+
+
+class _Remembered:
+    """A function of messages with its latest answers, as many as fit into `most_bytes`."""
+
+    def __init__(self, function: Callable[..., list[int]], most_bytes: int = 1 << 24) -> None:
+        self._function, self._room = function, most_bytes
+        self._answers: OrderedDict[tuple[Any, ...], tuple[list[int], int]] = OrderedDict()
+
+    def __call__(self, *arguments: Any) -> list[int]:
+        if arguments in self._answers:
+            self._answers.move_to_end(arguments)
+            return self._answers[arguments][0]
+        answer = self._function(*arguments)
+        size = _BYTES_OF_TOKEN * len(answer) + sum(len(m.content) for m in arguments[0])
+        self._answers[arguments] = answer, size
+        self._room -= size
+        while self._room < 0:
+            _, (_, freed) = self._answers.popitem(last=False)
+            self._room += freed
+        return answer
 
 
 class ChatRenderer:
@@ -34,11 +57,20 @@ class ChatRenderer:
                 " ChatML"
             )
         self.tokenizer = tokenizer
-        forced = _THINK if think else ""
-        self._between = lru_cache(maxsize=4096)(
+        added = tokenizer.added_tokens_decoder.values()
+        controls = {str(token) for token in added if token.special}
+        controls |= {*tokenizer.all_special_tokens}
+        longest_first = sorted(filter(None, controls), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        beginning = self._template([_PROBES[0]])
+        self._opened = ""  # with which the template itself begins an answer
+        if beginning.rstrip().endswith(_THINK):
+            self._opened = beginning[beginning.rindex(_THINK) :]
+        forced = _THINK if think and not self._opened else ""
+        self._between = _Remembered(
             lambda messages: self._encode(self._delta(*messages) + forced)
         )
-        self._beginning = lru_cache(maxsize=256)(  # members of a group begin alike
+        self._beginning = _Remembered(  # members of a group begin alike
             lambda messages, tools: self._encode(self._beginning_text(messages, tools) + forced)
         )
         marker = self._encode(self._delta(_PROBES[1]))[0]
@@ -83,7 +115,7 @@ class ChatRenderer:
     def _beginning_text(self, messages: Sequence[Message], tools: str | None) -> str:
         if tools is None:
             return self._template(messages)
-        text = self._template(messages, tools=json.loads(tools))
+        text = self._template(messages, tools=json.loads(self._cut(tools)))
         if text == self._template(messages):
             raise ValueError(
                 "the chat template leaves out the environment's tools; use a model whose template"
@@ -111,16 +143,17 @@ class ChatRenderer:
                 " in the tokenizer, or completions could not be told from their end"
             )
         first, second, third = _PROBES
-        appended = (
-            self._template([first]) + _ANSWER + self._delta(second) + _ANSWER + self._delta(third)
-        )
+        earlier = (self._template([first]), self._delta(second))  # histories lack what is opened
+        told = "".join(part.removesuffix(self._opened) + _ANSWER for part in earlier)
+        appended = told + self._delta(third)
         answer = Message("assistant", _ANSWER)
         whole = self._template([first, answer, second, answer, third])
         if appended != whole or self._encode(appended) != self._encode_pieces(appended):
             raise ValueError(
                 "the chat template is not prefix-stable: a conversation differs from its turns"
-                f" appended one by one; use one that only appends\n  appended {appended!r}\n  whole"
-                f"    {whole!r}"
+                " appended one by one, as where it strips earlier thoughts; use one that only"
+                " appends (docs/environments.md#chat-templates)\n  appended"
+                f" {appended!r}\n  whole    {whole!r}"
             )
 
     def _encode_pieces(self, text: str) -> list[int]:
@@ -132,7 +165,9 @@ class ChatRenderer:
         return tokens
 
     def _template(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        conversation = [
+            {"role": message.role, "content": self._cut(message.content)} for message in messages
+        ]
         try:
             return self.tokenizer.apply_chat_template(
                 conversation, tools=tools, tokenize=False, add_generation_prompt=True
@@ -143,5 +178,15 @@ class ChatRenderer:
                 f"the chat template does not take messages with the roles {roles}: {error}"
             ) from error
 
+    def _cut(self, content: str) -> str:
+        """The content with a CUT in every control token, which only the template may write: a tool
+        could otherwise open a turn of the system. Halves of characters become question marks.
+        """
+        content = content.encode("utf-8", "replace").decode() if not content.isascii() else content
+        return self._control.sub(lambda found: f"{found[0][:1]}{CUT}{found[0][1:]}", content)
+
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        tokens: list[int] = []
+        for piece in text.split(CUT):
+            tokens += self.tokenizer.encode(piece, add_special_tokens=False)
+        return tokens

@@ -10,7 +10,7 @@ from statistics import fmean
 from ragen_mega.algorithm.diagnostics import entropy_by_prompt, repetition_across_prompts
 from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.environments.episode import CAUSES
+from ragen_mega.environments.episode import CAUSES, QUOTED
 from ragen_mega.rollout.endings import (
     cause,
     environment_errors,
@@ -29,7 +29,8 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     thought_length: words of the thought per turn, 0 for a turn without one. true_claims: share of
     the claims in thoughts that are true of the state, only where some can be checked.
     valid_format_rate, valid_action_rate: share of turns. cut_answer_rate: share of turns whose
-    answer reached the limit of its length. entropy, entropy_variance, distinct_openings,
+    answer reached the limit of its length. quoted_markers: control markers and tags in what
+    environments said, where there were any. entropy, entropy_variance, distinct_openings,
     ngram_overlap: see `algorithm.diagnostics`. All of these are missing where there is none.
 
     Of all trajectories: truncated_rate, and the shares of it by cause. num_trajectories,
@@ -72,6 +73,7 @@ def _of_samples(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     if not turns:
         return {}
     checked = [turn.info["claims"] for turn in turns if "claims" in turn.info]
+    num_quoted = sum(turn.info.get(QUOTED, 0) for turn in turns)
     num_true, num_claims = (sum(counts[i] for counts in checked) for i in (0, 1))
     return {
         "success": fmean(trajectory.success for trajectory in trajectories),
@@ -83,6 +85,7 @@ def _of_samples(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "response_length": fmean(turn.end - turn.start for turn in turns),
         "thought_length": fmean(len(turn.info.get("thought", "").split()) for turn in turns),
         **({"true_claims": num_true / num_claims} if num_claims else {}),
+        **({"quoted_markers": float(num_quoted)} if num_quoted else {}),
         "valid_format_rate": fmean(bool(turn.info.get("is_format_valid", False)) for turn in turns),
         "valid_action_rate": fmean(bool(turn.info.get("is_action_valid", False)) for turn in turns),
         "cut_answer_rate": fmean(turn.info.get("finish_reason") == "length" for turn in turns),

@@ -13,6 +13,7 @@ from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
+from ragen_mega.environments.episode import QUOTED
 from ragen_mega.rollout.endings import environment_errors
 from ragen_mega.rollout.holding import whole
 from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
@@ -179,6 +180,23 @@ class StartGuard:
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self._settled: set[str] = set()  # environments of which it is known or was said
+        self._quoted: set[str] = set()  # environments of whose markers it was said
+
+    def check_markers(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """What is to be said, once, of environments whose texts hold markers of chat templates."""
+        found = {
+            one.environment
+            for group in groups
+            for one in group.trajectories
+            if any(QUOTED in turn.info for turn in one.turns)
+        }
+        new = sorted(found - self._quoted)
+        self._quoted |= found
+        return [
+            f"what {name} says holds markers of chat templates or tags such as </answer>; the"
+            " policy sees them as plain letters (rollout/quoted_markers counts them)"
+            for name in new
+        ]
 
     def check(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
         """What is to be said of the groups of a step, whose tokens this rank has: the first prompt

@@ -287,6 +287,7 @@ class Run:
         def notes() -> list[str]:
             errors = describe_errors(groups)
             mixed = self.start_guard.check(self.step, groups)
+            mixed += self.start_guard.check_markers(groups)
             return mixed + ([errors] if errors else []) + self.policy_errors.add(groups)
 
         for note in on_main(notes):

@@ -321,11 +321,10 @@ def test_no_memory_at_wake_is_one_line_of_a_rank_and_ends_every_rank(
         rank.join()
     errors = capfd.readouterr().err.splitlines()
     assert [rank.exitcode for rank in ranks] == [2, 2], errors
-    assert len(errors) == 2, errors
-    for error in errors:
-        assert re.match(
-            r"error: out of memory in phase SYNC \(rank [01]: resident \d+\.\d+ GiB; of it"
-            r" models: actor",
-            error,
-        )
-        assert "set --offload rollout, or lower --kv-cache-tokens" in error
+    (error,) = errors  # both ranks meet it, and one of them says so
+    assert re.match(
+        r"error: out of memory in phase SYNC \(rank [01]: resident \d+\.\d+ GiB; of it"
+        r" models: actor",
+        error,
+    )
+    assert "set --offload rollout, or lower --kv-cache-tokens" in error

@@ -16,6 +16,7 @@ from tests.kernels.kernel_cases import (
     relative_error,
     unfused_truth,
 )
+from tests.support.padding import FinitePadding
 
 
 def fused(case, objective, device, dtype, upstream=2.0, **options):
@@ -286,3 +287,14 @@ def test_bad_linear_arguments_are_refused(change, message):
     arguments |= dict(zip(("old_logprobs", "advantages", "weights"), case.constants, strict=True))
     with pytest.raises(ValueError, match=message):
         linear_policy_loss(**arguments | change, objective=PolicyObjective())
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_read_no_memory_that_nobody_wrote(dtype):
+    """Rows of 301 words are padded; chunks are reused, the last one is short."""
+    case = make_case(21, 301, 16, dtype=dtype, seed=6)
+    with FinitePadding() as products:
+        _, _, *gradients = fused(case, OBJECTIVES["clip"], "cpu", dtype, chunk_tokens=8)
+    assert products.num_padded > 0, "the product that reads padding is not among them"
+    assert_gradients(gradients, unfused_truth(case, OBJECTIVES["clip"]), 2e-2)

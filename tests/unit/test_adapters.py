@@ -328,3 +328,32 @@ def test_an_answer_to_gem_is_put_into_a_box() -> None:
             break
         low, high = (guess + 1, high) if "higher" in result.observation else (low, guess - 1)
     assert result.info["success"] and result.reward == 1.0
+
+
+class _Masked(gymnasium.Env):
+    """The second of three actions is forbidden after the reset, the first after a step."""
+
+    action_space = gymnasium.spaces.Discrete(3, start=1)
+    observation_space = gymnasium.spaces.Dict({})
+
+    def reset(self, *, seed=None, options=None):
+        self.moves = []
+        return self._seen(), {"action_mask": np.array([1, 0, 1], np.int8)}
+
+    def step(self, action):
+        self.moves.append(action)
+        return self._seen(), 1.0, False, False, {"action_mask": np.array([0, 1, 1], np.int8)}
+
+    def _seen(self):
+        held = np.array([1, 2])
+        return {"at": np.int64(len(self.moves)), "held": held, "pair": (np.float32(0.5), True)}
+
+
+def test_a_masked_action_is_invalid_and_numbers_are_pythons() -> None:
+    gymnasium.register("mine/Masked-v0", entry_point=_Masked, disable_env_checker=True)
+    world = make("gymnasium:mine/Masked-v0")
+    assert world.reset(0) == "{'at': 0, 'held': [1, 2], 'pair': (0.5, True)}"
+    refused = world.step("2")
+    assert refused.info == {"is_action_valid": False} and refused.reward == 0.0
+    assert world.step("1").reward == 1.0 and not world.step("1").info["is_action_valid"]
+    assert world._environment.unwrapped.moves == [1]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
-from ragen_mega.environments.actions import tool_calls
 from ragen_mega.environments.registry import make
 from ragen_mega.report.traces import TraceWriter
 from ragen_mega.rollout.tasks import evaluation_tasks
@@ -81,8 +80,7 @@ def test_a_group_shares_the_work_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_tool_calls_are_text_that_any_browser_can_read(tmp_path: Path) -> None:
-    said = '{"name": "look", "arguments": {"at": [NaN, -Infinity, 1e999, "\ud800"]}}'
-    calls = tool_calls(f"<tool_call>{said}</tool_call>")
+    calls = [{"name": "look", "arguments": {"at": [math.nan, -math.inf, "\ud800"]}}]
     missed: list[str] = []
     writer = TraceWriter(tmp_path, str, EnvironmentConfig(), missed.append)
     writer.write_step(0, [TrajectoryGroup(0, [member(1, calls)])])

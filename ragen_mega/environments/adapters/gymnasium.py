@@ -35,6 +35,10 @@ class _Known:
     """(environment, observation) -> what the drawing leaves out."""
     success_above: float = 0.0
     """A last reward above this means success."""
+    obeys_mask: bool = True
+    """Whether its mask forbids actions; Taxi's names those without an effect, which cost as much as
+    any other.
+    """
 
 
 def _taxi_words(environment: gymnasium.Env, observation: int) -> str:
@@ -62,6 +66,7 @@ _KNOWN = {
         ("south", "north", "east", "west", "pickup", "dropoff"),
         max_turns=10,
         words=_taxi_words,
+        obeys_mask=False,
     ),
     "Blackjack": _Known(
         "Beat the dealer's sum without exceeding 21. Your actions are stick and hit.",
@@ -116,7 +121,8 @@ class GymnasiumWorld:
             self.instruction, self.max_turns = self._known.instruction, self._known.max_turns
 
     def reset(self, seed: int, outcome_seed: int | None = None) -> str:
-        observation, _ = self._environment.reset(seed=seed)
+        observation, info = self._environment.reset(seed=seed)
+        self._mask = info.get("action_mask")
         if outcome_seed is not None:
             self._environment.unwrapped.np_random = np.random.default_rng(outcome_seed)
         self._seen = self._text(observation)
@@ -124,7 +130,10 @@ class GymnasiumWorld:
 
     def step(self, action: str) -> StepResult:
         move = self._values[action] if hasattr(self, "actions") else action
+        if not self._is_legal(move):
+            return StepResult(self._seen, 0.0, False, False, {"is_action_valid": False})
         observation, reward, terminated, truncated, info = self._environment.step(move)
+        self._mask = info.get("action_mask")
         before, self._seen = self._seen, self._text(observation)
         won = float(reward) > (self._known.success_above if self._known else 0.0)
         return StepResult(
@@ -141,6 +150,15 @@ class GymnasiumWorld:
     def close(self) -> None:
         self._environment.close()
 
+    def _is_legal(self, move: Any) -> bool:
+        """Whether the environment takes a move in its present state: by its space, and by the mask
+        that many environments give in their info.
+        """
+        space = self._environment.action_space
+        obeys = self._known is None or self._known.obeys_mask
+        is_masked = obeys and self._mask is not None and hasattr(self, "actions")
+        return space.contains(move) and not (is_masked and not self._mask[move - space.start])
+
     def _text(self, observation: Any) -> str:
         parts = []
         if self._draws:
@@ -149,8 +167,23 @@ class GymnasiumWorld:
             parts.append(self._known.words(self._environment, observation))
         if isinstance(observation, str) or not parts:
             with np.printoptions(threshold=sys.maxsize):  # else large arrays lose their middle
-                parts.append(str(observation))
+                parts.append(str(_plain(observation)))
         return "\n".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """An observation with Python's numbers in place of NumPy's, whose names are in their text."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _plain_part(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain_part, value))
+    return value
+
+
+def _plain_part(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else _plain(value)
 
 
 def _action_names(

@@ -23,11 +23,9 @@ from pydantic import ConfigDict, Field, create_model
 
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import LIMITS, EpisodeConfig, is_success
-from ragen_mega.environments.protocol import Message, StepResult
+from ragen_mega.environments.protocol import STEP_INFO, Message, StepResult
 from ragen_mega.environments.protocol import Observation as Words
 from ragen_mega.environments.registry import make
-
-_INFO = ("success", "is_action_valid", "is_action_effective")
 
 
 class WorldObservation(Observation):
@@ -152,7 +150,7 @@ def _step_observation(results: Sequence[StepResult]) -> WorldObservation:
     if not isinstance(words, str):
         told = (one.observation for one in results if not isinstance(one.observation, str))
         words = [message for messages in told for message in messages]
-    info = {name: bool(last.info[name]) for name in _INFO if name in last.info}
+    info = {name: bool(last.info[name]) for name in STEP_INFO if name in last.info}
     if last.terminated:  # or the client would judge by the sum of the rewards
         info["success"] = is_success(last)
     for name, together in (("is_action_valid", all), ("is_action_effective", any)):
