@@ -14,6 +14,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "manifest.json"
 _TOKENIZER = ("tokenizer.json", "vocab.json")
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64
 """Bytes of a block that `content_digest` reads, and how many of a large file."""
+_LFS = b"version https://git-lfs"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
@@ -23,8 +24,7 @@ def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
     """
     path = Path(name)
     if not path.is_dir():
-        is_below = "/" in name and path.parent.is_dir()
-        if path.exists() or is_below or not _HUB_NAME.fullmatch(name):
+        if path.exists() or not _HUB_NAME.fullmatch(name):
             state = "is a file" if path.exists() else "does not exist"
             raise ValueError(
                 f"{flag} {name} {state}; give the directory of a model, or its name on the hub as"
@@ -32,6 +32,14 @@ def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
             )
         return None
     shape = _shape(_read_config(flag, path))
+    for file in (*_WEIGHTS[:2], *_TOKENIZER):
+        _check_content(flag, path / file)
+    if (path / "pytorch_model.bin").exists() and not any((path / f).exists() for f in _WEIGHTS):
+        raise ValueError(
+            f"{flag} {name} holds its weights as pytorch_model.bin, a pickle, which is not read;"
+            " write model.safetensors by transformers: AutoModelForCausalLM.from_pretrained(...)"
+            ".save_pretrained(...)"
+        )
     if not any((path / file).exists() for file in _WEIGHTS):
         raise ValueError(
             f"{flag} {name} holds no weights ({' or '.join(_WEIGHTS[:2])}); copy them there, or"
@@ -48,6 +56,18 @@ def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
             " copy its chat_template.jinja there"
         )
     return shape
+
+
+def _check_content(flag: str, path: Path) -> None:
+    """Raise ValueError if a file is one that Git LFS has not fetched."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise ValueError(
+                f"{flag} {path} is a pointer of Git LFS and not the file; run git lfs pull in"
+                f" {path.parent}"
+            )
 
 
 def content_digest(path: Path) -> str:

@@ -104,7 +104,10 @@ def _limits(architecture: str) -> dict[str, Limit]:
         "hidden_act": Limit(lambda value: value == "silu", "'silu'"),
         "tie_word_embeddings": Limit(lambda value: value in (True, False), "true or false"),
         "rope_parameters": Limit(
-            _is_default_rope, "of rope_type 'default' with a rope_theta and nothing else"
+            _is_default_rope,
+            "of rope_type 'default' with a rope_theta and nothing else",
+            "YaRN and the like only lengthen the context: delete them from config.json, and stay"
+            " within max_position_embeddings",
         ),
         "use_sliding_window": Limit(
             lambda value: not value, "false", "set it so, and contexts stay below the window"

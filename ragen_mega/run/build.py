@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.config.recorded import read_recorded
@@ -356,7 +356,29 @@ def check_model_and_engine(config: StarPOConfig) -> None:
         setting = Setting.from_config(config, distributed.world_size())
         check_fits(ModelShape.of(hf), setting, torch.cuda.mem_get_info()[1])
     if config.model.load is not None:
-        load_tokenizer(str(local_directory(config.model.load)))
+        check_loaded(config, hf, load_tokenizer(str(local_directory(config.model.load))))
+
+
+def check_loaded(
+    config: StarPOConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise ValueError where the loaded model has no row for a token, or no position for the
+    context.
+    """
+    last = max(tokenizer.get_vocab().values())
+    if last >= hf.vocab_size:
+        token = tokenizer.convert_ids_to_tokens(last)
+        raise ValueError(
+            f"the tokenizer of {config.model.load} has the id {last} ({token}), and the embedding"
+            f" {hf.vocab_size} rows (vocab_size in config.json); copy the tokenizer that belongs to"
+            " the model"
+        )
+    if config.rollout.max_context_length > hf.max_position_embeddings:
+        raise ValueError(
+            f"max_context_length ({config.rollout.max_context_length}) must be at most"
+            f" {hf.max_position_embeddings}, the positions of {config.model.load}; lower"
+            " --max-context-length"
+        )
 
 
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:

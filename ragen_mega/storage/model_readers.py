@@ -127,6 +127,11 @@ class HuggingFaceReader:
         self._handles = MappedFiles()
         self._block = fp8_block(json.loads((directory / "config.json").read_text()))
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+        if index.exists() and single.exists():
+            raise ValueError(
+                f"{directory} holds {single.name} and {index.name}, of which one is of another"
+                " export; delete one of them"
+            )
         if index.exists():
             try:
                 self._files = {

@@ -212,6 +212,7 @@ def _write(
     config.architectures, config.dtype = [shape.family.architecture], dtype
     config.save_pretrained(directory)
     _save_tokenizer(tokenizer, directory)
+    _add_older_spellings(directory)
     generation = Path(hf.name_or_path) / "generation_config.json"
     if hf.name_or_path and generation.is_file():
         shutil.copyfile(generation, directory / generation.name)
@@ -221,6 +222,32 @@ def _write(
             raise ValueError(f"{name} is {tensor.dtype}, and others are {dtype}; export one type")
         writer.write(name, tensor)
     writer.close()
+
+
+def _add_older_spellings(directory: Path) -> None:
+    """Write what transformers 4 reads beside what transformers 5 writes: inference servers are
+    built on either, and 4 takes a base of 10,000 where it finds no `rope_theta`.
+    """
+    path = directory / "config.json"
+    values = json.loads(path.read_text())
+    rope = values.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        is_plain = scaling.get("rope_type", "default") == "default"
+        values |= {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if is_plain else scaling,
+            "torch_dtype": values.get("dtype"),
+        }
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    path = directory / "tokenizer_config.json"
+    values = json.loads(path.read_text())
+    if isinstance(extra := values.get("extra_special_tokens"), list):
+        del values["extra_special_tokens"]
+        values["additional_special_tokens"] = extra
+    if values.get("tokenizer_class") == "TokenizersBackend":
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

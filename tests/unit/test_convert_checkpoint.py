@@ -378,7 +378,8 @@ def test_a_checkpoint_is_named_from_wherever_one_is(
     pieces = megatron(start, tmp_path / "pieces") / file_name(0)
     pieces.rename(checkpoint / pieces.name)
     (checkpoint / STATE).write_text("{}")
-    facts = {"format": FORMAT, "step": 2, "score": None, "config": {"model": {"load": None}}}
+    config = {"model": {"load": None}}
+    facts = {"format": FORMAT, "step": 2, "score": None, "config": config, "models": {}}
     write_manifest(
         checkpoint, facts, {path.name: describe_file(path) for path in checkpoint.iterdir()}
     )

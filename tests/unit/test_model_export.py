@@ -1,6 +1,8 @@
 """The export of a model: tensor by tensor, in one file or several, complete or not there."""
 
 import json
+import os
+import subprocess
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from ragen_mega.config import parse
+from ragen_mega.models.directory import glance
 from ragen_mega.models.huggingface import load_config, load_tokenizer, random_weights
+from ragen_mega.run.build import check_model_and_engine
+from ragen_mega.run.check import check
 from ragen_mega.storage import model_writers
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import save_huggingface
@@ -168,3 +174,135 @@ def test_a_tokenizer_that_cannot_be_read_says_so(file: str, text: str, tmp_path:
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError, match="cannot read a tokenizer from"):
         load_tokenizer(str(tmp_path))
+
+
+THETAS = {
+    "plain": ({"rope_type": "default", "rope_theta": 1e6}, None),
+    "scaled": (
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
+        {"rope_type": "linear", "factor": 2.0},
+    ),
+}
+
+
+def export_with(rope: dict, directory: Path) -> PretrainedConfig:
+    hf = Qwen2Config(**SIZES | {"vocab_size": len(TOKENIZER)}, rope_parameters=rope)
+    weights = iter(weights_of(hf, torch.float32).items())
+    save_huggingface(directory, hf, TOKENIZER, weights, is_writer=True)
+    return hf
+
+
+@pytest.mark.parametrize("kind", THETAS)
+def test_an_export_has_the_spellings_of_transformers_4_and_5(kind: str, tmp_path: Path) -> None:
+    rope, scaling = THETAS[kind]
+    hf = export_with(rope, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == rope["rope_theta"] and config["rope_scaling"] == scaling
+    assert config["torch_dtype"] == config["dtype"] == "float32"
+    assert load_config(str(tmp_path)).rope_parameters == hf.rope_parameters
+    tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert isinstance(tokenizer.get("extra_special_tokens", {}), dict)
+    assert tokenizer["tokenizer_class"] != "TokenizersBackend"
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.all_special_ids == TOKENIZER.all_special_ids
+    assert loaded.chat_template == TOKENIZER.chat_template
+
+
+READ_BY_4 = """
+import json, sys, torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+assert transformers.__version__.startswith("4."), transformers.__version__
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+text = tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False)
+ids = tokenizer(text)["input_ids"]
+logits = model(torch.tensor([ids * 8])).logits[0, -1]
+print(json.dumps([ids, sorted(tokenizer.all_special_ids), logits.tolist()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "RAGEN_TRANSFORMERS4_PYTHON" not in os.environ,
+    reason="RAGEN_TRANSFORMERS4_PYTHON names no Python with transformers 4",
+)
+@pytest.mark.parametrize("kind", THETAS)
+def test_transformers_4_computes_the_same(kind: str, tmp_path: Path) -> None:
+    export_with(THETAS[kind][0], tmp_path)
+    command = [os.environ["RAGEN_TRANSFORMERS4_PYTHON"], "-c", READ_BY_4, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ids, special, logits = json.loads(done.stdout)
+    tokenizer = load_tokenizer(str(tmp_path))
+    ours = tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False)
+    assert ids == tokenizer(ours)["input_ids"] and special == sorted(tokenizer.all_special_ids)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = model(torch.tensor([ids * 8])).logits[0, -1]
+    torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-5)
+
+
+def saved(directory: Path) -> Path:
+    """A whole model directory, of one file."""
+    hf = Qwen2Config(**SIZES | {"vocab_size": len(TOKENIZER)}, max_position_embeddings=64)
+    weights = iter(weights_of(hf, torch.float32).items())
+    save_huggingface(directory, hf, TOKENIZER, weights, is_writer=True)
+    return directory
+
+
+def pickled(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def not_fetched(directory: Path) -> None:
+    (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def scaled(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def indexed(directory: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "other.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def fewer_rows(directory: Path) -> None:
+    hf = Qwen2Config(**SIZES)  # of 97 words
+    weights = iter(weights_of(hf, torch.float32).items())
+    save_huggingface(directory, hf, TOKENIZER, weights, is_writer=True)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (pickled, "pytorch_model.bin, a pickle"),
+        (not_fetched, "git lfs pull"),
+        (scaled, "YaRN"),
+        (indexed, "delete one of them"),
+        (fewer_rows, "97 rows"),
+        (lambda directory: None, "max_context_length .65. must be at most 64"),
+    ],
+)
+def test_a_directory_that_cannot_be_trained_is_refused_at_the_start(
+    harm, said: str, tmp_path: Path
+) -> None:
+    harm(saved(tmp_path / "model"))
+    flags = ["--load", str(tmp_path / "model"), "--max-context-length", "65"]
+    config = parse([*flags, "--output", str(tmp_path / "runs")])
+    with pytest.raises(ValueError, match=said) as caught:
+        check(config, 1, 1)
+        check_model_and_engine(config)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_named_like_an_owner_does_not_hide_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Qwen").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert glance("--load", "Qwen/Qwen3-8B", needs_tokenizer=True) is None
+    with pytest.raises(ValueError, match="does not exist"):
+        glance("--load", "./Qwen/Qwen3-8B", needs_tokenizer=True)
