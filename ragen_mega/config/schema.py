@@ -879,6 +879,15 @@ class TrainConfig(Section):
     seed: Natural = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
 
+    def schedule(self, step: int) -> float:
+        """The share of both learning rates with which a step is trained."""
+        if step < self.lr_warmup:
+            return step / self.lr_warmup
+        decaying = max(self.num_steps - self.lr_warmup, 1)
+        done = min((step - self.lr_warmup) / decaying, 1.0)
+        cosine = (1 + math.cos(math.pi * done)) / 2
+        return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[self.lr_decay]
+
     def trains_actor(self, step: int) -> bool:
         """Whether a step updates the policy too."""
         return step >= self.critic_warmup

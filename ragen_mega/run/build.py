@@ -2,6 +2,7 @@
 backend.
 """
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import TextIO
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ragen_mega.config import StarPOConfig
+from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
@@ -449,6 +450,19 @@ def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
     )
 
 
+def schedule_jump(before: TrainConfig, now: TrainConfig, checkpoint: Checkpoint) -> list[str]:
+    """A line if the learning rates of the next step are not those that the run would have had."""
+    shares = before.schedule(checkpoint.step), now.schedule(checkpoint.step)
+    if math.isclose(*shares):
+        return []
+    was, is_now = (f"{share * now.lr:.3g}" for share in shares)
+    return [
+        f"the learning rate of step {checkpoint.step} would have been {was} and is {is_now}: the"
+        f" schedule --lr-decay {now.lr_decay} is over {now.num_steps} steps now; lower --lr, or"
+        " give --lr-decay constant, if it must not jump"
+    ]
+
+
 def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint | None]:
     """Name the run and lock its directory (the lock is rank 0's), and with --resume find the
     checkpoint to continue from. Collective.
@@ -483,11 +497,11 @@ def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint
             check_beginning(config, skipped)
         for line in skipped:
             say(line)
-        for line in (
-            check_config(checkpoint, config.to_dict(), model_digests(config))
-            if checkpoint
-            else ("no checkpoint yet: training starts anew",)
-        ):
+        said = ["no checkpoint yet: training starts anew"]
+        if checkpoint is not None:
+            said = check_config(checkpoint, config.to_dict(), model_digests(config))
+            said += schedule_jump(known_config(checkpoint.config).train, config.train, checkpoint)
+        for line in said:
             say(f"resume: {line}")
         return checkpoint
 

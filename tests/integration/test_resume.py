@@ -220,8 +220,9 @@ def test_a_run_that_ends_at_its_checkpoint_forgets_the_steps_after_it(
 
 
 def test_a_model_is_known_by_its_content_wherever_it_lies(
-    start: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
+    """And the learning rate, whose schedule had come to its end, jumps, which is said."""
     shutil.copytree(straight, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     model = shutil.copytree(start, tmp_path / "moved")
@@ -229,6 +230,9 @@ def test_a_model_is_known_by_its_content_wherever_it_lies(
     run = open_run(tmp_path, "run", "--load", "./moved", "--num-steps", "9", "--resume")
     run.close()
     assert run.config.model.load == str(model)
+    rate = run.trainers["actor"].optimizer.param_groups[0]["lr"]
+    assert rate == pytest.approx(1e-3 / 3)
+    assert f"of step 6 would have been 0 and is {rate:.3g}" in capsys.readouterr().out
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)
