@@ -241,10 +241,6 @@ def token_configs() -> list[KernelConfig]:
         triton_returns.SCAN_WARPS,
         Budget(128, 16384),
     )
-    block = {"BLOCK": triton_returns.TOKEN_BLOCK}
-    whiten = KernelConfig(
-        "whiten", triton_returns.whiten_kernel, block, triton_returns.TOKEN_WARPS, Budget(64)
-    )
     return [
         tokens,
         replace(
@@ -263,20 +259,6 @@ def token_configs() -> list[KernelConfig]:
             name="gae bi-level",
             constants={**scan, "BI_LEVEL": True},
             budget=Budget(168, 16384),
-        ),
-        whiten,
-        replace(
-            whiten,
-            name="group_normalize",
-            kernel=triton_returns.group_normalize_kernel,
-            constants={**block, "SCALE": True},
-            budget=Budget(64, 1024),
-        ),
-        replace(
-            whiten,
-            name="value_loss",
-            kernel=triton_returns.value_loss_kernel,
-            constants={**block, "CLIP": True},
         ),
     ]
 

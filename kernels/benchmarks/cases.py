@@ -9,7 +9,6 @@ from typing import Any
 
 import ragen_kernels as ours
 import torch
-from ragen_kernels import reference
 from ragen_kernels.dispatch import policy_rows_
 from ragen_kernels.objective import PolicyObjective, TokenTerms
 from ragen_kernels.vocab import vocab_shard
@@ -326,23 +325,11 @@ def estimate(x: dict[str, Tensor], turn_ends: str | None = None) -> tuple[Tensor
     return ours.gae(*packed, gamma=1.0, lam=0.95, turn_ends=x.get(turn_ends), turn_gamma=0.95)
 
 
-def value_step(function: Function, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Gradient of the value loss."""
-    values = x["values"].detach().requires_grad_()
-    loss = function(values, x["old_values"], x["rewards"], x["weights"], clip=0.5)[0]
-    return torch.autograd.grad(loss, values)
-
-
 def returns_cases(device: str, sizes: str) -> Iterator[Case]:
-    """GAE and value loss, both bound by launches; the value loss also in plain torch."""
-    losses = {"ragen": ours.value_loss, "torch": reference.value_loss}
+    """GAE, which is bound by launches."""
     jobs: dict[str, tuple[dict[str, Function], float]] = {
         "gae": ({"ragen": estimate}, 17.0),
         "bi-level gae": ({"ragen": partial(estimate, turn_ends="turn_ends")}, 18.0),
-        "value loss forward+backward": (
-            {name: partial(value_step, function) for name, function in losses.items()},
-            28.0,
-        ),
     }
     for num_trajectories, length in RETURNS_SHAPES[sizes]:
         for name, (named, token_bytes) in jobs.items():

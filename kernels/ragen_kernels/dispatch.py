@@ -47,6 +47,3 @@ logits_gradient = by_device(reference.logits_gradient, "triton_rows", "compiled_
 token_losses = by_device(reference.token_losses, "triton_token", "compiled_token")
 policy_rows_ = by_device(reference.policy_rows_, "triton_policy", "compiled_rows")
 gae = by_device(reference.gae, "triton_returns")
-group_normalize = by_device(reference.group_normalize, "triton_returns")
-whiten = by_device(reference.whiten, "triton_returns")
-value_loss = by_device(reference.value_loss, "triton_returns")

@@ -1,4 +1,4 @@
-"""Advantages and the value loss on Triton: launch-bound work in one launch each.
+"""Generalised advantage estimation on Triton, in one launch.
 
 GAE is a composition of affine maps g -> a g + b, hence an associative scan; a token that was not
 sampled is the identity (1, 0). One program walks one trajectory from its end in blocks, each block
@@ -11,17 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ragen_kernels.launch import PER_TOKEN
-from ragen_kernels.reference import (
-    CONSTANT_STD,
-    check_gae_arguments,
-    check_groups,
-    check_value_clip,
-)
+from ragen_kernels.reference import check_gae_arguments
 
 SCAN_BLOCK = 2048
 SCAN_WARPS = 8
-TOKEN_BLOCK = 512
-TOKEN_WARPS = 4
 
 
 @triton.jit
@@ -110,91 +103,6 @@ def gae_kernel(
         tl.store(RETURNS + t, advantage + v, mask=inside)
 
 
-@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
-def whiten_kernel(ADVANTAGES, MASK, MOMENTS, OUT, size, epsilon, BLOCK: tl.constexpr):
-    """(A - mean) / sqrt(var + epsilon) of BLOCK tokens, from three sums in memory."""
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # In float64: the difference of two large sums, once per program.
-    count = tl.load(MOMENTS).to(tl.float64)
-    total = tl.load(MOMENTS + 1).to(tl.float64)
-    squares = tl.load(MOMENTS + 2).to(tl.float64)
-    mean = total / tl.maximum(count, 1.0)
-    variance = tl.maximum(squares - count * mean * mean, 0.0) / tl.maximum(count - 1.0, 1.0)
-    factor = 1.0 / tl.sqrt(tl.where(count > 1, variance, 1.0) + epsilon)
-    mask = token < size
-    sampled = tl.load(MASK + token, mask=mask, other=0) != 0
-    advantage = tl.load(ADVANTAGES + token, mask=sampled, other=0.0).to(tl.float32)
-    tl.store(
-        OUT + token, tl.where(sampled, (advantage - mean) * factor, 0.0).to(tl.float32), mask=mask
-    )
-
-
-@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
-def group_normalize_kernel(
-    SCORES, GROUPS, OUT, size, constant_std, SCALE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program per trajectory, which searches all trajectories for its group's members: no
-    sorting, no atomics.
-
-    In float64: the float32 mean of equal scores is off by enough to give them a standard deviation.
-    """
-    own = tl.program_id(0)
-    group = tl.load(GROUPS + own)
-    count, total = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
-    for start in range(0, size, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        member = (tl.load(GROUPS + other, mask=other < size, other=0) == group) & (other < size)
-        count += tl.sum(member.to(tl.float64), 0)
-        total += tl.sum(tl.load(SCORES + other, mask=member, other=0.0).to(tl.float64), 0)
-    mean = total / count
-    centred = tl.load(SCORES + own).to(tl.float64) - mean
-    if SCALE:
-        squares = tl.full((), 0.0, tl.float64)
-        for start in range(0, size, BLOCK):
-            other = start + tl.arange(0, BLOCK)
-            member = (tl.load(GROUPS + other, mask=other < size, other=0) == group) & (other < size)
-            deviation = tl.load(SCORES + other, mask=member, other=0.0).to(tl.float64) - mean
-            squares += tl.sum(tl.where(member, deviation * deviation, 0.0), 0)
-        std = tl.sqrt(squares / tl.maximum(count - 1.0, 1.0))
-        centred = tl.where(std > constant_std, centred / tl.maximum(std, constant_std), 0.0)
-    tl.store(OUT + own, centred.to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=PER_TOKEN)
-def value_loss_kernel(
-    VALUES,
-    OLD,
-    RETURNS,
-    WEIGHTS,
-    LOSSES,
-    CLIPPED,
-    D_VALUES,
-    size,
-    clip,
-    CLIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Weighted loss, clip flag and gradient of BLOCK tokens."""
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < size
-    weight = tl.load(WEIGHTS + token, mask=mask, other=0.0).to(tl.float32)
-    active = mask & (weight != 0)
-    value = tl.load(VALUES + token, mask=active, other=0.0).to(tl.float32)
-    target = tl.load(RETURNS + token, mask=active, other=0.0).to(tl.float32)
-    error = value - target
-    loss = error * error
-    clipped = active & False
-    if CLIP:
-        old = tl.load(OLD + token, mask=active, other=0.0).to(tl.float32)
-        change = value - old
-        bounded = old + tl.minimum(tl.maximum(change, -clip), clip) - target
-        clipped = (tl.abs(change) > clip) & (bounded * bounded > loss)
-        loss = tl.where(clipped, bounded * bounded, loss)
-    tl.store(LOSSES + token, 0.5 * weight * loss, mask=mask)
-    tl.store(CLIPPED + token, clipped.to(tl.float32), mask=mask)
-    tl.store(D_VALUES + token, tl.where(clipped, 0.0, weight * error), mask=mask)
-
-
 @torch.no_grad()
 def gae(
     rewards: Tensor,
@@ -245,81 +153,3 @@ def gae(
 def as_bytes(mask: Tensor) -> Tensor:
     """A bool mask as int8, without a copy."""
     return mask.contiguous().view(torch.int8)
-
-
-@torch.no_grad()
-def whiten(
-    advantages: Tensor, loss_mask: Tensor, moments: Tensor, *, epsilon: float = 1e-8
-) -> Tensor:
-    """See `reference.whiten`; the result is float32."""
-    out = torch.empty_like(advantages, dtype=torch.float32)
-    if len(out):
-        whiten_kernel[(triton.cdiv(len(out), TOKEN_BLOCK),)](
-            advantages.contiguous(),
-            as_bytes(loss_mask),
-            moments.contiguous(),
-            out,
-            len(out),
-            epsilon,
-            BLOCK=TOKEN_BLOCK,
-            num_warps=TOKEN_WARPS,
-        )
-    return out
-
-
-@torch.no_grad()
-def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
-    """See `reference.group_normalize`; the result is float32."""
-    check_groups(scores, group_ids)
-    out = torch.empty_like(scores, dtype=torch.float32)
-    if len(out):
-        group_normalize_kernel[(len(out),)](
-            scores.contiguous(),
-            group_ids.contiguous(),
-            out,
-            len(out),
-            CONSTANT_STD,
-            SCALE=scale_by_std,
-            BLOCK=TOKEN_BLOCK,
-            num_warps=TOKEN_WARPS,
-        )
-    return out
-
-
-class _ValueLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values, old_values, returns, weights, clip):
-        losses, is_clipped, d_values = values.new_empty((3, len(values)), dtype=torch.float32)
-        if len(values):
-            value_loss_kernel[(triton.cdiv(len(values), TOKEN_BLOCK),)](
-                values,
-                old_values,
-                returns,
-                weights,
-                losses,
-                is_clipped,
-                d_values,
-                len(values),
-                float(clip or 0.0),
-                CLIP=clip is not None,
-                BLOCK=TOKEN_BLOCK,
-                num_warps=TOKEN_WARPS,
-            )
-        ctx.save_for_backward(d_values)
-        ctx.dtype = values.dtype
-        ctx.mark_non_differentiable(is_clipped)
-        return losses.sum(), is_clipped
-
-    @staticmethod
-    def backward(ctx, d_loss, _):
-        (d_values,) = ctx.saved_tensors
-        return (d_values * d_loss).to(ctx.dtype), None, None, None, None
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip: float | None
-) -> tuple[Tensor, Tensor]:
-    """See `reference.value_loss`; loss and gradient in one launch."""
-    check_value_clip(clip)
-    constants = (x.detach().contiguous() for x in (old_values, returns, weights))
-    return _ValueLoss.apply(values.contiguous(), *constants, clip)

@@ -5,7 +5,7 @@ GAE: arXiv:1506.02438 Eq. 16. Bi-level GAE: RAGEN, arXiv:2504.20073. GRPO: arXiv
 4.1.2. Dr.GRPO: arXiv:2503.20783 sec. 3. RLOO: arXiv:2402.14740 sec. 3. REINFORCE++:
 arXiv:2501.03262. All recursions run over sampled tokens only: the successor of a sampled token is
 the next sampled token of its trajectory, whatever the environment wrote in between. The arithmetic
-is in `ragen_kernels` (Triton for CUDA tensors); this module adds StarPO's terms and checks.
+of GAE is in `ragen_kernels` (Triton for CUDA tensors); this module adds StarPO's terms and checks.
 """
 
 from typing import Literal, get_args
@@ -13,11 +13,13 @@ from typing import Literal, get_args
 import ragen_kernels
 import torch
 from ragen_kernels.objective import KL_KINDS, KLKind
-from ragen_kernels.reference import kl_estimate
+from ragen_kernels.reference import compute_dtype, kl_estimate
 from torch import Tensor
 
 NormalizationMethod = Literal["identity", "mean", "mean_std", "asym_clip"]
 
+CONSTANT_STD = 1e-6
+"""Scores of a group whose standard deviation is not above this count as equal."""
 WHITEN_EPSILON = 1e-8
 """Added to the variance before the square root."""
 ASYM_CLIP = (-1.0, 3.0)
@@ -104,6 +106,34 @@ def bilevel_gae(
     )
 
 
+def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
+    """Group-relative advantage of whole trajectories: (score - group mean) / group std; float64
+    inside.
+
+    GRPO, arXiv:2402.03300 section 4.1.2; without the division Dr.GRPO, arXiv:2503.20783. The
+    standard deviation is the unbiased one. A group whose standard deviation is at most CONSTANT_STD
+    is constant, also the only trajectory of a group, and gets 0: the threshold takes the place of
+    an epsilon in the divisor, which would scale every other group.
+
+    Args:
+        scores: [S] float, one per trajectory.
+        group_ids: [S], any labels.
+        scale_by_std: divide by the group's standard deviation.
+
+    Returns:
+        [S] float32; float64 for float64 scores.
+    """
+    _, groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
+    mean = zeros.index_add(0, groups, scores.double()) / counts
+    centred = scores.double() - mean[groups]
+    if scale_by_std:
+        variance = zeros.index_add(0, groups, centred.square()) / (counts - 1).clamp(min=1)
+        std = variance.sqrt()[groups]
+        centred = torch.where(std > CONSTANT_STD, centred / std.clamp(min=CONSTANT_STD), 0.0)
+    return centred.to(compute_dtype(scores))
+
+
 def group_relative(
     scores: Tensor, group_ids: Tensor, *, normalize_std: bool, leave_one_out: bool = False
 ) -> Tensor:
@@ -116,7 +146,7 @@ def group_relative(
         scores, group_ids: [S]; every group needs at least 2 trajectories.
 
     Returns:
-        [S], as `ragen_kernels.group_normalize` types it.
+        [S], as `group_normalize` types it.
     """
     if normalize_std and leave_one_out:
         raise ValueError(
@@ -124,7 +154,7 @@ def group_relative(
             " the two"
         )
     sizes = _check_sizes(group_ids)
-    relative = ragen_kernels.group_normalize(scores, group_ids, scale_by_std=normalize_std)
+    relative = group_normalize(scores, group_ids, scale_by_std=normalize_std)
     return relative * (sizes / (sizes - 1)).to(relative.dtype) if leave_one_out else relative
 
 
@@ -149,7 +179,7 @@ def normalize_rewards(scores: Tensor, keys: Tensor, *, method: NormalizationMeth
             f" {', '.join(get_args(NormalizationMethod))}"
         )
     _check_sizes(keys)
-    normalized = ragen_kernels.group_normalize(scores, keys, scale_by_std=method != "mean")
+    normalized = group_normalize(scores, keys, scale_by_std=method != "mean")
     return normalized.clamp(*ASYM_CLIP) if method == "asym_clip" else normalized
 
 
@@ -184,9 +214,16 @@ def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, *, moments: Tensor | None = None) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) under the mask, 0 outside; the variance is unbiased (ddof 1).
 
-    Without `moments` mean and variance are those of `x` under the mask. For data-parallel parts
-    of a batch, pass the `masked_moments` summed over the parts. They must count at least 2
-    elements.
+    Without `moments` mean and variance are those of `x` under the mask. Arithmetic is float64.
+
+    Args:
+        x: [T].
+        mask: [T] bool.
+        moments: [3], the `masked_moments` of the whole batch, summed over its data-parallel parts.
+            They must count at least 2 elements.
+
+    Returns:
+        [T] float32; float64 for float64 `x`.
     """
     if moments is None:
         moments = masked_moments(x, mask)
@@ -195,7 +232,11 @@ def whiten(x: Tensor, mask: Tensor, *, moments: Tensor | None = None) -> Tensor:
             f"the unbiased variance needs at least 2 sampled tokens, got {int(moments[0])}; enlarge"
             " the batch"
         )
-    return ragen_kernels.whiten(x, mask, moments, epsilon=WHITEN_EPSILON)
+    count, total, squares = moments.double().unbind()
+    mean = total / count.clamp(min=1)
+    variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
+    whitened = (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
+    return torch.where(mask, whitened, 0.0).to(compute_dtype(x))
 
 
 def place_at_end(scores: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -119,15 +119,16 @@ def same_word(name: str) -> str:
 
 @lru_cache(maxsize=64)
 def _spellings(names: tuple[str, ...]) -> dict[str, str]:
-    """Spelling -> name; names may differ in letter case alone, and then count as they are spelled.
-    """
+    """Spelling -> name; names may differ in letter case alone, and then count as they are spelled."""
     folded: dict[str, list[str]] = {}
     for name in names:
         folded.setdefault(same_word(name), []).append(name)
     spellings = {form: alike[-1] for form, alike in folded.items()}
-    return spellings | {unicodedata.normalize("NFC", name): name for name in names} | {
-        name: name for name in names
-    }
+    return (
+        spellings
+        | {unicodedata.normalize("NFC", name): name for name in names}
+        | {name: name for name in names}
+    )
 
 
 def _split(text: str, think: bool) -> tuple[str, str] | None:

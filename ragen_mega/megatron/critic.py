@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from ragen_kernels import value_loss
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ragen_mega.algorithm.value_loss import value_loss
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron.model import QwenCritic, transformer_config

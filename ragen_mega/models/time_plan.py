@@ -188,9 +188,13 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     terms["tensor parallelism"] += 4 * reached.latency * (tp > 1)
     # a token goes to each node that it needs once, and another there to each rank meanwhile
     nodes, local = math.ceil(cut.ep / hardware.node), min(cut.ep, hardware.node)
-    sent = tokens / tp * max(
-        distinct(cut.ep, used) * (local - 1) / local / machine.link(local),
-        distinct(nodes, used) * (nodes - 1) / nodes / machine.link(cut.num_gpus),
+    sent = (
+        tokens
+        / tp
+        * max(
+            distinct(cut.ep, used) * (local - 1) / local / machine.link(local),
+            distinct(nodes, used) * (nodes - 1) / nodes / machine.link(cut.num_gpus),
+        )
     )
     terms["expert parallelism"] = 2 * visible * sent * h * cut.itemsize * (cut.ep > 1)
     terms["expert parallelism"] += 2 * reached.latency * (cut.ep > 1)

@@ -67,9 +67,7 @@ class ChatRenderer:
         if beginning.rstrip().endswith(_THINK):
             self._opened = beginning[beginning.rindex(_THINK) :]
         forced = _THINK if think and not self._opened else ""
-        self._between = _Remembered(
-            lambda messages: self._encode(self._delta(*messages) + forced)
-        )
+        self._between = _Remembered(lambda messages: self._encode(self._delta(*messages) + forced))
         self._beginning = _Remembered(  # members of a group begin alike
             lambda messages, tools: self._encode(self._beginning_text(messages, tools) + forced)
         )

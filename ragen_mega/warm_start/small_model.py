@@ -264,12 +264,16 @@ def scripted_play(
                 is_left_out = not played.turns or (
                     isinstance(played.initial_state, str) and played.initial_state in held_out
                 )
-                own[index] = None if is_left_out else as_trajectory(
-                    played,
-                    renderer,
-                    name,
-                    max_context=config.rollout.max_context_length,
-                    window=config.rollout.context_window,
+                own[index] = (
+                    None
+                    if is_left_out
+                    else as_trajectory(
+                        played,
+                        renderer,
+                        name,
+                        max_context=config.rollout.max_context_length,
+                        window=config.rollout.context_window,
+                    )
                 )
                 progress.advance()
     parts = distributed.gather_objects(own)

@@ -50,7 +50,6 @@ def small_blocks(kernel_device, monkeypatch):
     monkeypatch.setattr(triton_policy, "BLOCK", 256)
     monkeypatch.setattr(triton_token, "BLOCK", 16)
     monkeypatch.setattr(triton_returns, "SCAN_BLOCK", 32)
-    monkeypatch.setattr(triton_returns, "TOKEN_BLOCK", 64)
     return kernel_device
 
 

@@ -44,9 +44,6 @@ def launch_all(num_tokens: int, start: int) -> None:
     triton_policy.policy_rows_(logits, labels, terms, objective, shard, 1.0)
     offsets, mask = torch.tensor([0, num_tokens], dtype=torch.int32), terms[0] > 0.5
     triton_returns.gae(*numbers(2), mask, offsets, gamma=1.0, lam=0.9, turn_ends=mask)
-    triton_returns.whiten(terms[0], mask, numbers(1)[0])
-    triton_returns.group_normalize(terms[0], labels)
-    triton_returns.value_loss(terms[0].clone().requires_grad_(), *numbers(3), clip=0.2)
 
 
 if __name__ == "__main__":

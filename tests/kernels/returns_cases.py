@@ -1,4 +1,4 @@
-"""Random packed trajectories and value-loss inputs with their truth: float64 Python loops."""
+"""Random packed trajectories with their advantages: float64 Python loops."""
 
 from __future__ import annotations
 
@@ -67,18 +67,3 @@ def gae_truth(
             advantages[t] = at_end.get(t, advantages[t])
             returns[t] = advantages[t] + v[t]
     return advantages, returns
-
-
-def value_loss_truth(
-    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float | None
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradient as PPO code usually writes them."""
-    values = values.detach().double().clone().requires_grad_()
-    old_values, returns = old_values.double(), returns.double()
-    losses = (values - returns) ** 2
-    if clip is not None:
-        losses = torch.maximum(
-            losses, (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
-        )
-    loss = 0.5 * (weights.double() * losses).sum()
-    return loss.detach(), torch.autograd.grad(loss, values)[0]

@@ -16,9 +16,6 @@ OPERATIONS = {
     "token_losses": "triton_token",
     "policy_rows_": "triton_policy",
     "gae": "triton_returns",
-    "group_normalize": "triton_returns",
-    "whiten": "triton_returns",
-    "value_loss": "triton_returns",
 }
 
 

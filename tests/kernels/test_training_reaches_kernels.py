@@ -11,13 +11,7 @@ from ragen_mega.config import parse
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 
-REACHED = {
-    "gae": {"gae", "whiten"},
-    "bilevel_gae": {"gae", "whiten"},
-    "grpo": {"group_normalize"},
-    "rloo": {"group_normalize"},
-    "reinforce_plus_plus": {"gae", "whiten"},
-}
+REACHED = {"gae": {"gae"}, "bilevel_gae": {"gae"}, "reinforce_plus_plus": {"gae"}}
 """Estimator -> kernels that it calls."""
 
 

@@ -98,11 +98,7 @@ class Node:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={
-                name: value
-                for name, value in os.environ.items()
-                if name not in _OF_THIS_MACHINE
-            }
+            env={name: value for name, value in os.environ.items() if name not in _OF_THIS_MACHINE}
             | environment,
         )
 

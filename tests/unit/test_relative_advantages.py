@@ -39,8 +39,11 @@ def test_group_relative(seed):
         assert float(grpo[i]) == pytest.approx(expected, abs=1e-12)
 
 
-def test_float32_scores_of_a_constant_group_are_exactly_zero():
-    scores = torch.tensor([0.1, 0.1, 0.1, 5.0, 6.0])
+@pytest.mark.parametrize("noise", [0.0, 2**-22])
+@pytest.mark.parametrize("spread", [1.0, 1e-4])
+def test_only_scores_that_are_equal_but_for_float32_rounding_count_as_constant(noise, spread):
+    """No epsilon in the divisor shrinks a group of small scores."""
+    scores = torch.tensor([1.0, 1.0 + noise, 1.0, 5 * spread, 6 * spread])
     relative = starpo.group_relative(scores, torch.tensor([0, 0, 0, 1, 1]), normalize_std=True)
     assert relative.dtype == torch.float32
     assert relative[:3].tolist() == [0.0, 0.0, 0.0]
@@ -80,6 +83,7 @@ def test_whitening_of_parts_equals_whitening_of_the_whole():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1000, generator=generator) * 3 + 100
     mask = torch.rand(1000, generator=generator) < 0.4
+    x[~mask] = torch.nan
     whole = starpo.whiten(x, mask)
     assert float(whole[mask].mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(whole[mask].std()) == pytest.approx(1.0, abs=1e-6)

@@ -396,7 +396,6 @@ class SGLangServer:
             " --sglang-start-timeout or see the log"
         )
 
-
     def _listens(self, port: int) -> bool:
         """Whether it is the server that listens on its port. The port was free when it was chosen,
         and whoever has taken it since must not be sent the key.

@@ -1,0 +1,39 @@
+"""The critic's regression towards returns, with the clipped branch of PPO (arXiv:1707.06347)."""
+
+import torch
+from ragen_kernels.reference import compute_dtype
+from torch import Tensor
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half squared error of the critic with the clipped branch of PPO, differentiable in `values`.
+
+    loss = sum(weights * 0.5 * max((v - R)^2, (v_clipped - R)^2)) with v_clipped = old + clip(v -
+    old, -clip, clip). At a tie the unclipped branch is taken.
+
+    Args:
+        values, old_values, returns: [T].
+        weights: [T]; 0 takes the token out entirely.
+        clip: largest change of a value that still is rewarded; None: plain squared error.
+
+    Returns:
+        The scalar loss and is_clipped [T] float32, 1 where the clipped branch was taken.
+    """
+    if clip is not None and not clip > 0.0:
+        raise ValueError(f"clip must be > 0, got {clip}; use 0.5, or None to switch it off")
+    dtype = compute_dtype(values)
+    active = weights != 0
+    values, old_values, returns, weights = (
+        torch.where(active, x, 0).to(dtype) for x in (values, old_values, returns, weights)
+    )
+    losses = (values - returns).square()
+    is_clipped = torch.zeros_like(active)
+    if clip is not None:
+        change = values - old_values
+        bounded = old_values + torch.clamp(change, -clip, clip)
+        clipped = torch.where(change.abs() > clip, (bounded - returns).square(), losses)
+        is_clipped = clipped > losses
+        losses = torch.where(is_clipped, clipped, losses)
+    return 0.5 * torch.sum(weights * losses), is_clipped.float()
