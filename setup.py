@@ -76,7 +76,6 @@ setup(
             "markdown-it-py>=3",  # to follow the links of the documentation
             "mkdocs-material==9.8.1",  # as the extra docs: the site is built by a test
             "mkdocs==1.6.1",
-            "pyte>=0.8.2",  # the terminal of tools/record_terminal.py
             "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.

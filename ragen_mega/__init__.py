@@ -1,7 +1,8 @@
 """StarPO (arXiv:2504.20073) on Megatron-Core: reinforcement learning of language-model agents over
 whole trajectories.
 
-    from ragen_mega import evaluate, parse, train
+    from ragen_mega import evaluate, parse
+    from ragen_mega.train import train
 
     summary = train(parse(["--recipe", "bandit", "--name", "first"]))
     print(evaluate("runs/first", "bandit"))
@@ -17,7 +18,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "StarPOConfig": "ragen_mega.config",
     "parse": "ragen_mega.config",
-    "train": "ragen_mega",  # the module ragen_mega.train, which can be called
     "evaluate": "ragen_mega.run.evaluation",
 }
 __all__ = ["__version__", *_HOMES]
@@ -27,6 +27,4 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for: flags and names are read long before torch is needed."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "train":
-        return importlib.import_module("ragen_mega.train")
     return getattr(importlib.import_module(_HOMES[name]), name)

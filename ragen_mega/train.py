@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from ragen_mega.algorithm.credit import estimate_advantages
@@ -32,9 +31,8 @@ from ragen_mega.run.run import Run, count_sampled
 from ragen_mega.run.separate import Sampler
 from ragen_mega.run.stop import (
     end_with_launcher,
+    exit_on_signal,
     fail_if_rank_lost,
-    leave_when_told,
-    silent_ends_told,
 )
 from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.run_directory import Finished
@@ -156,12 +154,12 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     SIGTERM, Ctrl-C and the end of the terminal stop at once while the run is built, and with a
     checkpoint from then on. So does the end of the launcher.
     """
-    leave_when_told()
+    exit_on_signal()
     end_with_launcher()
     threading.excepthook = _report_thread
     output = "."
     try:
-        with watched(), silent_ends_told():
+        with watched():
             config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
             output = config.logging.output
             run = build(config)
@@ -191,19 +189,6 @@ def _report_thread(failure: threading.ExceptHookArgs) -> None:
     """A full disk ends TensorBoard's thread, and its owner says so in one line."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)
-
-
-class _CallableModule(ModuleType):
-    """`from ragen_mega import train` gives this module, whichever way it was imported first, so
-    that calling it must do what its function `train` does.
-    """
-
-    def __call__(self, config: StarPOConfig) -> dict[str, Any]:
-        """See `train`."""
-        return train(config)
-
-
-sys.modules[__name__].__class__ = _CallableModule
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def same_word(name: str) -> str:
 
 @lru_cache(maxsize=64)
 def _spellings(names: tuple[str, ...]) -> dict[str, str]:
-    """Spelling -> name; names may differ in letter case alone, and then count as they are spelled."""
+    """Spelling -> name; names that differ in letter case alone count as they are spelled."""
     folded: dict[str, list[str]] = {}
     for name in names:
         folded.setdefault(same_word(name), []).append(name)

@@ -32,7 +32,6 @@ from ragen_mega.data.launcher import GLOO_INTERFACE, loopback
 from ragen_mega.report.console import fail
 from ragen_mega.report.hardware import PACKAGES, device, versions
 from ragen_mega.rollout.engine import Interrupted
-from ragen_mega.run.stop import end_process
 from ragen_mega.storage.run_directory import Finished
 
 MAX_CLOCK_SKEW = 5.0
@@ -159,7 +158,7 @@ class _Watch:
         if not self._is_over.is_set():
             text = f"error: {self._lost}; --resume goes on from the last checkpoint\n"
             os.write(2, text.encode())
-            end_process(2)  # the other threads wait for what is gone
+            os._exit(2)  # the other threads wait for what is gone
 
 
 # What nodes must have in common

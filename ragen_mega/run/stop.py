@@ -1,5 +1,5 @@
 """How a run is stopped: ranks agree on whether a signal has come in where they synchronize anyway,
-and the loss of another rank, or an end that nobody would explain, becomes a one-line error.
+and the loss of another rank becomes a one-line error.
 """
 
 import errno
@@ -7,9 +7,7 @@ import os
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -29,8 +27,6 @@ RANK_LOST = (
     " checkpoint"
 )
 _POLL_SECONDS = 1.0
-end_process = os._exit
-"""Ends this process as it is, without a word from `silent_ends_told`."""
 
 
 class StopSignal:
@@ -66,7 +62,7 @@ class StopSignal:
         _say(f"{self.received.name}: writing a checkpoint; the same again leaves without one")
 
 
-def leave_when_told() -> None:
+def exit_on_signal() -> None:
     """Until a run listens, any of SIGNALS ends this process: there is nothing to keep yet."""
     _handle(_leave)
 
@@ -80,39 +76,13 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
 
 def _leave(signum: int, frame: FrameType | None) -> None:
     _say(f"stopped by {signal.Signals(signum).name} at once")
-    end_process(128 + signum)  # an exception could be caught, and threads may still be writing
+    os._exit(128 + signum)  # an exception could be caught, and threads may still be writing
 
 
 def _say(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         # Not by print: the signal may have come in the middle of one.
         os.write(2, f"{line}\n".encode())
-
-
-@contextmanager
-def silent_ends_told() -> Iterator[None]:
-    """Let a call of os._exit, as in an environment or a library, say that it ends this rank, and
-    where it was made: it raises nothing, and with code 0 would look like the end of the run.
-    """
-    process = os.getpid()
-
-    def end(status: int) -> None:
-        if os.getpid() != process:  # a fork ends like this
-            end_process(status)
-        place, _ = traceback.extract_stack(limit=2)
-        text = (
-            f"error: rank {os.environ.get('RANK', '0')} was ended by os._exit({status}) in"
-            f" {place.filename}:{place.lineno}; raise an exception there, which costs one"
-            " trajectory; --resume goes on from the last checkpoint\n"
-        )
-        os.write(2, text.encode())
-        end_process(status or 2)
-
-    os._exit = end
-    try:
-        yield
-    finally:
-        os._exit = end_process
 
 
 def end_with_launcher() -> None:

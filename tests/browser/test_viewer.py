@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from ragen_mega import parse, train
+from ragen_mega import parse
 from ragen_mega.commands import view
 from ragen_mega.environments.registry import make
 from ragen_mega.report.glossary import explain
@@ -27,6 +27,7 @@ from ragen_mega.report.metrics import CONFIG_FILE, METRICS_FILE, RunLogger, read
 from ragen_mega.report.timeline import TIMELINE
 from ragen_mega.report.viewer.page import make_server, write_page
 from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.train import train
 from tests.support.training import FLAGS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")

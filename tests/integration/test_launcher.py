@@ -372,25 +372,6 @@ class TestLaunch:
         assert process.returncode == 3
         assert process.stderr.startswith("error: rank 0 ended with exit code 3 and without")
 
-    def test_an_exit_that_raises_nothing_says_where_it_was_made(self, tmp_path):
-        """Also with code 0, which would look like the end of the run; a fork ends like this."""
-        script = program(
-            tmp_path,
-            """
-            import os
-            from ragen_mega.run.stop import silent_ends_told
-            with silent_ends_told():
-                if os.fork() == 0:
-                    os._exit(7)
-                assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
-                os._exit(0)
-            """,
-        )
-        process = execute(sys.executable, script)
-        assert process.returncode == 2
-        (said,) = process.stderr.splitlines()
-        assert said.startswith(f"error: rank 0 was ended by os._exit(0) in {script}:8; raise an")
-
     def test_every_signal_reaches_every_rank_once_and_their_time_is_their_own(self, tmp_path):
         """Ctrl-C in a terminal, twice: the second does not wait for the first."""
         script = program(
@@ -530,8 +511,8 @@ class TestLaunch:
             tmp_path,
             """
             import os, signal, sys, time
-            from ragen_mega.run.stop import StopSignal, leave_when_told
-            leave_when_told()
+            from ragen_mega.run.stop import StopSignal, exit_on_signal
+            exit_on_signal()
             stop = StopSignal()
             stop.listen()
             os.kill(os.getpid(), signal.SIGHUP)

@@ -50,26 +50,26 @@ SHORT = """
 """What is played besides the steps costs most of the time of a small run."""
 
 
+TWO_RANKS = (
+    "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2 --weight-transfer ipc",
+    "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2",
+    "--rollout-tensor-parallel-size 2",
+    "--tensor-model-parallel-size 2",
+)
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("ranks", "flags"),
     [
-        "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2 --weight-transfer ipc",
-        pytest.param(
-            "--tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "--pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("--rollout-tensor-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param("--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+        (1, "--weight-transfer ipc"),
+        *(pytest.param(2, flags, marks=pytest.mark.slow) for flags in TWO_RANKS),
     ],
 )
-def test_the_server_follows_the_trainer(flags: str, tmp_path: Path) -> None:
+def test_the_server_follows_the_trainer(ranks: int, flags: str, tmp_path: Path) -> None:
     run = launch(
         tmp_path,
-        2,
+        ranks,
         "--rollout-engine",
         "sglang",
         "--sglang-python",

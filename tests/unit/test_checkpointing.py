@@ -3,6 +3,7 @@ works in a run at a time.
 """
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -235,37 +236,44 @@ def failing_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "reads.so"
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
-@pytest.mark.parametrize("part", ["20/manifest", "20/rank", "20/state"])
-def test_a_reading_error_is_no_damage(
-    failing_reads: Path, tmp_path: Path, part: str, number: int
-) -> None:
+def test_a_reading_error_is_no_damage(failing_reads: Path, tmp_path: Path) -> None:
     """Neither a start nor the writing of later checkpoints deletes what cannot be read for now."""
-    save_steps(tmp_path, 10, 20)
+    cases = list(
+        itertools.product(
+            ("20/manifest", "20/rank", "20/state"), (errno.EIO, errno.EACCES, errno.ESTALE)
+        )
+    )
+    for index in range(len(cases)):
+        save_steps(tmp_path / str(index), 10, 20)
     program = f"""
+        import os
         from pathlib import Path
         from tests.unit.test_checkpointing import find_latest, make_writer, stage_bytes
-        directory = Path({str(tmp_path)!r})
-        try:
-            find_latest(directory, print)
-        except OSError as error:
-            print(error.errno)
-        writer = make_writer(directory, keep_last=1)
-        writer.save(15, stage_bytes(b"x"), {{}}, None)
-        writer.wait()
+        for index, (part, number) in enumerate({cases}):
+            directory = Path({str(tmp_path)!r}) / str(index)
+            os.environ["UNREADABLE"] = f"{{index}}/step_000000{{part}}"
+            os.environ["READ_ERROR"] = str(number)
+            try:
+                find_latest(directory, print)
+            except OSError as error:
+                print(error.errno)
+            writer = make_writer(directory, keep_last=1)
+            writer.save(15, stage_bytes(b"x"), {{}}, None)
+            writer.wait()
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ
-        | {"LD_PRELOAD": str(failing_reads), "UNREADABLE": part, "READ_ERROR": str(number)},
+        env=os.environ | {"LD_PRELOAD": str(failing_reads)},
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == str(number)
-    assert names(tmp_path) == ["set_aside", "step_00000015"]
-    assert read_checkpoint(tmp_path / "set_aside" / "step_00000020").step == 20
+    said = [line for line in done.stdout.splitlines() if line.isdigit()]
+    assert said == [str(number) for _, number in cases]
+    for index, case in enumerate(cases):
+        assert names(tmp_path / str(index)) == ["set_aside", "step_00000015"], case
+        assert read_checkpoint(tmp_path / str(index) / "set_aside" / "step_00000020").step == 20
 
 
 def test_any_error_of_the_writing_thread_is_told(tmp_path: Path) -> None:
