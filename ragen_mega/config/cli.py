@@ -29,6 +29,8 @@ RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
 DEFAULT_RECIPE = "frozen_lake"
 """The launch script's; the program itself uses no recipe unless one is named."""
+OWN_RECIPE = "own"
+"""Where nobody names a recipe and the default one is about other environments."""
 _BELONGS_TO = {
     "--advantage-estimator": (("--turn-gamma", "--turn-lam", "--reward-placement"), ()),
     "--filter-strategy": (("--filter-value", "--filter-start"), ("--filter-keep-zero",)),
@@ -51,7 +53,7 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
     NAME is a file `NAME.flags` of `directory`, or `none`. Raises ValueError if there is no such
     recipe.
     """
-    name, rest = split_recipe(argv, default)
+    name, rest = choose_recipe(argv, default)
     known = recipe_names(directory)
     if name not in known:
         raise ValueError(
@@ -98,6 +100,26 @@ def _value(flag: str, words: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, nargs="?", const="", dest="value")
     return parser.parse_known_args(words)[0].value
+
+
+def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
+    """The recipe that `--recipe NAME` names and the other words. Without it `default`, unless that
+    is DEFAULT_RECIPE and `argv` names other environments than it is about: then the recipe of the
+    environment's own name; else OWN_RECIPE, whose limits follow from scripted play, or none for a
+    model that is loaded, which the learning rates of small models do not fit.
+    """
+    name, rest = split_recipe(argv, "")
+    played = _value("--environments", rest)
+    if name or default != DEFAULT_RECIPE or not played:
+        return name or default, rest
+    played = parse_shares(played).keys()
+    about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
+    if played <= parse_shares(about).keys():
+        return default, rest
+    if _value("--load", rest):
+        return "none", rest
+    (first, *others) = played
+    return first if not others and first in recipe_names() else OWN_RECIPE, rest
 
 
 def split_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
@@ -202,7 +224,7 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
     resumed, argv = split_resumed(argv)
-    name, rest = split_recipe(argv, recipe)
+    name, rest = choose_recipe(argv, recipe)
     if {"-h", "--help"} & set(rest):
         if os.environ.get("RANK", "0") == "0":  # which every rank was asked for
             chosen = read_settings(with_recipe([], default=name))

@@ -313,8 +313,10 @@ class EnvironmentConfig(Section):
     """
     think: bool = True
     """Force a `<think>` at the start of every turn."""
-    prompt_style: Literal["full", "system", "compact"] = "full"
-    """Instructions in the first user message, in the system message, or (small models) none at all.
+    prompt_style: Literal["full", "system", "brief", "compact"] = "full"
+    """Where the task, the budget and the format are told: `full` in the first user message and
+    every turn, `system` in the system message and every turn, `brief` in the system message alone,
+    `compact` nowhere (small models).
     """
     environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
@@ -418,6 +420,10 @@ class RolloutConfig(Section):
     """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
     max_context_length: Count = 3600
     """Tokens of a trajectory; one that would grow longer is closed as truncated."""
+    fit_context: bool = False
+    """Lower --max-context-length to what all turns of scripted play need, with answers of twice its
+    length.
+    """
     context_window: Natural = 0
     """Turns that the policy sees: the present one and those before it, behind the task. Every turn
     whose prompt does not go on from the last one is then a sample of its own (0: the whole
@@ -911,6 +917,10 @@ class WarmStartConfig(Section):
     warm_start_trajectories: Count = 2000
     """Scripted trajectories, and four times as many first turns; the steps take as many passes as
     they need.
+    """
+    warm_start_until_flat: bool = False
+    """End both stages as soon as their loss is flat, and let the learning rate fall then; the steps
+    above are their most.
     """
     warm_start_optimizer: Literal["adam", "muon"] = "adam"
     """Who imitates: muon takes 40% of adam's steps to the same likelihood, at twice the learning

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.tool_calls import UnreadableCall, WrongCall, tool_calls
+from ragen_mega.environments.tool_calls import WrongCall, tool_calls
 
 ACTION_SEPARATOR = "||"
 
@@ -39,7 +39,9 @@ class ParsedResponse:
     has_invalid_action: bool = False
     """At least one of the first `max_actions` actions was unknown and dropped."""
     problem: str = ""
-    """What was wrong with a tool call, for the policy."""
+    """What was wrong with the answer, as a parser or the reader of tool calls says it to the
+    policy.
+    """
 
     @property
     def is_action_valid(self) -> bool:
@@ -80,10 +82,10 @@ def _read(
         return ParsedResponse(
             thought=thought, is_format_valid=True, has_invalid_action=True, problem=str(error)
         )
-    except UnreadableCall as error:
-        return ParsedResponse(thought=thought, problem=str(error))
-    except (ValueError, RecursionError):  # RecursionError: JSON nested too deeply
+    except RecursionError:  # JSON nested too deeply
         return ParsedResponse(thought=thought)
+    except ValueError as error:
+        return ParsedResponse(thought=thought, problem=str(error))
     return ParsedResponse(actions[:max_actions], thought, is_format_valid=True)
 
 

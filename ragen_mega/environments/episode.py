@@ -27,7 +27,7 @@ from ragen_mega.environments.protocol import (
     StepResult,
 )
 
-PromptStyle = Literal["full", "system", "compact"]
+PromptStyle = Literal["full", "system", "brief", "compact"]
 
 _MALFORMED = "Your answer could not be read. Keep to the format."
 _MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?(?:think|answer|tool_call|tool_response)>")
@@ -45,6 +45,8 @@ error of the environment.
 """
 
 
+PROBLEM = "problem"
+"""Key of a turn's info: what a parser said of an answer that it could not read."""
 QUOTED = "quoted_markers"
 """Key of a turn's info: markers of chat templates in what the environment said."""
 FORMAT_PENALTY = -0.1
@@ -66,8 +68,8 @@ class EpisodeConfig:
     think: bool = True
     """The response follows a forced `<think>`; otherwise it is only an answer."""
     prompt_style: PromptStyle = "full"
-    """full: task in the first user message; system: task in the system message; compact: state and
-    budget only.
+    """full: task in the first user message; system: task in the system message; brief: task and
+    format in the system message, turns as in compact; compact: state and budget only.
     """
 
     def __post_init__(self) -> None:
@@ -174,11 +176,15 @@ class Episode:
         """Actions that can still be executed: the budget, or what the remaining turns can hold if
         that is less.
         """
-        turns_left = self.budget.max_turns - self._num_turns
         return min(
             self.budget.max_actions - self._num_actions,
-            turns_left * self.budget.max_actions_per_turn,
+            self.turns_left * self.budget.max_actions_per_turn,
         )
+
+    @property
+    def turns_left(self) -> int:
+        """Turns that the budget of turns still allows."""
+        return self.budget.max_turns - self._num_turns
 
     def start(
         self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None
@@ -191,6 +197,8 @@ class Episode:
         self._num_turns = self._num_actions = 0
         self.done = self._is_success = False
         self._task = "" if self.config.prompt_style == "compact" else self._task_prompt()
+        if self.config.prompt_style == "brief":
+            self._task += self._format_rule()
         if isinstance(self.observation, str):
             self._opening = None
             return self.beginning([Message("user", self._turn_prompt(self.observation))])
@@ -206,7 +214,7 @@ class Episode:
             return [*self._opening, *messages]
         if self.config.prompt_style == "compact":
             return list(messages)
-        if self.config.prompt_style == "system":
+        if self.config.prompt_style in ("system", "brief"):
             return [Message("system", self._task), *messages]
         task = self._task
         if messages[0].role == "user":
@@ -240,6 +248,8 @@ class Episode:
         if results:
             self._is_success = is_success(results[-1])
         info = {"success": self._is_success} | _turn_info(parsed, results)
+        if parsed.problem:
+            info[PROBLEM] = parsed.problem
         if claims is not None:
             info["claims"] = (sum(claims), len(claims))
         self._num_turns += 1
@@ -292,14 +302,14 @@ class Episode:
         prompt = self._turn_prompt(self.observation)
         if problem:
             prompt = f"{quote(problem)}\n{prompt}"
-        if self.config.prompt_style != "compact":
+        if self.config.prompt_style in ("full", "system"):
             prompt = f"Reward:\n{round(reward, 6):g}\n{prompt}"
         return (Message("user", prompt),)
 
     def _turn_prompt(self, observation: str) -> str:
         actions_left, config = self.actions_left, self.config
-        turns_left = min(self.budget.max_turns - self._num_turns, actions_left)
-        if config.prompt_style == "compact":
+        turns_left = min(self.turns_left, actions_left)
+        if config.prompt_style in ("brief", "compact"):
             return f"{quote(observation)}\n{actions_left if self.takes_names else turns_left} left"
         left = f"{_count(turns_left, 'turn')} left"
         if self.takes_names:
@@ -308,12 +318,17 @@ class Episode:
                 f"{_count(actions_left, 'action')} left and may use at most {actions_now} in this"
                 " turn"
             )
-        thoughts = "<think> [Your thoughts] </think> " if config.think else ""
+        return (
+            f"Turn {self._num_turns + 1}:\nState:\n{quote(observation)}\nYou have {left}."
+            f" {self._format_rule()}"
+        )
+
+    def _format_rule(self) -> str:
+        thoughts = "<think> [Your thoughts] </think> " if self.config.think else ""
         max_words = max(1, self.max_response_length // _TOKENS_PER_WORD)
         return (
-            f"Turn {self._num_turns + 1}:\nState:\n{quote(observation)}\nYou have {left}. Always"
-            f" output: {thoughts}{self._answer_format()} with no extra text. Strictly follow this"
-            f" format. Max response length: {max_words} words (tokens).\n"
+            f"Always output: {thoughts}{self._answer_format()} with no extra text. Strictly follow"
+            f" this format. Max response length: {max_words} words (tokens).\n"
         )
 
     def _answer_format(self) -> str:

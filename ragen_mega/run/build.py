@@ -39,7 +39,7 @@ from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
-from ragen_mega.run.check import check, sizes_without_effect
+from ragen_mega.run.check import check, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import meet
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
 from ragen_mega.run.run import Run
@@ -54,6 +54,7 @@ from ragen_mega.storage.checkpoints import (
 )
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
+from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
     find_warm_start,
@@ -73,6 +74,8 @@ def build(config: StarPOConfig) -> Run | Sampler:
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
     config = locate(config)
+    if config.rollout.fit_context:
+        config = on_main(lambda: fit_context_once(config))
     part = divide(config)
     if part.samples:
         return Sampler(config, part, partial(build_sampling, config))
@@ -97,6 +100,14 @@ def build(config: StarPOConfig) -> Run | Sampler:
         return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
 
 
+def fit_context_once(config: StarPOConfig) -> StarPOConfig:
+    """`config` with the context that scripted play needs; a run that goes on keeps its own."""
+    if config.checkpoint.resume and (config.run_directory / CONFIG_FILE).exists():
+        length = known_config(read_recorded(config.run_directory)).rollout.max_context_length
+        return replace(config, rollout=replace(config.rollout, max_context_length=length))
+    return fit_context(config)
+
+
 def build_run(
     config: StarPOConfig,
     part: Part,
@@ -116,12 +127,15 @@ def build_run(
         evaluations=config.planned_evaluations(num_engines(config)),
     )
 
-    if note := sizes_without_effect(config):
-        console.say(note)
+    for note in (recipe_note(config), sizes_without_effect(config)):
+        if note:
+            console.say(note)
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
     on_main(lambda: check_first_prompts(config, prompts, renderer))
+    for note in on_main(lambda: check_play(config, renderer)):
+        console.say(note)
     start = Start(base, None)
     if config.model.load is None:
         start = find_warm_start(config) or warm_start(config, hf, groups, renderer, console)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import ModelConfig, StarPOConfig, parse
-from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.schema import flag_of, parse_shares
 from ragen_mega.data.launcher import forget_foreign_ranks
@@ -92,6 +92,17 @@ def _check_models(config: StarPOConfig) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if shape is not None and (error := cut_error(shape, tp, pp)):
         raise ValueError(error)
+
+
+def recipe_note(config: StarPOConfig) -> str | None:
+    """Which limits a run has whose recipe was chosen by itself."""
+    if config.logging.recipe != OWN_RECIPE:
+        return None
+    return (
+        f"recipe {OWN_RECIPE}: its limits follow from scripted play of"
+        f" {', '.join(config.environment.shares)}, here"
+        f" --max-context-length {config.rollout.max_context_length}; flags and --recipe change them"
+    )
 
 
 def sizes_without_effect(config: StarPOConfig) -> str | None:

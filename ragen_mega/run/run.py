@@ -523,6 +523,14 @@ class Run:
         self.save(self._mean_success(evaluated))
         self.checkpoints.wait()  # safe before an export that may fill the disk
         results = {name: result.to_dict() for name, result in evaluated.items()}
+        for name, result in evaluated.items():
+            if result.random is not None and result.ci_high < result.random:
+                self.note(
+                    self.step,
+                    f"{name} ends below a random player ({result.success:.1%} against"
+                    f" {result.random:.1%}): read its answers (ragen-mega view), and look at"
+                    " rollout/cut_answer_rate, rollout/truncated_by_context and the reward",
+                )
         export(
             self.logger.directory / FINAL_EXPORT,
             self.policy.hf,

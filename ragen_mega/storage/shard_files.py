@@ -8,6 +8,8 @@ in a pickle).
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +65,10 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     try:
         save_file(tensors, path, metadata={HEADER: json.dumps(header)})
     except SafetensorError as error:  # raised on a full disk
-        raise OSError(f"cannot write {path}: {error}") from None
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise OSError(f"cannot write {path}: {error}") from None
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     sync(path)
 
 

@@ -13,11 +13,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from statistics import fmean
 
 import numpy as np
 import torch
 
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.data.distributed import on_main
 from ragen_mega.data.packing import count_minibatches, minibatches
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments import calls
@@ -30,6 +32,12 @@ from ragen_mega.warm_start.scripted import check_skill, scripted_response
 
 FitStep = Callable[[TokenBatch], dict[str, float]]
 """One optimizer step on a minibatch, cloning or value regression -> its metrics."""
+SCRIPTED_SEEDS = 100_000
+"""First prompt seed of scripted play: above the evaluation sets, below training."""
+FLAT_WINDOW = 40
+"""Steps whose mean loss is compared with that of as many before them."""
+MIN_FALL = 0.02
+"""Share by which it falls in a window while there is still something to learn."""
 NUM_PLAYERS = 64
 """Episodes played at a time in environments that are not instant."""
 
@@ -191,12 +199,27 @@ def fit(
     num_steps: int,
     seed: int,
     report: Callable[[dict[str, float]], None],
-) -> None:
+    until_flat: bool = False,
+) -> int:
     """Take `num_steps` optimizer steps over the trajectories of `batch`, in as many passes as that
-    takes.
+    takes; or fewer, until their loss is flat. Returns how many. Collective.
     """
     generator = torch.Generator().manual_seed(seed)
     passes = -(-num_steps // count_minibatches(batch.num_trajectories, batch_size))
     drawn = minibatches(batch, batch_size, num_passes=passes, generator=generator)
+    losses: list[float] = []
     for minibatch in islice(drawn, num_steps):
-        report(step(minibatch))
+        result = step(minibatch)
+        report(result)
+        losses.append(result["loss"])
+        if until_flat and len(losses) % FLAT_WINDOW == 0 and on_main(partial(is_flat, losses)):
+            break
+    return len(losses)
+
+
+def is_flat(losses: Sequence[float]) -> bool:
+    """Whether the loss fell by less than MIN_FALL between the last two windows."""
+    if len(losses) < 2 * FLAT_WINDOW:
+        return False
+    before, last = losses[-2 * FLAT_WINDOW : -FLAT_WINDOW], losses[-FLAT_WINDOW:]
+    return fmean(last) > (1 - MIN_FALL) * fmean(before)

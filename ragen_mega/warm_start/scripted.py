@@ -30,7 +30,10 @@ def scripted_response(
     """
     environment, config = episode.environment, episode.config
     narrator: Narrator | None = getattr(environment, "narrator", None)
-    per_turn = 1 if narrator is None else narrator.actions_per_turn
+    # Without a narrator as many as use up the budget, as the random player does.
+    per_turn = -(-episode.actions_left // episode.turns_left)
+    if narrator is not None:
+        per_turn = narrator.actions_per_turn
     count = min(per_turn, episode.budget.max_actions_per_turn, episode.actions_left)
     plan = optimal_actions(environment)[:count] if skill > 0 else []
     actions = [

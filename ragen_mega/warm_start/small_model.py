@@ -34,6 +34,7 @@ from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE, WARM_START, WARM_START_CRITIC
 from ragen_mega.warm_start.clone import (
+    SCRIPTED_SEEDS,
     FitStep,
     as_trajectory,
     fit,
@@ -43,8 +44,8 @@ from ragen_mega.warm_start.clone import (
 from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
-WARM_START_SEEDS = 100_000
-"""First prompt seed of scripted play: above the evaluation sets, below training."""
+TAIL = 0.25
+"""Steps on a falling learning rate after those until the loss was flat, as a share of them."""
 
 
 class Start(NamedTuple):
@@ -172,7 +173,15 @@ def warm_start(
         (pack(first_turns), warm.warm_start_first_turn_steps, 2 * warm.warm_start_batch),
         (pack(episodes), warm.warm_start_steps, warm.warm_start_batch),
     ]
-    _fit(student, student.clone, stages, console, "warm start", seed=config.seed_of_warm_start)
+    _fit(
+        student,
+        student.clone,
+        stages,
+        console,
+        "warm start",
+        seed=config.seed_of_warm_start,
+        until_flat=warm.warm_start_until_flat,
+    )
     start = Start(config.run_directory / WARM_START, None)
     export(start.policy, hf, renderer.tokenizer, student.export_weights())
     if not config.warm_starts_critic:
@@ -219,9 +228,10 @@ def _fit(
     title: str,
     *,
     seed: int,
+    until_flat: bool = False,
 ) -> None:
-    """Take steps on (batch, number of steps, minibatch size) of each stage, under one progress
-    bar.
+    """Take steps on (batch, number of steps, minibatch size) of each stage, under one progress bar.
+    `until_flat`: at most so many, and then some on the last stage while the learning rate falls.
     """
     with console.progress(title, sum(num_steps for _, num_steps, _ in stages)) as progress:
 
@@ -229,8 +239,20 @@ def _fit(
             model.trainer.schedule.step(1)
             progress.advance(note=f"loss {metrics['loss']:.3f}")
 
+        taken = 0
         for batch, num_steps, size in stages:
-            fit(step, batch, batch_size=size, num_steps=num_steps, seed=seed, report=report)
+            fitted = partial(fit, step, batch, batch_size=size, seed=seed)
+            taken += fitted(num_steps=num_steps, report=report, until_flat=until_flat)
+        if not until_flat:
+            return
+        num_falling = max(1, round(TAIL * taken))
+        left = iter(range(num_falling - 1, -1, -1))
+
+        def fall(metrics: dict[str, float]) -> None:
+            report(metrics)
+            model.trainer.set_lr_factor(next(left) / num_falling)
+
+        fit(step, batch, batch_size=size, num_steps=num_falling, seed=seed + 1, report=fall)
 
 
 def scripted_play(
@@ -252,7 +274,7 @@ def scripted_play(
             indices = [index for index in mine if index % len(names) == place]
             episodes = scripted_episodes(
                 episode_maker(config.environment, name),
-                [WARM_START_SEEDS + index for index in indices],
+                [SCRIPTED_SEEDS + index for index in indices],
                 skill=config.warm_start.warm_start_skill,
                 timeout=config.environment.environment_timeout,
                 max_turns=max_turns,
@@ -296,7 +318,7 @@ def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
         lr=config.warm_start.warm_start_lr,
         decoupled_lr=None,
         critic_lr=config.warm_start.warm_start_critic_lr,
-        lr_decay="cosine",
+        lr_decay="constant" if config.warm_start.warm_start_until_flat else "cosine",
         lr_warmup=num_steps // 20,
         num_steps=max(1, num_steps),  # none are allowed, and then none are taken
         weight_decay=0.0,

@@ -128,7 +128,7 @@ def test_losing_terminates_without_success():
         ({"max_actions": -1}, "max_actions"),
         ({"format_penalty": 0.1}, "write -0.1"),
         ({"format_penalty": float("nan")}, "finite"),
-        ({"prompt_style": "short"}, "full, system, compact"),
+        ({"prompt_style": "short"}, "full, system, brief, compact"),
     ],
 )
 def test_bad_configuration_is_refused(changes, message):

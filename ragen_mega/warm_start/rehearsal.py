@@ -1,0 +1,172 @@
+"""Scripted play before anything is trained: what its answers need, and whether the world reads
+them and the limits hold them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ragen_mega.config import StarPOConfig
+from ragen_mega.environments.episode import ERROR, PROBLEM, TRUNCATED_BY
+from ragen_mega.models.huggingface import load_tokenizer, local_directory
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.warm_start.clone import (
+    SCRIPTED_SEEDS,
+    ScriptedEpisode,
+    as_trajectory,
+    scripted_episodes,
+)
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+EPISODES = 32
+"""Scripted episodes of each environment."""
+MIN_READ = 0.9
+"""Share of the scripted answers that an environment must be able to read."""
+_LENGTH = 2
+"""Length of an answer that a context has room for, over the longest of scripted play."""
+_ROUNDED = 64
+"""A fitted context is a multiple of so many tokens."""
+
+
+def fit_context(config: StarPOConfig) -> StarPOConfig:
+    """`config` with a `max_context_length` that holds all turns (of a window): their observations
+    in scripted play, and answers of twice its length; where a model is loaded, whose answers are
+    its own, of `max_response_length`. Never above the given one.
+    """
+    played = {name: list(rehearse(config, name)) for name in config.environment.shares}
+    if config.model.load is not None:
+        tokenizer = load_tokenizer(str(local_directory(config.model.load)))
+    else:
+        tokenizer = train_tokenizer([text for each in played.values() for text in _texts(each)])
+    renderer = ChatRenderer(tokenizer, think=config.environment.think)
+    needed = max(_needed(config, renderer, each) for each in played.values())
+    length = min(config.rollout.max_context_length, -(-needed // _ROUNDED) * _ROUNDED)
+    return replace(config, rollout=replace(config.rollout, max_context_length=length))
+
+
+def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
+    """Scripted episodes of an environment that is trained on, as far as they could be played."""
+    played = scripted_episodes(
+        episode_maker(config.environment, name),
+        range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + EPISODES),
+        skill=config.warm_start.warm_start_skill,
+        timeout=config.environment.environment_timeout,
+    )
+    return (episode for episode in played if episode.turns)
+
+
+def _texts(played: Sequence[ScriptedEpisode]) -> Iterator[str]:
+    yield "system\nuser\nassistant\n"
+    for episode in played:
+        yield from (message.content for message in episode.messages)
+        for response, result in episode.turns:
+            yield response
+            yield from (message.content for message in result.messages)
+
+
+def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[ScriptedEpisode]) -> int:
+    """Tokens of the longest text that the policy may see."""
+    window, needed = config.rollout.context_window, 0
+    for episode in played:
+        answer = _answer_limit(config, episode)
+        if config.model.load is None:
+            answer = min(answer, _LENGTH * max(_answer_lengths(renderer, episode)))
+        messages = [result.messages for _, result in episode.turns if result.messages]
+        seen = max((len(renderer.observe(each, True)) for each in messages), default=0)
+        turns = episode.begun.budget.max_turns
+        turns = min(turns, window or turns)
+        first = len(renderer.start(episode.messages, episode.begun.tools))
+        needed = max(needed, first + turns * answer + (turns - 1) * seen)
+    return needed
+
+
+def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
+    """Lines about limits that scripted play does not fit into. Raises ValueError if an environment
+    cannot read the answers of scripted play.
+    """
+    notes = []
+    for name in config.environment.shares:
+        if played := list(rehearse(config, name)):
+            _check_answers(name, played)
+            said = (
+                _context_note(config, renderer, name, played),
+                _answer_note(config, renderer, played),
+                _budget_note(played),
+            )
+            notes += [f"{name}: {note}" for note in said if note]
+    return notes
+
+
+def _check_answers(name: str, played: Sequence[ScriptedEpisode]) -> None:
+    turns = [turn for episode in played for turn in episode.turns if ERROR not in turn[1].info]
+    bad = [turn for turn in turns if not turn[1].info["is_format_valid"]]
+    if len(bad) <= (1 - MIN_READ) * len(turns):
+        return
+    response, result = bad[0]
+    answer = response.partition("</think>")[2].strip() or response
+    raise ValueError(
+        f"{name} must read {MIN_READ:.0%} of the answers of scripted play, and reads"
+        f" {len(turns) - len(bad)} of {len(turns)}: of {answer!r:.200} its parse says"
+        f" {result.info.get(PROBLEM) or 'nothing'!r:.200}; mend parse, or let random_answer(draw)"
+        " return what it reads"
+    )
+
+
+def _context_note(
+    config: StarPOConfig, renderer: ChatRenderer, name: str, played: Sequence[ScriptedEpisode]
+) -> str | None:
+    room, window = config.rollout.max_context_length, config.rollout.context_window
+    held = [
+        as_trajectory(episode, renderer, name, max_context=room, window=window)
+        for episode in played
+    ]
+    cut = [
+        (len(trajectory.turns), len(episode.turns))
+        for trajectory, episode in zip(held, played, strict=True)
+        if trajectory.truncated
+    ]
+    if not cut:
+        return None
+    held_turns, turns = min(cut)
+    return (
+        f"context {room} holds {held_turns} of {turns} turns of scripted play, and cuts {len(cut)}"
+        f" of {len(played)} episodes; raise --max-context-length, lower --max-turns or give"
+        " --context-window"
+    )
+
+
+def _answer_note(
+    config: StarPOConfig, renderer: ChatRenderer, played: Sequence[ScriptedEpisode]
+) -> str | None:
+    limit = _answer_limit(config, played[0])
+    lengths = [length for episode in played for length in _answer_lengths(renderer, episode)]
+    num_cut = sum(length > limit for length in lengths)
+    if not num_cut:
+        return None
+    return (
+        f"{num_cut} of {len(lengths)} answers of scripted play are longer than"
+        f" --max-response-length {limit}, up to {max(lengths)} tokens; raise it"
+    )
+
+
+def _budget_note(played: Sequence[ScriptedEpisode]) -> str | None:
+    """Where no scripted episode ends by itself, and no solver says that better play does."""
+    first = played[0].begun
+    ends = {episode.turns[-1][1].info.get(TRUNCATED_BY) for episode in played}
+    if ends != {"budget"} or getattr(first.environment, "solver", None):
+        return None
+    return (
+        f"the budget ({first.budget.max_turns} turns, {first.budget.action_budget} actions) cuts"
+        f" all {len(played)} episodes of scripted play; raise --max-turns or --max-actions if the"
+        " task needs more"
+    )
+
+
+def _answer_limit(config: StarPOConfig, episode: ScriptedEpisode) -> int:
+    return config.rollout.max_response_length or episode.begun.max_response_length
+
+
+def _answer_lengths(renderer: ChatRenderer, episode: ScriptedEpisode) -> list[int]:
+    """Tokens of each answer, its end included."""
+    encode = renderer.tokenizer.encode
+    return [len(encode(said, add_special_tokens=False)) + 1 for said, _ in episode.turns]

@@ -1,0 +1,161 @@
+"""What scripted play says before a run: which recipe and which context a world needs, and whether
+it reads the answers.
+"""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.config import parse
+from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.warm_start.clone import FLAT_WINDOW, as_trajectory, is_flat, scripted_episodes
+from ragen_mega.warm_start.rehearsal import EPISODES, check_play, fit_context
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+WORLDS = '''
+import json
+
+
+class Steps:
+    """Each observation is ten words, and nothing ends before the budget does."""
+
+    actions = ("left", "right")
+    instruction = "Walk to the well."
+    max_turns = 8
+    max_actions_per_turn = 1
+    is_instant = True
+
+    def reset(self, seed):
+        self.count = 0
+        return "You stand at a crossing of two long and dusty roads."
+
+    def step(self, action):
+        self.count += 1
+        return f"You went {action}, and the roads are as long as before.", 0.0, False, False, {}
+
+
+class Json(Steps):
+    answer_format = '{"go": [left or right]}'
+
+    def parse(self, text):
+        value = json.loads(text)
+        if "go" not in value:
+            raise ValueError("there is no go in it")
+        return value
+
+    def step(self, action):
+        return super().step(action["go"])
+
+    def random_answer(self, draw):
+        return json.dumps({"go": draw.choice(("left", "right"))})
+
+
+class Deaf(Json):
+    def random_answer(self, draw):
+        return json.dumps({"move": "left"})
+'''
+
+
+@pytest.fixture
+def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rehearsed.py").write_text(WORLDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("rehearsed", None)
+
+
+def renderer_of(config) -> ChatRenderer:
+    (name,) = config.environment.shares
+    texts = [WORLDS, textwrap.dedent(WORLDS)]
+    for played in scripted_episodes(episode_maker(config.environment, name), range(20), skill=0.0):
+        texts += [message.content for message in played.messages]
+        texts += [said for said, _ in played.turns]
+    return ChatRenderer(train_tokenizer(texts), think=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "recipe"),
+    [
+        ("", "frozen_lake"),
+        ("--environments frozen_lake:2", "frozen_lake"),
+        ("--environments sokoban", "sokoban"),
+        ("--environments rehearsed:Steps", "own"),
+        ("--environments frozen_lake,rehearsed:Steps", "own"),
+        ("--environments rehearsed:Steps --load somewhere", "none"),
+        ("--environments rehearsed:Steps --recipe bandit", "bandit"),
+        ("--environments rehearsed:Steps --recipe none", "none"),
+    ],
+)
+def test_a_recipe_is_chosen_for_the_worlds_that_are_played(
+    flags: str, recipe: str, worlds: None
+) -> None:
+    config = parse(flags.split(), recipe=DEFAULT_RECIPE)
+    assert config.logging.recipe == recipe
+    assert config.rollout.fit_context == (recipe == "own")
+    plain = parse(flags.split())  # of a program without a default recipe
+    assert plain.logging.recipe == (recipe if "--recipe" in flags else "none")
+
+
+@pytest.mark.parametrize("name", ["Steps", "Json"])
+def test_brief_prompts_tell_the_task_and_the_format_once(name: str, worlds: None) -> None:
+    config = parse(["--environments", f"rehearsed:{name}"], recipe=DEFAULT_RECIPE)
+    episode = episode_maker(config.environment, f"rehearsed:{name}")()
+    system, first = episode.start(0)
+    assert system.role == "system" and "Walk to the well." in system.content
+    assert "<think>" in system.content and "8 turns" in system.content
+    assert ('{"go": [left or right]}' if name == "Json" else "<answer>") in system.content
+    assert first.content.startswith("You stand") and "output" not in first.content
+    again = episode.beginning([first])  # of a later window
+    assert again == [system, first]
+    assert isinstance(episode, Episode) and episode.config == EpisodeConfig(prompt_style="brief")
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("name", ["rehearsed:Steps", "rehearsed:Json"])
+def test_a_fitted_context_holds_answers_twice_as_long(name: str, window: int, worlds: None) -> None:
+    flags = ["--environments", name, "--context-window", str(window)]
+    config = fit_context(parse(flags, recipe=DEFAULT_RECIPE))
+    length = config.rollout.max_context_length
+    assert length % 64 == 0 and length < 4096
+    renderer = renderer_of(config)
+    longest = 0
+    for played in scripted_episodes(episode_maker(config.environment, name), range(50), skill=0.0):
+        doubled = [
+            (f"{said.partition('</think>')[0]} {said}", result) for said, result in played.turns
+        ]
+        played.turns[:] = doubled
+        held = as_trajectory(played, renderer, name, max_context=length, window=window)
+        assert not held.truncated and len(held.turns) == 8
+        longest = max(longest, len(held.tokens))
+    if not window:
+        assert longest > length / 3  # not by being far too long
+        short = parse([*flags, "--max-context-length", "200"], recipe=DEFAULT_RECIPE)
+        assert fit_context(short).rollout.max_context_length == 200
+
+
+def test_limits_that_scripted_play_does_not_fit_into_are_said(worlds: None) -> None:
+    flags = ["--environments", "rehearsed:Steps", "--no-fit-context", "--max-context-length", "200"]
+    config = parse([*flags, "--max-response-length", "9"], recipe=DEFAULT_RECIPE)
+    context, answers, budget = check_play(config, renderer_of(config))
+    assert f"of 8 turns of scripted play, and cuts {EPISODES} of {EPISODES} episodes" in context
+    assert "--max-response-length 9" in answers and "--max-turns" in budget
+
+
+def test_a_parse_that_reads_nothing_is_refused_with_what_it_says(worlds: None) -> None:
+    good = parse(["--environments", "rehearsed:Json"], recipe=DEFAULT_RECIPE)
+    assert len(check_play(good, renderer_of(good))) == 1  # the budget
+    bad = parse(["--environments", "rehearsed:Deaf"], recipe=DEFAULT_RECIPE)
+    with pytest.raises(ValueError, match="there is no go in it") as error:
+        check_play(bad, renderer_of(good))
+    assert '{"move": "left"}' in str(error.value) and "0 of" in str(error.value)
+
+
+def test_a_loss_is_flat_once_it_no_longer_falls() -> None:
+    falling = [0.99**step for step in range(4 * FLAT_WINDOW)]
+    assert not is_flat(falling[:FLAT_WINDOW]) and not is_flat(falling)
+    assert is_flat([*falling, *[falling[-1]] * 2 * FLAT_WINDOW])
