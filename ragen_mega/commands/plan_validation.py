@@ -2,6 +2,7 @@
 the other half.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -9,13 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragen_mega.commands.plan_machine import find_machine
-from ragen_mega.config import ParallelConfig
 from ragen_mega.models.hardware import Constants, Machine
 from ragen_mega.models.published import SHAPES
 from ragen_mega.models.shape import ModelShape
@@ -38,22 +38,21 @@ from ragen_mega.report.markdown import table
 ROWS = Path(str(files("ragen_mega.models") / "published_steps.json"))
 FITTED = {
     "training": (
-        "product", "product_fp8", "memory", "launch", "collective", "link", "update", "permute",
-        "route",
+        "product", "product_fp8", "memory", "launch", "adapter", "collective", "link", "update",
+        "permute", "route",
     ),
     "decode": (
         "decode_memory", "decode_host", "decode_layer", "decode_reduce", "decode_sequence",
+        "decode_expert", "decode_routed", "routing", "decode_skew",
     ),
-    "rl": ("untuned", "overhead", "sync", "decode_expert", "decode_routed"),
+    "rl": ("untuned", "overhead", "sync"),
 }  # fmt: skip
-"""Kind of row -> the constants that its rows decide, and those of the kinds before it, in the order
-of fitting.
-"""
+"""Kind of row -> the constants that its rows decide, in the order of fitting."""
 USUAL = Constants(
-    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, collective=1e-4, link=0.7,
+    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, adapter=3e-3, collective=1e-4, link=0.7,
     update=0.05, permute=10, route=1.5e-3, untuned=1.2, decode_memory=0.8, decode_host=2e-3,
     decode_layer=20e-6, decode_reduce=10e-6, decode_sequence=35e-6, decode_expert=0.7,
-    decode_routed=0.06, overhead=3e-6, sync=2.5e9,
+    decode_routed=0.06, routing=0.9, decode_skew=0.2, overhead=3e-6, sync=2.5e9,
 )  # fmt: skip
 """Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
@@ -74,11 +73,21 @@ SIZES = {
 }  # fmt: skip
 """Kind -> numbers that its rows must have."""
 OPTIONS = {
-    "training": {"tuned": True, "backward": 2.0, "trained": 1.0},
-    "decode": {},
-    "rl": {"rollout_gpus": 0, "staleness": 1, "engine_fp8": False},
+    "training": {"judges": False, "tuned": True, "backward": 2.0, "trained": 1.0},
+    "decode": {"judges": False, "ep": 1},
+    "rl": {
+        "judges": False,
+        "rollout_gpus": 0, "staleness": 1, "engine_fp8": False, "engine_ep": 1, "turns": 1,
+        "environment_seconds": 0.0, "padding": 0.0,
+    },
 }
 """Kind -> what its rows may have besides, with the value that its absence means."""
+LEAST = {
+    "forward_passes": 0.0, "prompt_tokens": 0.0, "backward": 1.0, "environment_seconds": 0.0,
+    "padding": 0.0,
+}  # fmt: skip
+"""Numbers with a least value; others are above 0."""
+RECOMPUTE = ("none", "attention", "selective", "full")
 CUT = {one.name: one.default for one in fields(Cut) if one.name != "dp"}
 """What the cut of a row may have, with the value that its absence means."""
 UNITS = {
@@ -142,9 +151,8 @@ def check_value(name: str, value: object, usual: object, *, least: float | None 
     elif isinstance(usual, int) and not isinstance(usual, bool):
         rule, is_met = "a whole number from 1", number and value == int(value) >= 1
     elif isinstance(usual, str):
-        kinds = get_args(get_type_hints(ParallelConfig)[name.rpartition(".")[2]])
-        rule, is_met = f"one of {', '.join(kinds)}", value in kinds
-        rule += ", where selective is the feed-forward part and not, as in Megatron, attention"
+        rule, is_met = f"one of {', '.join(RECOMPUTE)}", value in RECOMPUTE
+        rule += ", where selective is the feed-forward part and attention Megatron's selective"
     if not is_met:
         raise ValueError(f"{name} must be {rule}, not {value!r}; correct it")
 
@@ -162,11 +170,9 @@ def check_row(kind: str, row: Mapping[str, Any], models: Mapping[str, Sizes]) ->
     find_machine(row.get("hardware", "H100"))
     for name in SIZES[kind]:
         is_count = name != "forward_passes" and not name.endswith("tokens")
-        least = 0.0 if name in ("forward_passes", "prompt_tokens") else None
-        check_value(name, row[name], 1 if is_count else 1.0, least=least)
+        check_value(name, row[name], 1 if is_count else 1.0, least=LEAST.get(name))
     for name in OPTIONS[kind].keys() & row.keys():
-        least = None if name == "trained" else 1.0
-        check_value(name, row[name], OPTIONS[kind][name], least=least)
+        check_value(name, row[name], OPTIONS[kind][name], least=LEAST.get(name))
     for name, value in check_keys("measured", row["measured"], (), MEASURED[kind]).items():
         check_value(f"measured.{name}", value, 1.0)
     if kind == "decode":
@@ -218,6 +224,11 @@ def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str,
                     continue
                 where = f"row {row['id']} of {kind}"
                 check_row(kind, row, models)
+    except OSError as error:
+        raise ValueError(
+            f"--validate {path} must be a file of rows in the form of {ROWS.name}, which can be read"
+            f" ({error.strerror}); name such a file, or none for our own rows"
+        ) from None
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{path} must have the form of {ROWS.name}, and {where} has not: {error}"
@@ -226,20 +237,17 @@ def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str,
 
 
 def read_points(path: Path) -> list[Point]:
-    """The rows of a file, in its order; every other number of a kind judges. Rows that cannot be
-    predicted are left out. Raises ValueError for a file of another form.
+    """The rows of a file, in its order; every other number of a kind judges, and all of rows that
+    say so. Rows that cannot be predicted are left out. Raises ValueError for a file of another
+    form.
     """
     points, (rows, models) = [], read_rows(path)
     for kind, of_kind in rows.items():
-        numbers = (
-            (row, quantity, value)
-            for row in of_kind
-            if "unpredicted" not in row
-            for quantity, value in row["measured"].items()
-        )
-        for position, (row, quantity, value) in enumerate(numbers):
-            is_fitted, sizes = position % 2 == 0, models[row["model"]]
-            points.append(Point(kind, row, quantity, value, is_fitted, sizes))
+        turns = itertools.cycle((True, False))
+        for row in of_kind:
+            for quantity, value in {} if "unpredicted" in row else row["measured"].items():
+                is_fitted, sizes = not row.get("judges") and next(turns), models[row["model"]]
+                points.append(Point(kind, row, quantity, value, is_fitted, sizes))
     return points
 
 
@@ -249,8 +257,8 @@ def predicted(point: Point, constants: Constants) -> float:
     machine = find_machine(row.get("hardware", "H100"), constants)
     if point.kind == "decode":
         context = row["prompt_tokens"] + row["output_tokens"] / 2
-        tp, batch = row["tp"], row["batch"]
-        step = sum(decode_step(machine, point.sizes, tp=tp, batch=batch, context=context))
+        tp, batch, ep = row["tp"], row["batch"], row.get("ep", 1)
+        step = sum(decode_step(machine, point.sizes, tp=tp, ep=ep, batch=batch, context=context))
         # while a sequence is answered, the prompts of the others are read
         others = (batch - 1) * row["prompt_tokens"] / row["output_tokens"]
         return batch / (step + others * prompt_token(machine, point.sizes, tp=tp))
@@ -286,15 +294,20 @@ def sampling(machine: Machine, point: Point) -> float:
     """
     row, tp, apart = point.row, point.row["engine_tp"], point.row.get("rollout_gpus", 0)
     is_fp8, ahead = row.get("engine_fp8", False), row.get("staleness", 1)
-    play = Play(1, row["prompt_tokens"], row["mean_tokens"], row["max_tokens"])
+    turns = row.get("turns", 1)
+    told, sampled, most = (
+        row[name] / turns for name in ("prompt_tokens", "mean_tokens", "max_tokens")
+    )
+    waits = row.get("environment_seconds", 0.0)
+    play = Play(turns, told, sampled, most, environment_seconds=waits)
     share = ENGINE_SHARE["separate" if apart else "colocated"]
     room = engine_room(machine, point.sizes, tp, fp8=is_fp8, share=share)
     sessions = math.ceil(ahead * row["samples"] * tp / (apart or row["gpus"]))
 
     def seconds(count: int) -> float:
         held = min(room, (sessions + 0.5) * play.text_length)
-        terms = rollout(machine, point.sizes, play, sessions=count, tp=tp, fp8=is_fp8, room=held)
-        return sum(time for _, time in terms)
+        layout = {"tp": tp, "ep": row.get("engine_ep", 1), "fp8": is_fp8, "room": held}
+        return sum(t for _, t in rollout(machine, point.sizes, play, sessions=count, **layout))
 
     if ahead == 1:
         return seconds(sessions)
@@ -309,8 +322,9 @@ def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
     length = row["mean_tokens"] + row["prompt_tokens"]
 
     def micros(samples: float) -> dict[str, float]:
-        count = max(1, math.ceil(samples * length / cut.dp / row["packed_tokens"]))
-        return {"tokens": samples * length / cut.dp / count, "length": length, "micros": count}
+        computed = samples * length / cut.dp / (1 - row.get("padding", 0.0))
+        count = max(1, math.ceil(computed / row["packed_tokens"]))
+        return {"tokens": computed / count, "length": length, "micros": count}
 
     updates = max(1, row["samples"] // row["batch"])
     update = untuned(machine, training(machine, sizes, cut, **micros(row["batch"])))
@@ -336,7 +350,7 @@ def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
 def engine_room(machine: Machine, sizes: Sizes, tp: int, *, fp8: bool, share: float) -> float:
     """Tokens whose keys and values an engine holds beside its weights in `share` of its GPUs."""
     weights = sizes.total * (1 if fp8 else BF16)
-    held = 2 * sizes.num_layers * max(tp, sizes.num_kv_heads) * sizes.head_dim * BF16
+    held = 2 * sizes.attending * max(tp, sizes.num_kv_heads) * sizes.head_dim * BF16
     return (share * tp * machine.hardware.gpu_gib * 2**30 - weights) / held
 
 
@@ -372,9 +386,8 @@ def solve(
 
 def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
     """Constants that come nearest to the points that may be fitted, to two digits."""
-    chosen: list[Point] = []
     for kind, names in FITTED.items():
-        chosen = chosen + [point for point in points if point.kind == kind and point.is_fitted]
+        chosen = [point for point in points if point.kind == kind and point.is_fitted]
 
         def misses(constants: Constants, chosen: Sequence[Point] = chosen) -> list[float]:
             return [math.log(predicted(one, constants) / one.measured) for one in chosen]

@@ -91,8 +91,8 @@ _TABLE = (
     ),
     Hardware(
         "H100-HBM2e",
-        989.4 * _T,
-        1978.9 * _T,
+        886 * _T,
+        1773 * _T,
         67 * _T,
         2.4 * _TB,
         96,
@@ -100,7 +100,8 @@ _TABLE = (
         50 * _GB,
         50 * _GB,
         3.00,
-        f"as H100 with the memory that torchtitan's benchmarks/llama3_h100_202412 states; {_PRICE}",
+        "as H100 with the memory of torchtitan's benchmarks/llama3_h100_202412; peaks at its 500 W"
+        f" between the data sheets of 400 W (NVL) and 700 W (SXM), by their watts; {_PRICE}",
     ),
     Hardware(
         "H200",
@@ -239,6 +240,10 @@ class Constants:
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
+    adapter: float = constant(3e-3, 0.0, 1e-1)
+    """Further seconds of a layer's forward pass with adapters under FSDP, in whose programs nothing
+    hides them; of a backward pass twice that.
+    """
     update: float = constant(0.054, 0.0, 2.0)
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     update_layer: float = constant(0.0, 0.0, 1e-1)
@@ -278,6 +283,12 @@ class Constants:
     """Seconds of a small all-reduce in a decode step, which a graph starts."""
     decode_expert: float = constant(0.64, 0.2, 1.0)
     """Speed of reading the weights of experts, relative to dense ones."""
+    routing: float = constant(1.0, 0.5, 1.0)
+    """Texts whose choices of experts are independent, as an exponent of the texts of a step: texts
+    on one subject choose alike.
+    """
+    decode_skew: float = constant(0.2, 0.0, 1.0)
+    """Share by which routed tokens of a GPU deviate from their mean, where GPUs share experts."""
     decode_routed: float = constant(0.063, 0.01, 0.95)
     """Share of the peak in a decode step's products with experts, each of which sees few rows."""
     sync: float = constant(3.4e9, 1e8, 1e12)
