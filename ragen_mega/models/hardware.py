@@ -269,7 +269,7 @@ class Constants:
     """Further seconds in which the host starts the kernels of a layer of experts: router, sorting,
     waiting for the numbers of tokens, one product an expert.
     """
-    decode_memory: float = constant(0.84, 0.02, 1.0)
+    decode_memory: float = constant(0.84, 0.02, 0.95)
     """Share of the memory's speed at which a decode step reads weights and keys and values."""
     decode_product: float = constant(0.5, 0.02, 0.95)
     """Share of the peak in the thin products of a decode step."""

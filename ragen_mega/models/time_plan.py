@@ -131,6 +131,8 @@ class Cut:
     is_fsdp: bool = False
     shards_optimizer: bool = True
     fp8: bool = False
+    graphs: bool = False
+    """A whole step is one CUDA graph, which needs no host, and an exchange of tokens sorts them."""
     recompute: str = "none"
     """What is computed again: none, attention (Megatron's selective), selective (the feed-forward
     part) or full.
@@ -183,7 +185,8 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     around += product(machine, tokens, heads, h, cut)
     # two norms and two additions; split and rotated queries and keys; the gate; experts permute
     passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
-    passes += 3 * routed * ffn + (reached.permute * routed * h if sizes.num_experts else 0)
+    permuted = (2.0 if cut.graphs else reached.permute) * bool(sizes.num_experts)
+    passes += routed * (3 * ffn + permuted * h)
     attended = reached.attention * width_factor(sizes.head_dim) * hardware.peak(cut.itemsize)
     share = sizes.attending / sizes.num_layers  # on average over the layers
     # Megatron deals early and late blocks to each rank; who has the last of even blocks is late
@@ -263,7 +266,7 @@ def passes(
     started = machine.constants.launch * (2 if backward == 1 else 1)
     started += machine.constants.route * bool(sizes.num_experts)
     started += 4 * machine.constants.collective * (cut.tp > 1)
-    passed = layers * (1 + (2 + again) * bool(backward))
+    passed = layers * (1 + (2 + again) * bool(backward)) * (not cut.graphs)
     hidden = 0.0 if machine.hardware.cores else sum(terms.values())
     terms["launches"] = max(0.0, passed * started - hidden)
     terms["launches"] += passed * machine.constants.adapter * (backward == 1 and cut.is_fsdp)
