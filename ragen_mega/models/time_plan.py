@@ -173,16 +173,16 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     hardware, reached = machine.hardware, machine.constants
     tokens, h, tp = tokens / cut.cp, sizes.hidden_size, cut.tp
     heads, keys = (n * sizes.head_dim / tp for n in (sizes.num_heads, sizes.num_kv_heads))
-    used, ffn, experts = 1, sizes.ffn_size / tp, 1.0
-    if sizes.num_experts:  # tokens of all ranks meet at the experts, each of which is whole
-        used, ffn = sizes.experts_per_token, sizes.ffn_size
-        experts = sizes.num_experts / cut.ep
-    routed = tokens * used / (tp if sizes.num_experts else 1)
-    rows = routed / experts
-    feed = product(machine, rows, h, 2 * ffn, cut) + product(machine, rows, ffn, h, cut)
-    feed *= experts
-    around = product(machine, tokens, h, heads + 2 * keys, cut)
-    around += product(machine, tokens, heads, h, cut)
+    # tokens of all ranks meet at the experts, each of which is whole
+    split, experts = (1, sizes.num_experts / cut.ep) if sizes.num_experts else (tp, 1.0)
+    used, ffn = sizes.experts_per_token or 1, sizes.ffn_size / split
+    routed = tokens * used * split / tp
+    matrices = (
+        (1.0, tokens, h, heads + 2 * keys),
+        (1.0, tokens, heads, h),
+        (experts, routed / experts, h, 2 * ffn),
+        (experts, routed / experts, ffn, h),
+    )
     # two norms and two additions; split and rotated queries and keys; the gate; experts permute
     passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
     permuted = (2.0 if cut.graphs else reached.permute) * bool(sizes.num_experts)
@@ -192,24 +192,22 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     # Megatron deals early and late blocks to each rank; who has the last of even blocks is late
     attended /= share * (2 - 1 / cut.cp if cut.is_fsdp else 1)
     terms = {
-        "matrix products": around + feed,
+        "matrix products": sum(n * product(machine, *shape, cut) for n, *shape in matrices),
         "attention": 2 * tokens * length * heads / attended,
         "element-wise": cut.itemsize * passes / (reached.memory * hardware.memory),
     }
-    shared = 4 * (tp - 1) / tp * tokens * h * cut.itemsize
-    if sizes.num_experts:
-        shared /= 2  # only attention is cut
+    cuts = 2 if sizes.num_experts else 4  # experts are whole
+    shared = cuts * (tp - 1) / tp * tokens * h * cut.itemsize / machine.link(tp)
     visible = reached.exposed if cut.overlaps else 1.0
-    terms["tensor parallelism"] = visible * shared / machine.link(tp)
-    terms["tensor parallelism"] += 4 * reached.latency * (tp > 1)
+    terms["tensor parallelism"] = visible * shared + 4 * reached.latency * (tp > 1)
     # a token goes to each node that it needs once, and another there to each rank meanwhile
     nodes, local = math.ceil(cut.ep / hardware.node), min(cut.ep, hardware.node)
     sent = tokens / tp * max(
         distinct(cut.ep, used) * (local - 1) / local / machine.link(local),
         distinct(nodes, used) * (nodes - 1) / nodes / machine.link(cut.num_gpus),
     )
-    terms["expert parallelism"] = 2 * visible * sent * h * cut.itemsize * (cut.ep > 1)
-    terms["expert parallelism"] += 2 * reached.latency * (cut.ep > 1)
+    sent = 2 * (visible * sent * h * cut.itemsize + reached.latency)
+    terms["expert parallelism"] = sent * (cut.ep > 1)
     ring = 2 * keys * tokens * cut.itemsize * (cut.cp - 1) / machine.link(tp * cut.cp)
     seen = max(reached.exposed * ring, ring - terms["attention"] / share)
     terms["context parallelism"] = share * (seen + (cut.cp - 1) * reached.latency)
@@ -320,9 +318,8 @@ def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
         max(reached.exposed * moved, moved - share * hidden)
         for moved, share in ((reduced, 2 / 3), (gathered, 1 / 3))
     )
-    owned = (dense + outer) / ranks + experts * min(1.0, max(1, cut.ep) / ranks)
-    owned = held / ranks if not sizes.num_experts else owned
-    updated = owned if cut.shards_optimizer else held
+    sharers = max(1.0, ranks / cut.ep) if sizes.num_experts else ranks
+    updated = (dense + outer) / ranks + experts / sharers if cut.shards_optimizer else held
     bandwidth = reached.memory * machine.hardware.memory
     return {
         "data parallelism": seen if ranks > 1 else 0.0,
@@ -398,17 +395,15 @@ def decode_step(
         above = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))  # deviations, of the largest of ep
         read = met + above * math.sqrt(met * (1 - met) * ep / sizes.num_experts)
         experts *= min(1.0, read) * sizes.num_experts / reached.decode_expert
-        most += above * reached.decode_skew
-    layers = sizes.attention_weights + experts
-    size = 1 if fp8 else itemsize
-    weights = (sizes.num_layers * layers * size + sizes.head * itemsize) / tp
-    heads = max(1.0, sizes.num_kv_heads / tp)
-    cache = 2 * sizes.attending * heads * sizes.head_dim * itemsize * context
+        most += above / math.sqrt(batch * sizes.experts_per_token / ep)
+    layers = sizes.num_layers * (sizes.attention_weights + experts)
+    weights = (layers * (1 if fp8 else itemsize) + sizes.head * itemsize) / tp
+    width = max(1.0, sizes.num_kv_heads / tp) * sizes.head_dim
+    cache = 2 * sizes.attending * width * itemsize * context
     peak = hardware.peak(itemsize, fp8=fp8)
     routed = sizes.num_layers * sizes.experts_per_token * sizes.expert_weights
-    products = (sizes.active - routed + sizes.head) / reached.decode_product
-    products += most * routed / reached.decode_routed
-    products *= 2 / tp / peak
+    dense = (sizes.active - routed + sizes.head) / reached.decode_product
+    products = 2 / tp / peak * (dense + most * routed / reached.decode_routed)
     fixed = weights / bandwidth + reached.decode_host + sizes.num_layers * reached.decode_layer
     reduced = 2 * (tp - 1) / tp * batch * sizes.hidden_size * itemsize / machine.link(tp)
     # small ones wait for a round within the node, or for one within, between and within nodes
