@@ -224,15 +224,15 @@ class Constants:
 
     product: float = constant(0.73, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
-    product_fp8: float = constant(0.67, 0.3, 0.95)
+    product_fp8: float = constant(0.68, 0.3, 0.95)
     """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.61, 0.01, 1.0)
+    memory: float = constant(0.63, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
-    link: float = constant(1.0, 0.3, 1.0)
+    link: float = constant(0.9, 0.3, 0.9)
     """Share of the links' speed in collectives."""
     latency: float = constant(15e-6, 1e-6, 1e-1)
     """Seconds of a small collective."""
@@ -240,7 +240,7 @@ class Constants:
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
-    adapter: float = constant(0.0062, 0.0, 1e-1)
+    adapter: float = constant(0.0063, 0.0, 1e-1)
     """Further seconds of a layer's forward pass with adapters under FSDP, in whose programs nothing
     hides them; of a backward pass twice that.
     """
@@ -273,7 +273,7 @@ class Constants:
     """Share of the memory's speed at which a decode step reads weights and keys and values."""
     decode_product: float = constant(0.5, 0.02, 0.95)
     """Share of the peak in the thin products of a decode step."""
-    decode_host: float = constant(0.00086, 0.0, 1e-1)
+    decode_host: float = constant(0.00087, 0.0, 1e-1)
     """Seconds of a decode step on the host, whatever it decodes: scheduling, output."""
     decode_layer: float = constant(5.6e-5, 1e-6, 1e-1)
     """Further seconds of a layer in a decode step: small kernels."""
