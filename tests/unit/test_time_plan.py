@@ -778,6 +778,26 @@ def test_a_class_of_few_rows_has_the_interval_of_its_kind(monkeypatch: pytest.Mo
     assert said.endswith("of rl, for there are only 17 of rl, dense") and (low, high) != own[:2]
 
 
+@pytest.mark.slow
+def test_the_page_says_what_sources_show_that_nothing_was_fitted_on() -> None:
+    """Each source is left out of the fit in turn."""
+    points, errors = validation.read_points(validation.ROWS), {}
+    source = {point.name: point.row["source"].split()[0].strip(":,") for point in points}
+    for left_out in sorted(set(source.values())):
+        others = [
+            replace(point, is_fitted=point.is_fitted and source[point.name] != left_out)
+            for point in points
+        ]
+        own = [point for point in points if source[point.name] == left_out]
+        for row in validation.scored(own, validation.fit(others)):
+            errors.setdefault(row["class"], []).append(row["error"])
+    page = (ROOT / "docs" / "benchmarks" / "predictor.md").read_text()
+    for name, found in errors.items():
+        median = statistics.median(map(abs, found))
+        said = f"| {name} | {median:.0%} of {len(found)} | {statistics.median(found):+.0%} |"
+        assert said in page
+
+
 def test_every_entry_of_a_row_is_explained() -> None:
     page = (ROOT / "docs" / "predictor.md").read_text().partition("## Rows of your own")[2]
     names = {*validation.MODEL, *validation.CUT, "hardware", "source", "note", "unpredicted"}
