@@ -163,8 +163,8 @@ def cost(
     interval: tuple[float, float, str],
 ) -> dict[str, Any]:
     """Seconds by phase and term, rates, GPU-hours and money of STEPS steps, with an interval: the
-    least and the most times that it may be, and what says so. `update_mfu` counts the tokens that updates compute,
-    against the peak of the precision `mfu_of` of their products.
+    least and the most times that it may be, and what says so. `update_mfu` counts the tokens that
+    updates compute, against the peak of the precision `mfu_of` of their products.
     """
     phases = step_seconds(machine, shape, config, num_gpus, play)
     seconds = total(phases)

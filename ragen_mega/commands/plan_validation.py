@@ -49,10 +49,10 @@ FITTED = {
 }  # fmt: skip
 """Kind of row -> the constants that its rows decide, in the order of fitting."""
 USUAL = Constants(
-    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, adapter=3e-3, collective=1e-4, link=0.7,
-    update=0.05, permute=10, route=1.5e-3, untuned=1.2, decode_memory=0.8, decode_host=2e-3,
-    decode_layer=20e-6, decode_reduce=10e-6, decode_sequence=35e-6, decode_expert=0.7,
-    decode_routed=0.06, routing=0.9, overhead=3e-6, sync=2.5e9,
+    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, adapter=3e-3, collective=1e-4,
+    link=0.7, update=0.05, permute=10, route=1.5e-3, untuned=1.2, decode_memory=0.8,
+    decode_host=2e-3, decode_layer=20e-6, decode_reduce=10e-6, decode_sequence=35e-6,
+    decode_expert=0.7, decode_routed=0.06, routing=0.9, overhead=3e-6, sync=2.5e9,
 )  # fmt: skip
 """Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
@@ -85,7 +85,7 @@ OPTIONS: Mapping[str, Mapping[str, float]] = {
         "rollout_gpus": 0, "staleness": 1, "engine_fp8": False, "engine_ep": 1, "turns": 1,
         "environment_seconds": 0.0, "padding": 0.0,
     },
-}
+}  # fmt: skip
 """Kind -> what its rows may have besides, with the value that its absence means."""
 LEAST = {
     "forward_passes": 0.0, "prompt_tokens": 0.0, "backward": 1.0, "environment_seconds": 0.0,
@@ -231,7 +231,7 @@ def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str,
                 check_row(kind, row, models)
     except OSError as error:
         raise ValueError(
-            f"--validate {path} must be a file of rows in the form of {ROWS.name}, which can be read"
+            f"--validate {path} must be a file in the form of {ROWS.name} that can be read"
             f" ({error.strerror}); name such a file, or none for our own rows"
         ) from None
     except (TypeError, ValueError) as error:

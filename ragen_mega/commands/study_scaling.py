@@ -557,8 +557,8 @@ def write_predicted(
     parts = (
         f"# {study.title}, predicted",
         f"Written by `ragen-mega study {study.name} --preset {study.preset} --hardware"
-        f" {machine.hardware.name} --predict`. **Nothing here was measured.** The intervals are from"
-        f" {low:.2g} to {high:.2g} times the prediction: {basis}."
+        f" {machine.hardware.name} --predict`. **Nothing here was measured.** The intervals are"
+        f" from {low:.2g} to {high:.2g} times the prediction: {basis}."
         + (" Efficiencies compare predictions with each other." if ranks else ""),
         "## A step",
         speed_table(speeds, {}, machine),

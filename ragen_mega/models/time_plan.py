@@ -346,7 +346,8 @@ def training(
     terms = passes(machine, sizes, cut, **common, labels=labels)
     compute = sum(terms.values())
     if cut.is_fsdp:  # weights are gathered for both passes, gradients scattered, every microbatch
-        experts, ranks = sizes.num_layers * sizes.num_experts * sizes.expert_weights, cut.dp * cut.cp
+        ranks = cut.dp * cut.cp
+        experts = sizes.num_layers * sizes.num_experts * sizes.expert_weights
         lacking = (sizes.total - experts) / cut.tp * (ranks - 1) / ranks
         lacking += experts / cut.ep * (1 - cut.ep * cut.pp / cut.num_gpus)
         # a stage of a pipeline keeps its weights until its last microbatch

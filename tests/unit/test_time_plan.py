@@ -422,7 +422,7 @@ def test_rows_say_padding_turns_and_the_layout_of_engines() -> None:
     padded = validation.rl_phases(H100, published(padding=1.0), Cut(dp=2))
     twice = validation.rl_phases(H100, published(samples=32, batch=32), Cut(dp=2))
     for phase in ("forward", "update"):
-        assert padded[phase] == pytest.approx(twice[phase], rel=1e-6) and padded[phase] > plain[phase]
+        assert padded[phase] == pytest.approx(twice[phase]) and padded[phase] > plain[phase]
     assert padded["rollout"] == plain["rollout"]
     point = published(turns=2, environment_seconds=3.0)
     found = validation.rl_phases(H100, point, Cut(dp=2))["rollout"]
@@ -1181,7 +1181,8 @@ def test_a_row_may_name_a_file_of_hardware(tmp_path: Path) -> None:
         b200, sizes = Machine(HARDWARE["B200"]), Sizes.of(shape_of(row["model"]))
         step = sum(decode_step(b200, sizes, tp=row["tp"], batch=row["batch"], context=context))
         # a step of eight reads the prompts of seven others besides
-        read = 7 * 300 / row["output_tokens"] * 2 * sizes.active / (b200.constants.product * b200.hardware.bf16)
+        read = 7 * 300 / row["output_tokens"] * 2 * sizes.active
+        read /= b200.constants.product * b200.hardware.bf16
         assert validation.predicted(point, Constants()) == pytest.approx(8 / (step + read))
 
 
