@@ -92,15 +92,13 @@ FLAGS = (
 )
 
 
-TINY = 5e-324
 NUMBERS = {
-    "num_gpus": (TINY, "positive"),
-    "gpu_memory_gb": (TINY, "positive"),
-    "dollars_per_gpu_hour": (TINY, "positive"),
-    "response_tokens": (TINY, "positive"),
     "sharing": (1, "at least 1, where every token of every trajectory is computed,"),
     "environment_seconds": (0, "at least 0"),
-}
+} | dict.fromkeys(
+    ("num_gpus", "gpu_memory_gb", "dollars_per_gpu_hour", "response_tokens"),
+    (math.ulp(0.0), "positive"),
+)
 """Flag -> its least value and its rule."""
 
 

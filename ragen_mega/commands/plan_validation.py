@@ -306,8 +306,8 @@ def sampling(machine: Machine, point: Point) -> float:
     waits = row.get("environment_seconds", 0.0)
     play = Play(turns, told, sampled, most, environment_seconds=waits)
     share = ENGINE_SHARE["separate" if apart else "colocated"]
-    sizes = point.sizes
     # tokens whose keys and values fit beside the weights
+    sizes = point.sizes
     held = 2 * sizes.attending * max(tp, sizes.num_kv_heads) * sizes.head_dim * BF16
     space = share * tp * machine.hardware.gpu_gib * 2**30
     room = (space - sizes.total * (1 if is_fp8 else BF16)) / held
