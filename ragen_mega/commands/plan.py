@@ -92,6 +92,16 @@ FLAGS = (
 )
 
 
+NUMBERS = {
+    "sharing": (1, "at least 1, where every token of every trajectory is computed,"),
+    "environment_seconds": (0, "at least 0"),
+} | dict.fromkeys(
+    ("num_gpus", "gpu_memory_gb", "dollars_per_gpu_hour", "response_tokens"),
+    (math.ulp(0.0), "positive"),
+)
+"""Flag -> its least value and its rule."""
+
+
 def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:
     """The plan as it is printed and written: phases in GiB, host memory, whether it fits, and if
     not what may help. Raises ValueError if the model cannot be cut this way.
@@ -291,15 +301,15 @@ def priced(
     num_gpus: int, capacity: float, play: Play, *, is_searched: bool,
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """What a step costs under a layout, and in words; draws it if asked to."""
-    factor = plan_validation.uncertainty()
     price = arguments.dollars_per_gpu_hour
     dollars = machine.hardware.dollars if price is None else price
-    result = plan_cost.cost(machine, shape, config, num_gpus, play, dollars, factor)
+    interval = plan_validation.interval("rl, dense")  # the memory plan knows no mixtures
+    result = plan_cost.cost(machine, shape, config, num_gpus, play, dollars, interval)
     helps = plan_cost.advice(machine, shape, config, num_gpus, capacity, play)
     if arguments.plot:
         title = f"{arguments.model or config.model.load} on {num_gpus} {machine.hardware.name}"
         plan_cost.timeline(result, title, arguments.plot)
-    text = plan_cost.described(result, helps, factor, is_searched=is_searched)
+    text = plan_cost.described(result, helps, is_searched=is_searched)
     return result | {"helps": helps}, text
 
 
@@ -310,22 +320,11 @@ def check_flags(arguments: argparse.Namespace) -> None:
             f"--calibrate {arguments.calibrate} must end in .json, by which --hardware tells a file"
             " from a name; rename it"
         )
-    for name in ("num_gpus", "gpu_memory_gb", "dollars_per_gpu_hour", "response_tokens"):
+    for name, (least, rule) in NUMBERS.items():
         value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be positive and finite, not {value:g}; correct it"
-            )
-    if not 1 <= arguments.sharing < float("inf"):
-        raise ValueError(
-            f"--sharing must be at least 1 and finite, not {arguments.sharing:g}: 1 computes every"
-            " token of every trajectory; correct it"
-        )
-    if not 0 <= arguments.environment_seconds < float("inf"):
-        raise ValueError(
-            "--environment-seconds must be at least 0 and finite, not"
-            f" {arguments.environment_seconds:g}; correct it"
-        )
+        if value is not None and not least <= value < math.inf:
+            flag_name = name.replace("_", "-")
+            raise ValueError(f"--{flag_name} must be {rule} and finite, not {value:g}; correct it")
 
 
 @command(__doc__, *FLAGS, takes_others=True)

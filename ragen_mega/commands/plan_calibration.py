@@ -132,12 +132,11 @@ def shortest(work: Callable[..., object], *arguments: object, repetitions: int =
 
 def measure_products(device: str, dtype: torch.dtype) -> list[Reading]:
     """Matrix products by shape."""
-    readings = []
-    for rows, inner, columns in PRODUCTS[device]:
-        left = torch.randn(rows, inner, device=device, dtype=dtype)
-        right = torch.randn(inner, columns, device=device, dtype=dtype)
-        readings.append(((rows, inner, columns), shortest(torch.matmul, left, right)))
-    return readings
+    made = partial(torch.randn, device=device, dtype=dtype)
+    return [
+        ((rows, inner, columns), shortest(torch.matmul, made(rows, inner), made(inner, columns)))
+        for rows, inner, columns in PRODUCTS[device]
+    ]
 
 
 def measure_attention(device: str, dtype: torch.dtype) -> float:
@@ -389,11 +388,10 @@ def with_host(machine: Machine, runs: Sequence[Steps]) -> Machine:
         machine.constants, micro=1e-3, start=5e-3, update=5e-3, update_layer=1e-3, turn=1e-3
     )
 
-    def phase_of(one: Machine, what: tuple[Steps, str]) -> float:
-        run, phase = what
-        return run.predicted(one)[phase]
-
-    return solved(replace(machine, constants=guess), HOST, readings, phase_of)
+    return solved(
+        replace(machine, constants=guess), HOST, readings,
+        lambda one, what: what[0].predicted(one)[what[1]],
+    )  # fmt: skip
 
 
 def compare(machine: Machine, name: str) -> list[dict[str, Any]]:
@@ -443,12 +441,11 @@ def median_errors(compared: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Phase, or `step` -> median relative error over the runs. Syncs of these models take
     milliseconds and are left out.
     """
-    errors: dict[str, list[float]] = {}
-    for row in compared:
-        if row["phase"] != "sync":
-            miss = abs(row["predicted"] / row["measured"] - 1)
-            errors.setdefault(row["phase"], []).append(miss)
-    return {phase: statistics.median(of_phase) for phase, of_phase in errors.items()}
+    misses = [(row["phase"], abs(row["predicted"] / row["measured"] - 1)) for row in compared]
+    return {
+        phase: statistics.median(miss for name, miss in misses if name == phase)
+        for phase in dict.fromkeys(name for name, _ in misses if name != "sync")
+    }
 
 
 def small(layers: int) -> PretrainedConfig:

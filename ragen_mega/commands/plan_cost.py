@@ -42,44 +42,48 @@ def named(phase: str, term: str) -> str:
 def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
     """Flags that a run might set next -> the run with them, where its other flags allow them."""
     layout, sampled, fp8 = config.parallel, config.rollout, bool(machine.hardware.fp8)
-    wanted: dict[str, dict[str, dict[str, Any]]] = {}
-    if sampled.rollout_engine == "sglang":
-        tp = 2 * sampled.rollout_tensor_parallel_size
-        for size in (tp, tp // 4):
-            if 1 <= size <= machine.hardware.node:
-                scale = sampled.kv_cache_tokens and sampled.kv_cache_tokens * size * 2 // tp
-                wanted[f"--rollout-tensor-parallel-size {size}"] = {
-                    "rollout": {"rollout_tensor_parallel_size": size, "kv_cache_tokens": scale}
+    is_served, tp = sampled.rollout_engine == "sglang", 2 * sampled.rollout_tensor_parallel_size
+    tokens, room = 2 * config.train.max_tokens_per_microbatch, sampled.kv_cache_tokens
+    offload = "none" if layout.offload == "none" else "rollout"
+    has_critic = config.advantage.uses_critic
+    has_critic &= config.advantage.reward_placement == "trajectory"
+    wanted: dict[str, tuple[bool, dict[str, Any]]] = {
+        f"--rollout-tensor-parallel-size {size}": (
+            is_served and 1 <= size <= machine.hardware.node,
+            {
+                "rollout": {
+                    "rollout_tensor_parallel_size": size,
+                    "kv_cache_tokens": room and room * size * 2 // tp,
                 }
-        if fp8 and not sampled.rollout_fp8:
-            wanted["--rollout-fp8"] = {"rollout": {"rollout_fp8": True}}
-    if not layout.bf16:
-        wanted["--bf16"] = {"parallel": {"bf16": True}}
-    if fp8 and layout.fp8 == "none" and layout.bf16:
-        wanted["--fp8 hybrid"] = {"parallel": {"fp8": "hybrid"}}
-    if layout.recompute != "none":
-        wanted["--recompute none"] = {"parallel": {"recompute": "none"}}
-    if layout.offload != "none":
-        wanted["--offload none"] = {"parallel": {"offload": "none"}}
-    tokens = 2 * config.train.max_tokens_per_microbatch
-    wanted[f"--max-tokens-per-microbatch {tokens}"] = {
-        "train": {"max_tokens_per_microbatch": tokens}
-    }
-    if config.advantage.uses_critic and config.advantage.reward_placement == "trajectory":
-        wanted["--advantage-estimator grpo (no critic; another algorithm)"] = {
-            "advantage": {"advantage_estimator": "grpo"},
-            "parallel": {"offload": "none" if layout.offload == "none" else "rollout"},
-        }
+            },
+        )
+        for size in (tp, tp // 4)
+    } | {
+        "--rollout-fp8": (
+            is_served and fp8 and not sampled.rollout_fp8, {"rollout": {"rollout_fp8": True}}
+        ),
+        "--bf16": (not layout.bf16, {"parallel": {"bf16": True}}),
+        "--fp8 hybrid": (
+            fp8 and layout.fp8 == "none" and layout.bf16, {"parallel": {"fp8": "hybrid"}}
+        ),
+        "--recompute none": (layout.recompute != "none", {"parallel": {"recompute": "none"}}),
+        "--offload none": (layout.offload != "none", {"parallel": {"offload": "none"}}),
+        f"--max-tokens-per-microbatch {tokens}": (
+            True, {"train": {"max_tokens_per_microbatch": tokens}}
+        ),
+        "--advantage-estimator grpo (no critic; another algorithm)": (
+            has_critic,
+            {"advantage": {"advantage_estimator": "grpo"}, "parallel": {"offload": offload}},
+        ),
+    }  # fmt: skip
     found = {}
-    for name, sections in wanted.items():
+    for name, (helps, sections) in wanted.items():
         with suppress(ValueError):  # a rule of the configuration forbids it
-            found[name] = replace(
-                config,
-                **{
-                    section: replace(getattr(config, section), **fields)
-                    for section, fields in sections.items()
-                },
-            )
+            changed = {
+                section: replace(getattr(config, section), **fields)
+                for section, fields in sections.items()
+            }
+            found |= {name: replace(config, **changed)} if helps else {}
     return found
 
 
@@ -156,11 +160,11 @@ def cost(
     num_gpus: int,
     play: Play,
     dollars: float,
-    factor: float,
+    interval: tuple[float, float, str],
 ) -> dict[str, Any]:
-    """Seconds by phase and term, rates, GPU-hours and money of STEPS steps, with the interval from
-    1 / `factor` to `factor` of them. `update_mfu` counts the tokens that updates compute,
-    against the peak of the precision `mfu_of` of their products.
+    """Seconds by phase and term, rates, GPU-hours and money of STEPS steps, with an interval: the
+    least and the most times that it may be, and what says so. `update_mfu` counts the tokens that
+    updates compute, against the peak of the precision `mfu_of` of their products.
     """
     phases = step_seconds(machine, shape, config, num_gpus, play)
     seconds = total(phases)
@@ -180,7 +184,8 @@ def cost(
         "hardware": machine.hardware.name,
         "phases_seconds": phases,
         "seconds": seconds,
-        "interval_seconds": [seconds / factor, seconds * factor],
+        "interval": interval,
+        "interval_seconds": [times * seconds for times in interval[:2]],
         "bound_by": {"phase": phase, "term": term},
         "tokens_per_second_per_gpu": said["tokens"] / seconds / num_gpus,
         "update_mfu": flops / updating / trainers / peak,
@@ -193,7 +198,7 @@ def cost(
 
 
 def described(
-    result: Mapping[str, Any], helps: list[tuple[str, float]], factor: float, *, is_searched: bool
+    result: Mapping[str, Any], helps: list[tuple[str, float]], *, is_searched: bool
 ) -> str:
     """The cost as text. `is_searched`: no other layout is much faster."""
     seconds, phases = result["seconds"], result["phases_seconds"]
@@ -203,7 +208,8 @@ def described(
         largest = sorted(terms.items(), key=lambda item: -item[1])[:2]
         mostly = ", ".join(f"{named(phase, name)} {time:.2f}" for name, time in largest if time)
         lines.append(f"{phase:<24}{spent:9.2f}{spent / seconds:7.0%}  {mostly}")
-    low, high = result["interval_seconds"]
+    low, high, basis = result["interval"]
+    dollars = result["dollars"]
     phase, term = result["bound_by"].values()
     spent = sum(phases[phase].values())
     saved = "; ".join(f"{name} saves {time:.1f} s" for name, time in helps)
@@ -211,13 +217,13 @@ def described(
     return "\n".join(
         (
             *lines,
-            f"a step takes {seconds:.1f} s ({low:.1f} to {high:.1f} s: half of the published RL"
-            f" steps lie within a factor of {factor:.2g} of their prediction);"
+            f"a step takes {seconds:.1f} s ({low * seconds:.1f} to {high * seconds:.1f} s: between"
+            f" {low:.2g} and {high:.2g} times, {basis});"
             f" {result['tokens_per_second_per_gpu']:.0f} tokens/s and GPU, MFU of the update"
             f" {result['update_mfu']:.0%} of the {result['mfu_of']} peak",
             f"{result['steps']} steps cost {result['gpu_hours']:.1f} {result['hardware']} hours,"
-            f" {result['dollars']:.0f} $ at {result['dollars_per_gpu_hour']:.2f} $ a GPU-hour"
-            f" ({result['dollars'] / factor:.0f} to {result['dollars'] * factor:.0f} $)",
+            f" {dollars:.0f} $ at {result['dollars_per_gpu_hour']:.2f} $ a GPU-hour"
+            f" ({low * dollars:.0f} to {high * dollars:.0f} $)",
             f"bound by: {phase}, {spent / seconds:.0%} of the step, of which"
             f" {named(phase, term)} {phases[phase][term] / spent:.0%}",
             f"what would help next: {saved or f'{others}more GPUs'}",

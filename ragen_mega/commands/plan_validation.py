@@ -2,6 +2,7 @@
 the other half.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -9,13 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragen_mega.commands.plan_machine import find_machine
-from ragen_mega.config import ParallelConfig
 from ragen_mega.models.hardware import Constants, Machine
 from ragen_mega.models.published import SHAPES
 from ragen_mega.models.shape import ModelShape
@@ -38,49 +38,64 @@ from ragen_mega.report.markdown import table
 ROWS = Path(str(files("ragen_mega.models") / "published_steps.json"))
 FITTED = {
     "training": (
-        "product", "product_fp8", "memory", "launch", "collective", "link", "update", "permute",
-        "route",
+        "product", "product_fp8", "memory", "launch", "adapter", "collective", "link", "update",
+        "permute", "route",
     ),
     "decode": (
         "decode_memory", "decode_host", "decode_layer", "decode_reduce", "decode_sequence",
+        "decode_expert", "decode_routed", "routing",
     ),
-    "rl": ("untuned", "overhead", "sync", "decode_expert", "decode_routed"),
+    "rl": ("untuned", "overhead", "sync"),
 }  # fmt: skip
-"""Kind of row -> the constants that its rows decide, and those of the kinds before it, in the order
-of fitting.
-"""
+"""Kind of row -> the constants that its rows decide, in the order of fitting."""
 USUAL = Constants(
-    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, collective=1e-4, link=0.7,
-    update=0.05, permute=10, route=1.5e-3, untuned=1.2, decode_memory=0.8, decode_host=2e-3,
-    decode_layer=20e-6, decode_reduce=10e-6, decode_sequence=35e-6, decode_expert=0.7,
-    decode_routed=0.06, overhead=3e-6, sync=2.5e9,
+    product=0.75, product_fp8=0.6, memory=0.8, launch=1.5e-3, adapter=3e-3, collective=1e-4,
+    link=0.7, update=0.05, permute=10, route=1.5e-3, untuned=1.2, decode_memory=0.8,
+    decode_host=2e-3, decode_layer=20e-6, decode_reduce=10e-6, decode_sequence=35e-6,
+    decode_expert=0.7, decode_routed=0.06, routing=0.9, overhead=3e-6, sync=2.5e9,
 )  # fmt: skip
 """Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
-"""Kind -> the median absolute error that we want on the judged half; of decode on dense models."""
+"""Kind -> the median absolute error that we want on the judged half, but for UNBOUND classes."""
+UNBOUND = ("decode, mixture",)
+COVERED, FEW = 0.8, 10
+"""Share of the judged numbers of a class that its interval holds, and how many are needed."""
+RATES = ("tokens_per_second", "tflops", "mfu")
+"""Measured quantities that are large where seconds are few."""
 MEASURED = {
     "training": ("tokens_per_second", "tflops"),
     "decode": ("tokens_per_second",),
     "rl": ("rollout", "forward", "update", "sync", "step", "mfu"),
 }
 """Kind -> what may be measured in it."""
-SIZES = {
-    "training": ("gpus", "sequence", "sequences_per_microbatch", "batch"),
-    "decode": ("tp", "batch", "prompt_tokens", "output_tokens"),
-    "rl": (
-        "gpus", "samples", "mean_tokens", "max_tokens", "prompt_tokens", "engine_tp", "batch",
-        "forward_passes", "packed_tokens",
-    ),
+SIZES: Mapping[str, Mapping[str, float]] = {
+    "training": {"gpus": 1, "sequence": 1, "sequences_per_microbatch": 1, "batch": 1},
+    "decode": {"tp": 1, "batch": 1, "prompt_tokens": 1.0, "output_tokens": 1.0},
+    "rl": {
+        "gpus": 1, "samples": 1, "mean_tokens": 1.0, "max_tokens": 1.0, "prompt_tokens": 1.0,
+        "engine_tp": 1, "batch": 1, "forward_passes": 1.0, "packed_tokens": 1.0,
+    },
 }  # fmt: skip
-"""Kind -> numbers that its rows must have."""
-OPTIONS = {
-    "training": {"tuned": True, "backward": 2.0, "trained": 1.0},
-    "decode": {},
-    "rl": {"rollout_gpus": 0, "staleness": 1, "engine_fp8": False},
-}
+"""Kind -> numbers that its rows must have: whole ones (1) and others (1.0)."""
+OPTIONS: Mapping[str, Mapping[str, float]] = {
+    "training": {"judges": False, "tuned": True, "backward": 2.0, "trained": 1.0},
+    "decode": {"judges": False, "ep": 1},
+    "rl": {
+        "judges": False,
+        "rollout_gpus": 0, "staleness": 1, "engine_fp8": False, "engine_ep": 1, "turns": 1,
+        "environment_seconds": 0.0, "padding": 0.0,
+    },
+}  # fmt: skip
 """Kind -> what its rows may have besides, with the value that its absence means."""
+LEAST = {
+    "forward_passes": 0.0, "prompt_tokens": 0.0, "backward": 1.0, "environment_seconds": 0.0,
+    "padding": 0.0,
+}  # fmt: skip
+"""Numbers with a least value; others are above 0."""
+RECOMPUTE = ("none", "attention", "selective", "full")
+MODEL = {one.name: one.default for one in fields(Sizes)}
 CUT = {one.name: one.default for one in fields(Cut) if one.name != "dp"}
-"""What the cut of a row may have, with the value that its absence means."""
+"""What a model, and the cut of a row, may have, with the value that its absence means."""
 UNITS = {
     "training": "tokens/s or TFLOP/s of a GPU",
     "decode": "tokens/s of an engine",
@@ -142,9 +157,8 @@ def check_value(name: str, value: object, usual: object, *, least: float | None 
     elif isinstance(usual, int) and not isinstance(usual, bool):
         rule, is_met = "a whole number from 1", number and value == int(value) >= 1
     elif isinstance(usual, str):
-        kinds = get_args(get_type_hints(ParallelConfig)[name.rpartition(".")[2]])
-        rule, is_met = f"one of {', '.join(kinds)}", value in kinds
-        rule += ", where selective is the feed-forward part and not, as in Megatron, attention"
+        rule, is_met = f"one of {', '.join(RECOMPUTE)}", value in RECOMPUTE
+        rule += ", where selective is the feed-forward part and attention Megatron's selective"
     if not is_met:
         raise ValueError(f"{name} must be {rule}, not {value!r}; correct it")
 
@@ -160,15 +174,14 @@ def check_row(kind: str, row: Mapping[str, Any], models: Mapping[str, Sizes]) ->
             ' "models"'
         )
     find_machine(row.get("hardware", "H100"))
-    for name in SIZES[kind]:
-        is_count = name != "forward_passes" and not name.endswith("tokens")
-        least = 0.0 if name in ("forward_passes", "prompt_tokens") else None
-        check_value(name, row[name], 1 if is_count else 1.0, least=least)
-    for name in OPTIONS[kind].keys() & row.keys():
-        least = None if name == "trained" else 1.0
-        check_value(name, row[name], OPTIONS[kind][name], least=least)
+    for name, usual in {**SIZES[kind], **OPTIONS[kind]}.items():
+        if name in row:
+            check_value(name, row[name], usual, least=LEAST.get(name))
     for name, value in check_keys("measured", row["measured"], (), MEASURED[kind]).items():
         check_value(f"measured.{name}", value, 1.0)
+    engine = "" if kind == "decode" else "engine_"
+    if row.get(f"{engine}tp", 1) % row.get(f"{engine}ep", 1):
+        raise ValueError(f"{engine}ep must divide {engine}tp, the GPUs of an engine; correct one")
     if kind == "decode":
         return
     if isinstance(row["cut"], Mapping) and "dp" in row["cut"]:
@@ -198,15 +211,13 @@ def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str,
     """Kind -> the rows of a file, checked, and its models. Raises ValueError, which names the row
     and the entry, for a file of another form.
     """
-    where = "the file"
+    where, models = "the file", dict[str, Sizes]()
+    required = [name for name, usual in MODEL.items() if usual is MISSING]
     try:
         content = check_keys(where, json.loads(path.read_text()), ("models",), ("about", *FITTED))
-        models: dict[str, Sizes] = {}
-        sizes = {one.name: one.default for one in fields(Sizes)}
-        required = [one.name for one in fields(Sizes) if one.default is MISSING]
         for name, values in check_keys("models", content["models"], (), content["models"]).items():
             where = f"model {name}"
-            for size, value in check_keys("it", values, required, sizes).items():
+            for size, value in check_keys("it", values, required, MODEL).items():
                 check_value(size, value, False if size == "is_tied" else 1)
             models[name] = Sizes(**values)
         models |= {name: Sizes.of(ModelShape.from_config(shape)) for name, shape in SHAPES.items()}
@@ -218,6 +229,11 @@ def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str,
                     continue
                 where = f"row {row['id']} of {kind}"
                 check_row(kind, row, models)
+    except OSError as error:
+        raise ValueError(
+            f"--validate {path} must be a file in the form of {ROWS.name} that can be read"
+            f" ({error.strerror}); name such a file, or none for our own rows"
+        ) from None
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{path} must have the form of {ROWS.name}, and {where} has not: {error}"
@@ -226,20 +242,17 @@ def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str,
 
 
 def read_points(path: Path) -> list[Point]:
-    """The rows of a file, in its order; every other number of a kind judges. Rows that cannot be
-    predicted are left out. Raises ValueError for a file of another form.
+    """The rows of a file, in its order; every other number of a kind judges, and all of rows that
+    say so. Rows that cannot be predicted are left out. Raises ValueError for a file of another
+    form.
     """
     points, (rows, models) = [], read_rows(path)
     for kind, of_kind in rows.items():
-        numbers = (
-            (row, quantity, value)
-            for row in of_kind
-            if "unpredicted" not in row
-            for quantity, value in row["measured"].items()
-        )
-        for position, (row, quantity, value) in enumerate(numbers):
-            is_fitted, sizes = position % 2 == 0, models[row["model"]]
-            points.append(Point(kind, row, quantity, value, is_fitted, sizes))
+        turns = itertools.cycle((True, False))
+        for row in of_kind:
+            for quantity, value in {} if "unpredicted" in row else row["measured"].items():
+                is_fitted, sizes = not row.get("judges") and next(turns), models[row["model"]]
+                points.append(Point(kind, row, quantity, value, is_fitted, sizes))
     return points
 
 
@@ -249,8 +262,8 @@ def predicted(point: Point, constants: Constants) -> float:
     machine = find_machine(row.get("hardware", "H100"), constants)
     if point.kind == "decode":
         context = row["prompt_tokens"] + row["output_tokens"] / 2
-        tp, batch = row["tp"], row["batch"]
-        step = sum(decode_step(machine, point.sizes, tp=tp, batch=batch, context=context))
+        tp, batch, ep = row["tp"], row["batch"], row.get("ep", 1)
+        step = sum(decode_step(machine, point.sizes, tp=tp, ep=ep, batch=batch, context=context))
         # while a sequence is answered, the prompts of the others are read
         others = (batch - 1) * row["prompt_tokens"] / row["output_tokens"]
         return batch / (step + others * prompt_token(machine, point.sizes, tp=tp))
@@ -286,15 +299,24 @@ def sampling(machine: Machine, point: Point) -> float:
     """
     row, tp, apart = point.row, point.row["engine_tp"], point.row.get("rollout_gpus", 0)
     is_fp8, ahead = row.get("engine_fp8", False), row.get("staleness", 1)
-    play = Play(1, row["prompt_tokens"], row["mean_tokens"], row["max_tokens"])
+    turns = row.get("turns", 1)
+    told, sampled, most = (
+        row[name] / turns for name in ("prompt_tokens", "mean_tokens", "max_tokens")
+    )
+    waits = row.get("environment_seconds", 0.0)
+    play = Play(turns, told, sampled, most, environment_seconds=waits)
     share = ENGINE_SHARE["separate" if apart else "colocated"]
-    room = engine_room(machine, point.sizes, tp, fp8=is_fp8, share=share)
+    # tokens whose keys and values fit beside the weights
+    sizes = point.sizes
+    held = 2 * sizes.attending * max(tp, sizes.num_kv_heads) * sizes.head_dim * BF16
+    space = share * tp * machine.hardware.gpu_gib * 2**30
+    room = (space - sizes.total * (1 if is_fp8 else BF16)) / held
     sessions = math.ceil(ahead * row["samples"] * tp / (apart or row["gpus"]))
 
     def seconds(count: int) -> float:
-        held = min(room, (sessions + 0.5) * play.text_length)
-        terms = rollout(machine, point.sizes, play, sessions=count, tp=tp, fp8=is_fp8, room=held)
-        return sum(time for _, time in terms)
+        most = min(room, (sessions + 0.5) * play.text_length)
+        layout = {"tp": tp, "ep": row.get("engine_ep", 1), "fp8": is_fp8, "room": most}
+        return sum(t for _, t in rollout(machine, sizes, play, sessions=count, **layout))
 
     if ahead == 1:
         return seconds(sessions)
@@ -309,8 +331,9 @@ def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
     length = row["mean_tokens"] + row["prompt_tokens"]
 
     def micros(samples: float) -> dict[str, float]:
-        count = max(1, math.ceil(samples * length / cut.dp / row["packed_tokens"]))
-        return {"tokens": samples * length / cut.dp / count, "length": length, "micros": count}
+        computed = samples * length / cut.dp * (1 + row.get("padding", 0.0))
+        count = max(1, math.ceil(computed / row["packed_tokens"]))
+        return {"tokens": computed / count, "length": length, "micros": count}
 
     updates = max(1, row["samples"] // row["batch"])
     update = untuned(machine, training(machine, sizes, cut, **micros(row["batch"])))
@@ -331,13 +354,6 @@ def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
     # weights, gradients and optimizer give way to the engine and come back
     moved = 2 * (2 * BF16 + 3 * FP32) * sizes.total / row["gpus"] / PAGEABLE
     return phases | {"step": phases["rollout"] + trained + moved + phases["sync"]}
-
-
-def engine_room(machine: Machine, sizes: Sizes, tp: int, *, fp8: bool, share: float) -> float:
-    """Tokens whose keys and values an engine holds beside its weights in `share` of its GPUs."""
-    weights = sizes.total * (1 if fp8 else BF16)
-    held = 2 * sizes.num_layers * max(tp, sizes.num_kv_heads) * sizes.head_dim * BF16
-    return (share * tp * machine.hardware.gpu_gib * 2**30 - weights) / held
 
 
 def solve(
@@ -372,9 +388,8 @@ def solve(
 
 def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
     """Constants that come nearest to the points that may be fitted, to two digits."""
-    chosen: list[Point] = []
     for kind, names in FITTED.items():
-        chosen = chosen + [point for point in points if point.kind == kind and point.is_fitted]
+        chosen = [point for point in points if point.kind == kind and point.is_fitted]
 
         def misses(constants: Constants, chosen: Sequence[Point] = chosen) -> list[float]:
             return [math.log(predicted(one, constants) / one.measured) for one in chosen]
@@ -384,31 +399,6 @@ def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
     return start
 
 
-def median_error(points: Sequence[Point], constants: Constants) -> float:
-    """Median of |predicted / published - 1|; NaN without points."""
-    errors = [abs(predicted(point, constants) / point.measured - 1) for point in points]
-    return statistics.median(errors) if errors else math.nan
-
-
-def uncertainty() -> float:
-    """Factor within which half of the judged published steps of reinforcement learning lie."""
-    constants = Constants()
-    points = [one for one in read_points(ROWS) if one.kind == "rl" and not one.is_fitted]
-    misses = (abs(math.log(predicted(point, constants) / point.measured)) for point in points)
-    return math.exp(statistics.median(misses))
-
-
-def judged(points: Sequence[Point], kind: str) -> list[Point]:
-    """The points that judge a kind; of decoding, the dense models."""
-    return [
-        point
-        for point in points
-        if point.kind == kind
-        and not point.is_fitted
-        and not (kind == "decode" and point.sizes.num_experts)
-    ]
-
-
 def class_of(point: Point) -> str:
     """Kind of a point, of model, and in training the precision of its products."""
     model = "mixture" if point.sizes.num_experts else "dense"
@@ -416,80 +406,110 @@ def class_of(point: Point) -> str:
     return f"{point.kind}, {model}" + (f", {precision}" if point.kind == "training" else "")
 
 
+def scored(points: Sequence[Point], constants: Constants) -> list[dict[str, Any]]:
+    """Predicted beside published. `times` is how many times the predicted seconds it took."""
+    rows = []
+    for point in points:
+        value, seen = predicted(point, constants), point.measured
+        rows.append(
+            {
+                "kind": point.kind,
+                "class": class_of(point),
+                "name": point.name,
+                "model": point.row["model"],
+                "use": "fit" if point.is_fitted else "judge",
+                "published": seen,
+                "predicted": value,
+                "error": value / seen - 1,
+                "times": value / seen if point.quantity in RATES else seen / value,
+                "note": point.row.get("note", ""),
+            }
+        )
+    return rows
+
+
+def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What rows that judge say: medians of |predicted / published - 1| and with its sign, and the
+    interval of `times` that holds COVERED of them.
+    """
+    times = sorted(row["times"] for row in rows)
+    out = math.floor((1 - COVERED) / 2 * len(rows) + 1e-9)  # at each end
+    return {
+        "judged": statistics.median(abs(row["error"]) for row in rows),
+        "signed": statistics.median(row["error"] for row in rows),
+        "num_judged": len(rows),
+        "interval": [times[out], times[-1 - out]],
+        "covered": 1 - 2 * out / len(rows),
+    }
+
+
+def interval(name: str) -> tuple[float, float, str]:
+    """Factors of a prediction between which our rows that judge a class (kind, model) lie, as far
+    as COVERED, and which rows these are: of the whole kind where fewer than FEW judge the class.
+    """
+    kind = name.partition(",")[0]
+    points = [one for one in read_points(ROWS) if one.kind == kind and not one.is_fitted]
+    of_class, told = [one for one in points if class_of(one) == name], f"judged numbers of {name}"
+    if len(of_class) < FEW:
+        told = f"judged numbers of {kind}, for there are only {len(of_class)} of {name}"
+        of_class = points
+    said = errors_of(scored(of_class, Constants()))
+    return *said["interval"], f"{said['covered']:.0%} of {len(of_class)} {told}"
+
+
 def report(path: Path) -> dict[str, Any]:
-    """Predicted beside published, row by row, and the medians of each kind. The constants are
-    fitted on half of our own rows; rows of another file all judge.
+    """Predicted beside published, row by row, and the medians of each kind and class. The constants
+    are fitted on half of our own rows; rows of another file all judge.
     """
     constants = fit(read_points(ROWS))
     is_own = path.resolve() == ROWS.resolve()
     points = [point if is_own else replace(point, is_fitted=False) for point in read_points(path)]
-    rows = []
-    for point in points:
-        value = predicted(point, constants)
-        rows.append(
-            {
-                "kind": point.kind,
-                "name": point.name,
-                "model": point.row["model"],
-                "use": "fit" if point.is_fitted else "judge",
-                "published": point.measured,
-                "predicted": value,
-                "error": value / point.measured - 1,
-                "note": point.row.get("note", ""),
-            }
-        )
-    unpredicted = [
-        {"kind": kind, "name": row["id"], "model": row["model"], "reason": row["unpredicted"]}
-        for kind, of_kind in read_rows(path)[0].items()
-        for row in of_kind
-        if "unpredicted" in row
-    ]
-    medians, classes = {}, {}
+    rows, medians = scored(points, constants), {}
+    judging = [row for row in rows if row["use"] == "judge"]
+    classes = {
+        name: [row for row in judging if row["class"] == name]
+        for name in dict.fromkeys(row["class"] for row in judging)
+    }
     for kind, bound in BOUNDS.items():
-        judging = judged(points, kind)
-        if not judging:
-            continue
-        fitted = [point for point in points if point.kind == kind and point.is_fitted]
-        medians[kind] = {
-            "judged": median_error(judging, constants),
-            "num_judged": len(judging),
-            "fitted": median_error(fitted, constants) if fitted else None,
-            "bound": bound,
-        }
-    for point in points:
-        if not point.is_fitted:
-            classes.setdefault(class_of(point), []).append(point)
+        of_kind = [row for row in judging if row["kind"] == kind and row["class"] not in UNBOUND]
+        errors = [abs(row["error"]) for row in rows if (row["kind"], row["use"]) == (kind, "fit")]
+        if of_kind:
+            fitted = statistics.median(errors) if errors else None
+            medians[kind] = errors_of(of_kind) | {"fitted": fitted, "bound": bound}
     return {
         "constants": asdict(constants),
         "medians": medians,
-        "classes": {
-            name: {"judged": median_error(of_class, constants), "num_judged": len(of_class)}
-            for name, of_class in classes.items()
-        },
+        "classes": {name: errors_of(of_class) for name, of_class in classes.items()},
         "rows": rows,
-        "unpredicted": unpredicted,
+        "unpredicted": [
+            {"kind": kind, "name": row["id"], "model": row["model"], "reason": row["unpredicted"]}
+            for kind, of_kind in read_rows(path)[0].items()
+            for row in of_kind
+            if "unpredicted" in row
+        ],
     }
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The report as text."""
-    is_own = any(one["fitted"] is not None for one in result["medians"].values())
     heads = (
         (
             kind, f"{one['judged']:.0%} of {one['num_judged']}",
-            *([f"{one['fitted']:.0%}"] if is_own else []),
+            "none" if one["fitted"] is None else f"{one['fitted']:.0%}",
             f"{one['bound']:.0%}", "yes" if one["judged"] <= one["bound"] else "no",
         )
         for kind, one in result["medians"].items()
     )  # fmt: skip
-    columns = ["kind", "median error", "wanted", "met"]
-    if is_own:
-        columns[1:2] = ["median error, judged half", "fitted half"]
+    columns = ("kind", "median error, judged", "fitted", "wanted", "met")
     classes = (
-        (name, f"{one['judged']:.0%} of {one['num_judged']}")
+        (
+            name, f"{one['judged']:.0%} of {one['num_judged']}", f"{one['signed']:+.0%}",
+            "{:.2f} to {:.2f}".format(*one["interval"]), f"{one['covered']:.0%}",
+        )
         for name, one in result["classes"].items()
-    )
-    lines = [table(columns, heads), "", table(("class", "median error"), classes), ""]
+    )  # fmt: skip
+    head = ("class", "median error", "with its sign", "seconds, times predicted", "of the rows")
+    lines = [table(columns, heads), "", table(head, classes), ""]
     for kind in BOUNDS:
         rows = [row for row in result["rows"] if row["kind"] == kind]
         if rows:

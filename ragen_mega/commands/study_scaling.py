@@ -19,7 +19,7 @@ import numpy as np
 from ragen_mega.commands.command_line import read_settings
 from ragen_mega.commands.plan_calibration import PHASES, WARMUP, played
 from ragen_mega.commands.plan_cost import STEPS
-from ragen_mega.commands.plan_validation import uncertainty
+from ragen_mega.commands.plan_validation import interval
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.packing import count_minibatches
 from ragen_mega.models.hardware import Machine
@@ -515,10 +515,10 @@ def price_table(
     speeds: Mapping[str, Speed], machine: Machine, seconds: Mapping[str, float], *, in_all: bool
 ) -> str:
     """What `seconds` of every arm cost, and all of them, with the interval of predictions."""
-    factor = uncertainty()
+    low, high, _ = interval("rl, dense")
 
     def within_factor(value: float) -> str:
-        return f"{value:.3g} ({value / factor:.3g} to {value * factor:.3g})"
+        return f"{value:.3g} ({value * low:.3g} to {value * high:.3g})"
 
     hours = {name: seconds[name] * one.ranks / 3600 for name, one in speeds.items()}
     rows = [
@@ -553,13 +553,12 @@ def write_predicted(
         for name, one in speeds.items()
     }
     what = f"{STEPS} steps" if scales else f"All runs, {num_seeds} seeds of each, with evaluations,"
-    ranks = efficiency_table(study, speeds, {})
+    ranks, (low, high, basis) = efficiency_table(study, speeds, {}), interval("rl, dense")
     parts = (
         f"# {study.title}, predicted",
         f"Written by `ragen-mega study {study.name} --preset {study.preset} --hardware"
-        f" {machine.hardware.name} --predict`. **Nothing here was measured.** Half of the published"
-        f" steps of reinforcement learning lie within a factor of {uncertainty():.2g} of their"
-        " prediction: the intervals."
+        f" {machine.hardware.name} --predict`. **Nothing here was measured.** The intervals are"
+        f" from {low:.2g} to {high:.2g} times the prediction: {basis}."
         + (" Efficiencies compare predictions with each other." if ranks else ""),
         "## A step",
         speed_table(speeds, {}, machine),

@@ -91,8 +91,8 @@ _TABLE = (
     ),
     Hardware(
         "H100-HBM2e",
-        989.4 * _T,
-        1978.9 * _T,
+        886 * _T,
+        1773 * _T,
         67 * _T,
         2.4 * _TB,
         96,
@@ -100,7 +100,8 @@ _TABLE = (
         50 * _GB,
         50 * _GB,
         3.00,
-        f"as H100 with the memory that torchtitan's benchmarks/llama3_h100_202412 states; {_PRICE}",
+        "as H100 with the memory of torchtitan's benchmarks/llama3_h100_202412; peaks at its 500 W"
+        f" between the data sheets of 400 W (NVL) and 700 W (SXM), by their watts; {_PRICE}",
     ),
     Hardware(
         "H200",
@@ -221,25 +222,29 @@ class Constants:
     or by a calibration; outside of its range a constant would mean something else.
     """
 
-    product: float = constant(0.76, 0.1, 0.95)
+    product: float = constant(0.72, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
-    product_fp8: float = constant(0.7, 0.3, 0.95)
+    product_fp8: float = constant(0.66, 0.3, 0.95)
     """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.66, 0.01, 1.0)
+    memory: float = constant(0.67, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
-    link: float = constant(0.79, 0.3, 1.0)
+    link: float = constant(0.9, 0.3, 0.9)
     """Share of the links' speed in collectives."""
     latency: float = constant(15e-6, 1e-6, 1e-1)
     """Seconds of a small collective."""
-    launch: float = constant(8.9e-4, 1e-5, 1e-1)
+    launch: float = constant(0.00088, 1e-5, 1e-1)
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
-    update: float = constant(0.054, 0.0, 2.0)
+    adapter: float = constant(0.0063, 0.0, 1e-1)
+    """Further seconds of a layer's forward pass with adapters under FSDP, in whose programs nothing
+    hides them; of a backward pass twice that.
+    """
+    update: float = constant(0.068, 0.0, 2.0)
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     update_layer: float = constant(0.0, 0.0, 1e-1)
     """Further seconds of it for every layer on the rank: small tensors, one after the other."""
@@ -252,41 +257,45 @@ class Constants:
     """Seconds of a turn besides its tokens: its text, its environment, joining the batch."""
     exposed: float = constant(0.3, 0.0, 1.0)
     """Share of overlapped communication that is waited for all the same."""
-    collective: float = constant(2.5e-4, 0.0, 1e-2)
+    collective: float = constant(0.00018, 0.0, 1e-2)
     """Further seconds in which the host starts a collective of tensor parallelism, of which a layer
     has four.
     """
-    permute: float = constant(10.0, 2.0, 64.0)
+    permute: float = constant(9.8, 2.0, 64.0)
     """Reads and writes of a routed token's hidden state in a mixture's forward pass, besides those
     of the products: sorted by expert, packed for the exchange and back.
     """
-    route: float = constant(2e-3, 0.0, 1e-2)
+    route: float = constant(0.0022, 0.0, 1e-2)
     """Further seconds in which the host starts the kernels of a layer of experts: router, sorting,
     waiting for the numbers of tokens, one product an expert.
     """
-    decode_memory: float = constant(0.84, 0.02, 1.0)
+    decode_memory: float = constant(0.95, 0.02, 0.95)
     """Share of the memory's speed at which a decode step reads weights and keys and values."""
     decode_product: float = constant(0.5, 0.02, 0.95)
     """Share of the peak in the thin products of a decode step."""
-    decode_host: float = constant(1.4e-3, 0.0, 1e-1)
+    decode_host: float = constant(0.00087, 0.0, 1e-1)
     """Seconds of a decode step on the host, whatever it decodes: scheduling, output."""
-    decode_layer: float = constant(2.3e-5, 1e-6, 1e-1)
+    decode_layer: float = constant(5.6e-5, 1e-6, 1e-1)
     """Further seconds of a layer in a decode step: small kernels."""
-    decode_sequence: float = constant(2.3e-5, 1e-7, 1e-1)
+    decode_sequence: float = constant(3e-5, 1e-7, 1e-1)
     """Seconds of a decode step for each sequence: sampling, scheduling, output."""
-    decode_reduce: float = constant(1.1e-5, 1e-6, 1e-1)
+    decode_reduce: float = constant(1e-5, 1e-6, 1e-1)
     """Seconds of a small all-reduce in a decode step, which a graph starts."""
     decode_expert: float = constant(0.64, 0.2, 1.0)
     """Speed of reading the weights of experts, relative to dense ones."""
-    decode_routed: float = constant(0.063, 0.01, 0.95)
+    routing: float = constant(0.78, 0.5, 1.0)
+    """Texts whose choices of experts are independent, as an exponent of the texts of a step: texts
+    on one subject choose alike.
+    """
+    decode_routed: float = constant(0.065, 0.01, 0.95)
     """Share of the peak in a decode step's products with experts, each of which sees few rows."""
-    sync: float = constant(3.4e9, 1e8, 1e12)
+    sync: float = constant(2.1e9, 1e8, 1e12)
     """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
     published is 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
     """
-    untuned: float = constant(1.1, 1.0, 3.0)
+    untuned: float = constant(1.0, 1.0, 3.0)
     """Time of a training step in a layout that nobody has tuned, over that of a tuned one."""
-    overhead: float = constant(2.4e-6, 0.0, 1e-3)
+    overhead: float = constant(2.8e-6, 0.0, 1e-3)
     """Seconds of a step of reinforcement learning outside its phases, for each of its tokens: the
     host's data, rewards, logs.
     """

@@ -55,6 +55,8 @@ class Sizes:
     is_tied: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
+    attention_layers: int = 0
+    """Layers that attend to all tokens and hold their keys and values (0: every layer)."""
 
     @classmethod
     def of(cls, shape: ModelShape) -> Sizes:
@@ -68,6 +70,11 @@ class Sizes:
     def attention_weights(self) -> int:
         """Elements of a layer's matrices around attention."""
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def attending(self) -> int:
+        """Layers with keys and values."""
+        return self.attention_layers or self.num_layers
 
     @property
     def expert_weights(self) -> int:
@@ -96,7 +103,7 @@ class Sizes:
         """FLOPs, forward and backward, of a token, of its attention to one token, and of the LM
         head for it.
         """
-        attention = 12 * self.num_layers * self.num_heads * self.head_dim
+        attention = 12 * self.attending * self.num_heads * self.head_dim
         return Cost(6 * self.active, attention, 6 * self.head)
 
     def flops(self, length: float, labels: float = 1.0) -> float:
@@ -124,7 +131,12 @@ class Cut:
     is_fsdp: bool = False
     shards_optimizer: bool = True
     fp8: bool = False
+    graphs: bool = False
+    """A whole step is one CUDA graph, which needs no host, and an exchange of tokens sorts them."""
     recompute: str = "none"
+    """What is computed again: none, attention (Megatron's selective), selective (the feed-forward
+    part) or full.
+    """
     itemsize: int = BF16
 
     @property
@@ -161,31 +173,33 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     hardware, reached = machine.hardware, machine.constants
     tokens, h, tp = tokens / cut.cp, sizes.hidden_size, cut.tp
     heads, keys = (n * sizes.head_dim / tp for n in (sizes.num_heads, sizes.num_kv_heads))
-    used, ffn, experts = 1, sizes.ffn_size / tp, 1.0
-    if sizes.num_experts:  # tokens of all ranks meet at the experts, each of which is whole
-        used, ffn = sizes.experts_per_token, sizes.ffn_size
-        experts = sizes.num_experts / cut.ep
-    routed = tokens * used / (tp if sizes.num_experts else 1)
-    rows = routed / experts
-    feed = product(machine, rows, h, 2 * ffn, cut) + product(machine, rows, ffn, h, cut)
-    feed *= experts
-    around = product(machine, tokens, h, heads + 2 * keys, cut)
-    around += product(machine, tokens, heads, h, cut)
+    # tokens of all ranks meet at the experts, each of which is whole
+    split, experts = (1, sizes.num_experts / cut.ep) if sizes.num_experts else (tp, 1.0)
+    used, ffn = sizes.experts_per_token or 1, sizes.ffn_size / split
+    routed = tokens * used * split / tp
+    matrices = (
+        (1.0, tokens, h, heads + 2 * keys),
+        (1.0, tokens, heads, h),
+        (experts, routed / experts, h, 2 * ffn),
+        (experts, routed / experts, ffn, h),
+    )
     # two norms and two additions; split and rotated queries and keys; the gate; experts permute
     passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
-    passes += 3 * routed * ffn + (reached.permute * routed * h if sizes.num_experts else 0)
+    permuted = (2.0 if cut.graphs else reached.permute) * bool(sizes.num_experts)
+    passes += routed * (3 * ffn + permuted * h)
     attended = reached.attention * width_factor(sizes.head_dim) * hardware.peak(cut.itemsize)
+    share = sizes.attending / sizes.num_layers  # on average over the layers
+    # Megatron deals early and late blocks to each rank; who has the last of even blocks is late
+    attended /= share * (2 - 1 / cut.cp if cut.is_fsdp else 1)
     terms = {
-        "matrix products": around + feed,
+        "matrix products": sum(n * product(machine, *shape, cut) for n, *shape in matrices),
         "attention": 2 * tokens * length * heads / attended,
         "element-wise": cut.itemsize * passes / (reached.memory * hardware.memory),
     }
-    shared = 4 * (tp - 1) / tp * tokens * h * cut.itemsize
-    if sizes.num_experts:
-        shared /= 2  # only attention is cut
+    cuts = 2 if sizes.num_experts else 4  # experts are whole
+    shared = cuts * (tp - 1) / tp * tokens * h * cut.itemsize / machine.link(tp)
     visible = reached.exposed if cut.overlaps else 1.0
-    terms["tensor parallelism"] = visible * shared / machine.link(tp)
-    terms["tensor parallelism"] += 4 * reached.latency * (tp > 1)
+    terms["tensor parallelism"] = visible * shared + 4 * reached.latency * (tp > 1)
     # a token goes to each node that it needs once, and another there to each rank meanwhile
     nodes, local = math.ceil(cut.ep / hardware.node), min(cut.ep, hardware.node)
     sent = (
@@ -196,10 +210,11 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
             distinct(nodes, used) * (nodes - 1) / nodes / machine.link(cut.num_gpus),
         )
     )
-    terms["expert parallelism"] = 2 * visible * sent * h * cut.itemsize * (cut.ep > 1)
-    terms["expert parallelism"] += 2 * reached.latency * (cut.ep > 1)
+    sent = 2 * (visible * sent * h * cut.itemsize + reached.latency)
+    terms["expert parallelism"] = sent * (cut.ep > 1)
     ring = 2 * keys * tokens * cut.itemsize * (cut.cp - 1) / machine.link(tp * cut.cp)
-    terms["context parallelism"] = max(0.0, ring - terms["attention"])
+    seen = max(reached.exposed * ring, ring - terms["attention"] / share)
+    terms["context parallelism"] = share * (seen + (cut.cp - 1) * reached.latency)
     return terms
 
 
@@ -237,7 +252,10 @@ def passes(
     one = layer(machine, sizes, cut, tokens, length)
     mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
     share = mlp / (mlp + sizes.attention_weights)
-    again = {"none": 0.0, "selective": share, "full": 1.0}[cut.recompute] * bool(backward)
+    whole = sum(one.values())
+    around = share * (whole - one["attention"])
+    parts = {"none": 0.0, "attention": one["attention"], "selective": around, "full": whole}
+    again = parts[cut.recompute] / whole * bool(backward)
     layers = sizes.num_layers / cut.pp * micros  # on average: stages may differ by some
     factors = dict.fromkeys(one, 1 + backward)
     factors["attention"] = 1 + 2.5 * bool(backward)
@@ -245,14 +263,15 @@ def passes(
     for name in ("tensor parallelism", "expert parallelism"):
         factors[name] = 2.0 if backward else 1.0
     terms = {name: layers * factors[name] * seconds for name, seconds in one.items()}
-    terms["recomputation"] = layers * again * sum(one.values())
+    terms["recomputation"] = layers * again * whole
     # adapters, whose weights alone have gradients, are as many products again
     started = machine.constants.launch * (2 if backward == 1 else 1)
     started += machine.constants.route * bool(sizes.num_experts)
     started += 4 * machine.constants.collective * (cut.tp > 1)
-    launched = layers * started * (1 + (2 + again) * bool(backward))
+    passed = layers * (1 + (2 + again) * bool(backward)) * (not cut.graphs)
     hidden = 0.0 if machine.hardware.cores else sum(terms.values())
-    terms["launches"] = max(0.0, launched - hidden)
+    terms["launches"] = max(0.0, passed * started - hidden)
+    terms["launches"] += passed * machine.constants.adapter * (backward == 1 and cut.is_fsdp)
     terms["microbatches"] = micros * machine.constants.micro * (1 + 2 * bool(backward))
     body = sum(terms.values())
     last = micros * (1 + backward) * head(machine, sizes, cut, labels * tokens)
@@ -261,14 +280,8 @@ def passes(
     fewer = math.ceil((most * cut.pp - sizes.num_layers) / 2)
     slowest = max(most * body, (most - fewer) * body + last * sizes.num_layers / cut.pp)
     slowest *= cut.pp / sizes.num_layers
-    sent = 2 * bool(backward) + (not backward)
-    sent *= (
-        tokens
-        / cut.cp
-        * sizes.hidden_size
-        * cut.itemsize
-        / (cut.tp if cut.sequence_parallel else 1)
-    )
+    sent = (1 + bool(backward)) * tokens / cut.cp * sizes.hidden_size * cut.itemsize
+    sent /= cut.tp if cut.sequence_parallel else 1
     hop = sent / machine.link(cut.num_gpus) + machine.constants.latency
     hop *= machine.constants.exposed if cut.vp > 1 else 1.0  # chunks compute meanwhile
     bubble = (cut.pp - 1) / cut.vp * (body + last / cut.pp) / micros
@@ -309,9 +322,8 @@ def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
         max(reached.exposed * moved, moved - share * hidden)
         for moved, share in ((reduced, 2 / 3), (gathered, 1 / 3))
     )
-    owned = (dense + outer) / ranks + experts * min(1.0, max(1, cut.ep) / ranks)
-    owned = held / ranks if not sizes.num_experts else owned
-    updated = owned if cut.shards_optimizer else held
+    sharers = max(1.0, ranks / cut.ep) if sizes.num_experts else ranks
+    updated = (dense + outer) / ranks + experts / sharers if cut.shards_optimizer else held
     bandwidth = reached.memory * machine.hardware.memory
     return {
         "data parallelism": seen if ranks > 1 else 0.0,
@@ -338,10 +350,13 @@ def training(
     terms = passes(machine, sizes, cut, **common, labels=labels)
     compute = sum(terms.values())
     if cut.is_fsdp:  # weights are gathered for both passes, gradients scattered, every microbatch
+        ranks = cut.dp * cut.cp
         experts = sizes.num_layers * sizes.num_experts * sizes.expert_weights
-        lacking = (sizes.total - experts) / cut.tp * (cut.dp - 1) / cut.dp
-        lacking += experts / cut.ep * (1 - cut.ep / cut.num_gpus)
-        traffic = micros * (2 + trained) * cut.itemsize * lacking
+        lacking = (sizes.total - experts) / cut.tp * (ranks - 1) / ranks
+        lacking += experts / cut.ep * (1 - cut.ep * cut.pp / cut.num_gpus)
+        # a stage of a pipeline keeps its weights until its last microbatch
+        rounds = micros * (2 + trained) if cut.pp == 1 else 1 + trained
+        traffic = rounds * cut.itemsize * lacking / cut.pp
         traffic /= machine.link(cut.num_gpus, cut.tp * cut.cp)
         exposed = machine.constants.exposed
         terms["data parallelism"] = max(exposed * traffic, traffic - compute)
@@ -370,27 +385,30 @@ def decode_step(
     context: float,
     fp8: bool = False,
     itemsize: int = BF16,
+    ep: int = 1,
 ) -> tuple[float, float, float, float]:
     """Seconds in which an engine samples a token for each of `batch` sequences of `context` tokens
     on average: (weights and the fixed cost of a step, keys and values, cost of the sequences,
-    two all-reduces a layer).
+    two all-reduces a layer). With `ep` experts lie whole on as many of its `tp` GPUs, and all wait
+    for the GPU that most tokens go to.
     """
     hardware, reached = machine.hardware, machine.constants
     bandwidth = reached.decode_memory * hardware.memory
-    experts = sizes.expert_weights
+    experts, most = sizes.expert_weights, 1.0
     if sizes.num_experts:  # experts that no token chose are not read
-        met = 1 - (1 - sizes.experts_per_token / sizes.num_experts) ** batch
-        experts *= met * sizes.num_experts / reached.decode_expert
-    layers = sizes.attention_weights + experts
-    size = 1 if fp8 else itemsize
-    weights = (sizes.num_layers * layers * size + sizes.head * itemsize) / tp
-    heads = max(1.0, sizes.num_kv_heads / tp)
-    cache = 2 * sizes.num_layers * heads * sizes.head_dim * itemsize * context
+        met = 1 - (1 - sizes.experts_per_token / sizes.num_experts) ** batch**reached.routing
+        above = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))  # deviations, of the largest of ep
+        read = met + above * math.sqrt(met * (1 - met) * ep / sizes.num_experts)
+        experts *= min(1.0, read) * sizes.num_experts / reached.decode_expert
+        most += above / math.sqrt(batch * sizes.experts_per_token / ep)
+    layers = sizes.num_layers * (sizes.attention_weights + experts)
+    weights = (layers * (1 if fp8 else itemsize) + sizes.head * itemsize) / tp
+    width = max(1.0, sizes.num_kv_heads / tp) * sizes.head_dim
+    cache = 2 * sizes.attending * width * itemsize * context
     peak = hardware.peak(itemsize, fp8=fp8)
     routed = sizes.num_layers * sizes.experts_per_token * sizes.expert_weights
-    products = (sizes.active - routed + sizes.head) / reached.decode_product
-    products += routed / reached.decode_routed
-    products *= 2 / tp / peak
+    dense = (sizes.active - routed + sizes.head) / reached.decode_product
+    products = 2 / tp / peak * (dense + most * routed / reached.decode_routed)
     fixed = weights / bandwidth + reached.decode_host + sizes.num_layers * reached.decode_layer
     reduced = 2 * (tp - 1) / tp * batch * sizes.hidden_size * itemsize / machine.link(tp)
     # small ones wait for a round within the node, or for one within, between and within nodes
@@ -507,6 +525,7 @@ def rollout(
     itemsize: int = BF16,
     cached: bool = True,
     room: float = math.inf,
+    ep: int = 1,
 ) -> tuple[tuple[str, float], ...]:
     """Seconds in which one engine plays `sessions` trajectories at their own pace, from event to
     event: a turn ends, an environment has answered. As many play at once as `room`, the tokens
@@ -552,7 +571,8 @@ def rollout(
         context = held / batch
         if machine.hardware.cores:  # the embedded engine attends to as many places for all
             context = max(contexts[s] + turns[s][t] - (end - steps) for end, s, t in running)
-        step = partial(decode_step, machine, sizes, tp=tp, batch=batch, fp8=fp8, itemsize=itemsize)
+        cut = {"tp": tp, "ep": ep, "fp8": fp8, "itemsize": itemsize}
+        step = partial(decode_step, machine, sizes, batch=batch, **cut)
         ahead = running[0][0] - steps
         if waiting:
             first = sum(step(context=context))
