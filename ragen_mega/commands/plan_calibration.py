@@ -27,7 +27,7 @@ from ragen_mega.commands.plan_validation import solve
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data import distributed
 from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine
-from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import (
     FP32,
@@ -361,7 +361,7 @@ class Steps:
         with tempfile.TemporaryDirectory() as folder:
             run_ranks(ranks, PROGRAM, "train", *flags, "--output", folder, "--name", "run")
             rows = read_metrics(Path(folder, "run", METRICS_FILE))[WARMUP:]
-            shape = ModelShape.of(AutoConfig.from_pretrained(Path(folder, "run", FINAL_EXPORT)))
+            shape = ModelShape.of(load_config(str(Path(folder, "run", FINAL_EXPORT))))
         config = parse(flags)
         measured = {
             phase: statistics.median([row.get(f"time/{phase}", 0.0) for row in rows])

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import AutoConfig
 
 from ragen_mega.commands.command_line import read_settings
 from ragen_mega.commands.plan_calibration import PHASES, WARMUP, played
@@ -24,6 +23,7 @@ from ragen_mega.commands.plan_validation import uncertainty
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.packing import count_minibatches
 from ragen_mega.models.hardware import Machine
+from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.memory_plan import GIB, Setting, plan
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
@@ -154,7 +154,7 @@ def measured(run: Mapping[str, Any], num_steps: int) -> Speed:
             f" {num_steps - 1}, which are compared with those of the same model; train longer"
             " (--num-steps of every layout)"
         )
-    hf = AutoConfig.from_pretrained(run["directory"] / FINAL_EXPORT)
+    hf = load_config(str(run["directory"] / FINAL_EXPORT))
     seconds = {
         phase: statistics.median([row.get(f"time/{phase}", 0.0) for row in rows])
         for phase in PHASES

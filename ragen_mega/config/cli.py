@@ -187,8 +187,13 @@ def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
 
 
 def read_flags(path: Path) -> list[str]:
-    """The flags in a recipe, in order, quotes as in a shell."""
-    return shlex.split(path.read_text(), comments=True)
+    """The flags in a recipe, in order, quotes as in a shell. Raises ValueError, in one line, for a
+    file that is no text or has a quote that does not end.
+    """
+    try:
+        return shlex.split(path.read_text(encoding="utf-8"), comments=True)
+    except ValueError as error:
+        raise ValueError(f"{path} must hold flags as UTF-8 text ({error}); mend the file") from None
 
 
 def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:

@@ -91,7 +91,7 @@ class Study:
         Raises ValueError, in one line, for anything else.
         """
         try:
-            data = tomllib.loads(path.read_text())
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
         scales = "models" in data

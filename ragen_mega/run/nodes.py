@@ -189,7 +189,8 @@ def choose_interface() -> None:
         for name, entries in psutil.net_if_addrs().items()
     }
     named = os.environ.get(GLOO_INTERFACE)
-    if named is None:
+    was_named = named is not None
+    if not was_named:
         local = _address_towards(master)
         named = next(name for name, those in addresses.items() if local in those)
         os.environ[GLOO_INTERFACE] = named
@@ -199,9 +200,10 @@ def choose_interface() -> None:
     if not addresses.get(name):
         raise ValueError(f"{GLOO_INTERFACE} {name} must be an interface with an address; {remedy}")
     if name == loopback():
+        reason = f"{GLOO_INTERFACE} names" if was_named else f"--master-addr {master} leads to"
         raise ValueError(
             f"ranks of several nodes need an interface that others reach, and on {_here()}"
-            f" --master-addr {master} leads to the loopback's; {remedy}"
+            f" {reason} the loopback's; {remedy}"
         )
     if _is_first_of_node():
         _reach_next(addresses[name][0], f"its interface {name}; {remedy}")

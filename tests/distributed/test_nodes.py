@@ -206,7 +206,7 @@ FAULTS = {
     "no such interface": ("", {"GLOO_SOCKET_IFNAME": "eth7"}, "",
         "GLOO_SOCKET_IFNAME eth7 must be an interface with an address", _ENDED),
     "loopback": ("", {"GLOO_SOCKET_IFNAME": "lo"}, "",
-        "ranks of several nodes need an interface that others reach", _ENDED),
+        "(node1) GLOO_SOCKET_IFNAME names the loopback's", _ENDED),
     "interface that leads nowhere": (_DARK, {"GLOO_SOCKET_IFNAME": "dark"}, "",
         " node 0 ", "node 0 (node0) cannot reach node 1 at 10.99.0.2"),
     "own disk": ("", {}, "--output /tmp/own", "the run directory must be on storage that", None),

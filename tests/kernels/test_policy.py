@@ -1,5 +1,8 @@
 """The fused LM head, in plain torch and on Triton, against unfused float64 autograd."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -298,3 +301,16 @@ def test_products_read_no_memory_that_nobody_wrote(dtype):
         _, _, *gradients = fused(case, OBJECTIVES["clip"], "cpu", dtype, chunk_tokens=8)
     assert products.num_padded > 0, "the product that reads padding is not among them"
     assert_gradients(gradients, unfused_truth(case, OBJECTIVES["clip"]), 2e-2)
+
+
+def test_bfloat16_products_under_another_instruction_set():
+    """What oneDNN computes depends on the processor; AVX2 is what all of them have."""
+    tests = "(nobody_wrote or bf16_operands) and not triton"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
+        + ["-k", tests],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 PORT = 29500
 INTERFACE = "eth0"
 """Name of the interface by which the nodes reach each other."""
-_PRIVATE = ("/dev/shm", "/tmp")
+_OF_THIS_MACHINE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_ERROR_FILE")
+"""Variables that a test before may have left in this process, and that say nothing of a node."""
 _DETACHED = 2
 """MNT_DETACH of umount2(2)."""
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
@@ -97,7 +98,12 @@ class Node:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | environment,
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if name not in _OF_THIS_MACHINE
+            }
+            | environment,
         )
 
     def enter(self) -> None:
@@ -164,7 +170,7 @@ def fork_on_nodes(nodes: list[Node], work: Callable[[], None]) -> list[Process]:
     def rank() -> None:
         index = int(os.environ["RANK"])
         nodes[index].enter()
-        for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_ERROR_FILE"):  # of a node's own /tmp
+        for name in _OF_THIS_MACHINE:
             os.environ.pop(name, None)
         os.environ.update(
             MASTER_ADDR=nodes[0].address,

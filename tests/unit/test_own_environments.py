@@ -29,6 +29,7 @@ from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import held_out_options, make, names, register
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.traces import pictures
+from ragen_mega.report.viewer.data import read_run
 from ragen_mega.rollout.collector import (
     Collection,
     PlaySettings,
@@ -813,3 +814,4 @@ def test_an_evaluation_elsewhere_imports_nothing_that_the_run_names(tmp_path: Pa
     directory, rules, _ = evaluation._settings(run, "bandit", {})
     assert directory == run / "huggingface" and rules.max_turns == 3
     assert rules.evaluated == ["bandit"]
+    assert read_run(run)["config"]["environment"]["environments"] == "forged:World"  # the viewer's

@@ -10,7 +10,9 @@ import errno
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.data import distributed
 from ragen_mega.data.types import Completion, SamplingParams
-from ragen_mega.engines.sglang import supervisor
+from ragen_mega.engines.sglang import server, supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
 from ragen_mega.engines.sglang.weights import FileTransfer
@@ -154,6 +156,27 @@ def asked(engine: SGLangEngine) -> list[tuple[str, list[str] | None]]:
 def kill(engine: SGLangEngine) -> None:
     (pid,) = supervisor.descendants(engine.server.pid)
     os.kill(pid, signal.SIGKILL)
+
+
+def test_whoever_takes_the_port_of_a_server_is_sent_nothing(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the choice of a free port and the start of the server; the key is for the server."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = stranger.accept()
+                    heard.append(connection.recv(1 << 16))
+
+        threading.Thread(target=listen, daemon=True).start()
+        monkeypatch.setattr(server, "_free_port", lambda: stranger.getsockname()[1])
+        with pytest.raises(EngineError, match="ended with status"):
+            build().server.start()
+        stranger.shutdown(socket.SHUT_RDWR)
+    assert heard == []
 
 
 @pytest.mark.parametrize("transfer", ["file", "ipc"])

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -400,7 +401,9 @@ class SGLangServer:
         """Whether it is the server that listens on its port. The port was free when it was chosen,
         and whoever has taken it since must not be sent the key.
         """
-        tree = {self.pid, *(child.pid for child in psutil.Process(self.pid).children(True))}
+        tree = {self.pid}
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            tree.update(child.pid for child in psutil.Process(self.pid).children(recursive=True))
         listening = (
             each.pid
             for each in psutil.net_connections("tcp")
