@@ -3,31 +3,33 @@
 #     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--site DIR]
 #         [--again] [--small] [PART ...]
 # Parts, in the order of their worth:
-#     versions kernels te train bench step reshard fp8 sgl_train parity engines sglang
+#     versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines sglang
 #     kernels, te and train run together, all others alone. sglang: a real server against
 #     transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and where
-#     they go; reshard: a weight sync of 7B against the device's copies; sgl_train: training with
-#     SGLang's rollouts. The first of them that uses SGLang finds out with which settings it serves
-#     here: tools/sglang_probe.py.
+#     they go, step_all with all trajectories kept; reshard: a weight sync of 7B against the device's
+#     copies; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
+#     them that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. tools/gpu_schedule.py has their limits: a part starts if half its limit is
 # left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
 # package or runs out of time. SHARES replaces limits, e.g. SHARES="step=600 kernels=300".
 # DIR (default gpu_check) receives report.md, report.json and <part>.log. The page report.md has at
-# most 60 lines, sets measured figures beside docs/benchmarks/gpu_day_predicted.json and is printed
-# at the end. The exit code is the number of parts that failed. After each part FILE (.tar.gz) holds
-# all that is worth keeping of DIR, for a machine that gives few files back or may be taken away.
-# --again runs what has not passed according to DIR/report.json, with more cautious settings.
+# most 60 lines, sets measured figures beside docs/benchmarks/gpu_day_predicted.md and is printed at
+# the end. The exit code is the number of parts that failed. After each part FILE (.tar.gz) holds all
+# that is worth keeping of DIR, for a machine that gives few files back or may be taken away.
+# --again runs what has not passed according to DIR/report.json, first what failed, with more
+# cautious settings, and keeps the figures of the others.
 # --small tries the script itself out: every part with the smallest shapes, whose numbers say nothing.
 # On a machine without a package index give the packages it lacks in --archives: *.tar.xz and *.whl
 # are unpacked into a directory that is searched first, that of --site, which stays and is not
 # unpacked again, or a temporary one. Or unpack them yourself and name that directory in SITE. A
 # folder tvm_ffi_cache in it holds kernels that SGLang would otherwise compile at first use.
 # SGLANG_FLAGS are added to the servers' command lines, e.g. SGLANG_FLAGS=--disable-cuda-graph.
-# COMMIT names the commit where there is no .git; otherwise it is read from ARCHIVES/COMMIT.
+# COMMIT names the commit where there is no .git; otherwise it is read from the file COMMIT of the
+# repository or of the archives.
 set -u
 started="$(date +%s)"
 cd "$(dirname "$0")/.."
-all=(versions kernels te train bench step reshard fp8 sgl_train parity engines sglang)
+all=(versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines sglang)
 output=gpu_check pack= minutes=7 archives= site= again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -95,11 +97,12 @@ elif [ -n "$site" ]; then
     SITE="$site"
 fi
 if [ -z "${COMMIT:-}" ]; then
-    COMMIT="$(git rev-parse HEAD 2>/dev/null || cat "${archives:-.}/COMMIT" 2>/dev/null || echo unknown)"
+    COMMIT="$(git rev-parse HEAD 2>/dev/null || cat COMMIT "${archives:-.}/COMMIT" 2>/dev/null)"
+    COMMIT="${COMMIT%%$'\n'*}"
 fi
 [ -z "${SITE:-}" ] || SITE="$(cd "$SITE" && pwd)"
 export PYTHONPATH="${SITE:+$SITE:}$PWD:$PWD/kernels" PYTHONUNBUFFERED=1
-export SGLANG_IS_FLASHINFER_AVAILABLE=0 COMMIT
+export SGLANG_IS_FLASHINFER_AVAILABLE=0 COMMIT="${COMMIT:-unknown}"
 export NVTE_FRAMEWORK=pytorch XLA_PYTHON_CLIENT_PREALLOCATE=false
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}" # one node; a sandbox may have no other link
 # Transformer Engine looks for cuDNN's parts beside CUDA_HOME, torch brings them in a package
@@ -152,11 +155,10 @@ JSON
         fp8) echo --model "$shape" --drift-tokens 256 --tokens 128 --hidden 128 --length 64 \
             --repetitions 1 --recipes tensorwise ;;
         reshard) echo --model Qwen2.5-0.5B --memory-gb 0.1 --bucket-mb 4 --repeats 1 ;;
-        step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --keep 1 \
-            --steps 3 ;;
+        step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --steps 3 ;;
         kernels) echo -k test_objective ;;
         sglang) echo -k follow_transformers ;;
-        bench) echo --small --repetitions 1 --input-sets 1 ;;
+        bench*) echo --small --repetitions 1 --input-sets 1 ;;
         train) echo $tiny ;;
         parity) echo --layouts one_microbatch ;;
     esac
@@ -164,6 +166,7 @@ JSON
 
 versions() {
     nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv,noheader || true
+    nvcc --version | tail -n 1 || true
     "$python" - <<'PYTHON'
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -172,8 +175,8 @@ import torch  # before transformer_engine, whose libraries it loads
 
 devices = torch.cuda.device_count()
 print("python", platform.python_version(), "cuda", torch.version.cuda, "devices", devices)
-needed = "torch triton megatron-core transformers tokenizers numpy rich psutil safetensors".split()
-needed += ["httpx2", "pytest"]
+needed = "torch triton megatron-core transformers tokenizers numpy numba rich psutil".split()
+needed += ["safetensors", "httpx2", "pytest"]
 others = "pytest-timeout transformer-engine pydantic einops onnxscript sglang flash-attn".split()
 missing = []
 for name in (*needed, *others):
@@ -182,6 +185,10 @@ for name in (*needed, *others):
     except PackageNotFoundError:
         print(name, "missing")
         missing += [name] if name in needed else []
+try:
+    import numba  # each version refuses newer ones of numpy
+except ImportError as error:
+    print("numba does not load, so only --rollout-engine sglang samples:", error)
 for index in range(devices):
     print(torch.cuda.get_device_name(index), "sm_%d%d" % torch.cuda.get_device_capability(index))
 if not torch.cuda.is_available():
@@ -202,10 +209,12 @@ kernels() {
         --junitxml="$output/kernels.xml" $(smaller kernels)
 }
 
-bench() {
-    "$python" tools/bench_kernels.py --json "$output/bench_kernels.json" \
-        --plot "$output/bench_kernels.svg" --budget 70 --no-compile $(smaller bench)
+bench_cases() { # NAME FLAG...
+    "$python" tools/bench_kernels.py --json "$output/$1.json" --plot "$output/$1.svg" --budget 70 \
+        "${@:2}" $(smaller bench)
 }
+bench() { bench_cases bench_kernels --no-compile; } # ceilings first, then a shape of each job
+bench_all() { bench_cases bench_compiled --no-peers; } # beside torch.compile
 
 require() { # one line instead of a traceback, and no tests that pass because they were skipped
     local module
@@ -269,15 +278,16 @@ sglang() {
         tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
 }
 
-step() { # seconds per StarPO-S step of a 0.5B model, and where they go
-    local servers
+starpo_steps() { # NAME SHARE: seconds per StarPO-S step of a 0.5B model, and where they go
+    local servers cautious=
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
-    local cautious=
-    ! again step || cautious="--shared-prefixes off --transformer-impl local"
-    "$python" tools/bench_step.py --json "$output/step.json" --output "$output/step" \
+    ! again "$1" || cautious="--shared-prefixes off --transformer-impl local"
+    "$python" tools/bench_step.py --json "$output/$1.json" --output "$output/$1" --keep "$2" \
         $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
         --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious
 }
+step() { starpo_steps step 0.25; }
+step_all() { starpo_steps step_all 1; } # all trajectories are kept
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
     require_gpu &&
@@ -298,17 +308,34 @@ fp8() { # three steps of training with FP8, then drift and break-even shapes
     local failed=0
     train_bandit fp8 --bf16 --fp8 hybrid || failed=1
     "$python" tools/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" \
-        $(smaller fp8) && return "$failed"
+        --tokens 8192 32768 --hidden 2048 4096 --repetitions 10 $(smaller fp8) && return "$failed"
 }
 
-train_bandit() { # NAME FLAG...: three steps of the bandit's recipe
+train_bandit() { # NAME FLAG...: three steps of the bandit's recipe, unless flags say otherwise
     "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
         --num-steps 3 --eval-prompts 64 $(smaller train) --output "$output/runs" --overwrite \
         --name "$@"
 }
 
-# The whole loop on the GPU in float32 and bfloat16, from the small model's warm start to its export.
-train() { train_bandit float32 && train_bandit bf16 --bf16; }
+# The whole recipe on the GPU in bfloat16, from the small model's warm start to its export.
+train() {
+    local precision=--bf16 steps=20
+    ! again train || precision= # float32
+    [ -z "$small" ] || steps=3
+    train_bandit train $precision --num-steps $steps && learned "$output/runs/train/metrics.jsonl"
+}
+
+learned() { # fails unless the policy of the last step takes the better arm
+    [ -n "$small" ] || "$python" - "$1" <<'PYTHON'
+import sys
+
+from ragen_mega.report.metrics import read_metrics
+
+last = read_metrics(sys.argv[1])[-1]
+print(f"after step {last['step']} the better arm is taken in {last['rollout/success']:.1%}")
+raise SystemExit(last["rollout/success"] < 0.95)
+PYTHON
+}
 
 # The loop with SGLang's rollouts, whose log-probabilities must be the trainer's, with either weight
 # transfer.
@@ -364,8 +391,14 @@ print("sglang", sglang.__version__, "imports")
 PYTHON
 }
 
-export -f tests workers again smaller require require_gpu sglang_python write_server train_bandit mismatch "${all[@]}"
+export -f tests workers again smaller starpo_steps bench_cases learned require require_gpu sglang_python write_server train_bandit mismatch "${all[@]}"
 export python output small SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}"
 export SHARES="${SHARES:-}" AGAIN=
 "$python" -I tools/gpu_schedule.py "$output" "$pack" "$((minutes * 60 - SECONDS))" "$started" \
-    "$again" "${parts[@]}"
+    "$again" "${parts[@]}" &
+schedule=$!
+trap 'kill -TERM $schedule' TERM INT HUP # it ends the parts and writes the report
+wait $schedule
+result=$?
+while kill -0 $schedule 2>/dev/null; do wait $schedule; result=$?; done # after a signal
+exit $result

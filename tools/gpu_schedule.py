@@ -1,4 +1,5 @@
-"""Run the parts of tools/gpu_check.sh inside its minutes and write one report; standard library only.
+"""Run the parts of tools/gpu_check.sh inside its minutes and write one report; it needs the standard
+library, its supervisor psutil.
 
 tools/gpu_check.sh defines each part as a shell function and starts this program. Neighbouring parts
 of PARTS marked `together` run at the same time: nothing in them is timed, and no server sleeps. All
@@ -16,8 +17,10 @@ import signal
 import subprocess
 import sys
 import tarfile
+import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,13 +28,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SUPERVISOR = ROOT / "ragen_mega" / "engines" / "sglang" / "supervisor.py"
-PREDICTED = ROOT / "docs" / "benchmarks" / "gpu_day_predicted.json"
+PREDICTED = ROOT / "docs" / "benchmarks" / "gpu_day_predicted.md"
 PAGE_LINES = 60
 PACKED_SUFFIXES = {".log", ".json", ".jsonl", ".md", ".svg", ".xml"}
 LARGEST_PACKED, LARGEST_ARCHIVE = 4 << 20, 14 << 20
 """Bytes of a file, and of all files before compression, that the archive may hold."""
-GRACE = 5.0
+GRACE = 10.0
 """Seconds between the request to end and the kill of a part that is out of time."""
+RESERVE = 16 << 20
+"""Bytes of a file that is removed if the disk is full, so that the report can still be written."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ PARTS = (
     Part("bench", 80),
     Part("step", 190),
     Part("reshard", 40),
+    Part("step_all", 110),
+    Part("bench_all", 80),
     Part("fp8", 100),
     Part("sgl_train", 120),
     Part("parity", 60),
@@ -58,6 +65,21 @@ PARTS = (
     Part("sglang", 280),
 )
 """In the order of their worth."""
+
+
+class Clock:
+    """The time by which all parts end: in so many seconds, or as soon as a signal asks for it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds, 0 or less when the time is over."""
+        return self.end - time.monotonic()
+
+    def stop(self, *signal_and_frame: Any) -> None:
+        """End all parts."""
+        self.end = 0.0
 
 
 def choose(names: Sequence[str], limits: Mapping[str, float]) -> list[Part]:
@@ -71,10 +93,13 @@ def choose(names: Sequence[str], limits: Mapping[str, float]) -> list[Part]:
     return [Part(p.name, limits.get(p.name, p.limit), p.together) for p in chosen]
 
 
-def not_passed(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of the parts to repeat: first those that failed, then those that were not reached."""
+def not_passed(rows: Sequence[Mapping[str, Any]], *, was_started: bool = False) -> list[str]:
+    """Names of the parts to repeat: first those that failed, then those that were not reached
+    unless `was_started`.
+    """
     names = [row["part"] for row in rows if row["result"] not in ("passed", "no time left")]
-    return names + [row["part"] for row in rows if row["result"] == "no time left"]
+    rest = [row["part"] for row in rows if row["result"] == "no time left"]
+    return names if was_started else names + rest
 
 
 def blocks(parts: Sequence[Part]) -> list[list[Part]]:
@@ -83,12 +108,11 @@ def blocks(parts: Sequence[Part]) -> list[list[Part]]:
     return [[*group] for _, group in groupby(parts, key=lambda part: keys[id(part)])]
 
 
-def run_block(parts: Sequence[Part], output: Path, deadline: float) -> list[dict[str, Any]]:
+def run_block(parts: Sequence[Part], output: Path, clock: Clock) -> list[dict[str, Any]]:
     """Run the parts at the same time; a row for each. No process outlives its part."""
     rows, running = {}, {}
     for part in parts:
-        left = deadline - time.monotonic()
-        if left < part.limit / 2:
+        if clock.left() < part.limit / 2:
             rows[part.name] = row_of(part, "no time left", 0.0, "")
             continue
         try:
@@ -100,7 +124,7 @@ def run_block(parts: Sequence[Part], output: Path, deadline: float) -> list[dict
             now, result = time.monotonic(), None
             if (code := process.poll()) is not None:
                 result = "passed" if code == 0 else f"failed ({code})"
-            elif now > min(started + part.limit, deadline):
+            elif now > started + part.limit or clock.left() < 0:
                 stop(process)
                 result = "out of time"
             if result:
@@ -118,8 +142,18 @@ def start(part: Part, output: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-I", str(SUPERVISOR), str(output / ".none"), "bash", "-c"]
     with open(output / f"{part.name}.log", "wb") as log:
         return subprocess.Popen(
-            [*command, part.name], stdin=_OPEN[0], stdout=log, stderr=log, cwd=ROOT
+            [*command, part.name],
+            stdin=_OPEN[0],
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env=os.environ | ({"TORCHDYNAMO_DISABLE": "1"} if is_cautious(part) else {}),
         )
+
+
+def is_cautious(part: Part) -> bool:
+    """Whether it failed in an earlier call, so that settings which may be the cause are left out."""
+    return part.name in os.environ.get("AGAIN", "").split()
 
 
 _OPEN = os.pipe()
@@ -129,7 +163,7 @@ _OPEN = os.pipe()
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(2 * GRACE)
+        process.wait(GRACE)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -159,9 +193,10 @@ def collect(rows: Sequence[Mapping[str, Any]], output: Path, started: float) -> 
     report: dict[str, Any] = {
         "date": time.strftime("%F", time.gmtime()),
         "commit": os.environ.get("COMMIT", "unknown"),
-        "versions": log.read_text(errors="replace").splitlines() if log.exists() else [],
         "parts": list(rows),
     }
+    if log.exists():
+        report["versions"] = log.read_text(errors="replace").splitlines()
     for path in sorted(output.glob("*.json")):
         if path.name != "report.json" and path.stat().st_mtime >= started:
             try:
@@ -171,28 +206,43 @@ def collect(rows: Sequence[Mapping[str, Any]], output: Path, started: float) -> 
     return report
 
 
-def find(report: Any, path: Sequence[Any]) -> float | None:
-    """The number at `path`: keys, indices, or conditions {key: value} that choose from a list."""
-    for key in path:
-        try:
-            if isinstance(key, dict):
-                report = next(row for row in report if key.items() <= {**row}.items())
+def find(report: Any, path: str) -> float | None:
+    """The number at a path such as `step/runs/0/seconds`: keys and indices; `key=value&key=value`
+    chooses a row of a list, by its own values or those of its `shape`.
+    """
+
+    def is_meant(row: Mapping[str, Any], wanted: str) -> bool:
+        about = row | row.get("shape", {})
+        return all(f"{about.get(key)}" == value for key, value in pairs(wanted))
+
+    def pairs(wanted: str) -> list[list[str]]:
+        return [pair.split("=") for pair in wanted.split("&")]
+
+    try:
+        for key in path.split("/"):
+            if "=" in key:
+                report = next(row for row in report if is_meant(row, key))
             else:
-                report = report[key]
-        except (KeyError, IndexError, TypeError, StopIteration):
-            return None
+                report = report[int(key) if isinstance(report, list) else key]
+    except (KeyError, IndexError, TypeError, ValueError, StopIteration):
+        return None
     return report if isinstance(report, int | float) else None
 
 
-def compare(report: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[str]:
-    """Lines of a table of measured figures beside predicted ones."""
-    lines = ["| figure | measured | predicted H100 | predicted H200 |", "|---|---|---|---|"]
-    for figure in predicted["figures"]:
-        value = find(report, figure["path"])
-        said = "-" if value is None else f"{value * figure.get('scale', 1):.3g}"
-        h100, h200 = figure["h100"], figure["h200"]
-        lines.append(f"| {figure['name']} | {said} | {h100} | {h200} |")
-    return lines
+def predictions(text: str) -> list[list[str]]:
+    """Figure, path in report.json, and a prediction for each kind of GPU: the rows of the table."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip().strip("`") for cell in row] for row in rows]
+
+
+def compare(report: Mapping[str, Any], text: str) -> list[str]:
+    """Lines of a table of measured figures beside those that `text` predicts."""
+    lines = []
+    for figure, path, *predicted in predictions(text):
+        value = find(report, path)
+        said = "-" if value is None else f"{value:.3g}"
+        lines.append("| " + " | ".join((figure, said if lines else "measured", *predicted)) + " |")
+    return [*lines[:1], "|---" * lines[0].count(" | ") + "|---|", *lines[1:]] if lines else []
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -204,23 +254,26 @@ def page(report: Mapping[str, Any]) -> str:
         for row in report["parts"]
     ]
     if PREDICTED.exists():
-        lines += ["", *compare(report, json.loads(PREDICTED.read_text()))]
-    room = PAGE_LINES - len(lines) - 3
-    if report["versions"] and room > 0:
-        lines += ["", "```", *report["versions"][:room], "```"]
+        lines += ["", *compare(report, PREDICTED.read_text())]
+    room = PAGE_LINES - len(lines) - 1
+    if versions := report.get("versions"):  # several in a line, so that all have room
+        words = textwrap.wrap(", ".join(versions), 200)
+        lines += ["", *words[:room]]
     return "\n".join(lines[:PAGE_LINES]) + "\n"
 
 
 def write(report: Mapping[str, Any], output: Path, archive: Path | None) -> None:
-    """report.json, report.md and the archive; a full disk costs a line of standard error."""
-    texts = {"report.json": json.dumps(report, indent=1) + "\n", "report.md": page(report)}
-    try:
-        for name, text in texts.items():
-            replace(output / name, text)
-        if archive:
-            pack(output, archive)
-    except OSError as error:
-        print(f"cannot write the report: {error}; it is printed at the end", file=sys.stderr)
+    """report.json, report.md and the archive; on a full disk with the room that was reserved."""
+    for _ in range(2):
+        try:
+            replace(output / "report.json", json.dumps(report, indent=1) + "\n")
+            replace(output / "report.md", page(report))
+            if archive:
+                pack(output, archive)
+            return
+        except OSError as error:
+            print(f"cannot write the report: {error}", file=sys.stderr, flush=True)
+            (output / ".reserve").unlink(missing_ok=True)
 
 
 def replace(path: Path, text: str) -> None:
@@ -245,38 +298,47 @@ def pack(output: Path, archive: Path) -> None:
     shutil.move(part, archive)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """OUTPUT ARCHIVE DEADLINE STARTED AGAIN [PART...]; returns the number of parts that failed.
+def read_earlier(path: Path) -> dict[str, Any]:
+    """The report of an earlier call; without parts if there is none or it was cut short."""
+    with suppress(OSError, ValueError, KeyError):
+        report: dict[str, Any] = json.loads(path.read_text())
+        return report | {"parts": list(report["parts"])}
+    return {"parts": []}
 
-    ARCHIVE may be empty; DEADLINE is the seconds that are left, STARTED the time of the script's
-    start; AGAIN is `again` or empty.
+
+def main(arguments: Sequence[str]) -> int:
+    """OUTPUT ARCHIVE SECONDS STARTED AGAIN [PART...]; returns the number of parts that failed.
+
+    ARCHIVE may be empty; SECONDS are those that are left, STARTED the time of the script's start;
+    AGAIN is `again` or empty.
     """
     output, archive = Path(arguments[0]), Path(arguments[1]) if arguments[1] else None
-    deadline, started = time.monotonic() + float(arguments[2]), float(arguments[3])
-    limits = {
-        name: float(seconds)
-        for name, _, seconds in (word.partition("=") for word in os.environ["SHARES"].split())
-    }
-    names, earlier = list(arguments[5:]), []
-    if arguments[4] and (output / "report.json").exists():
-        earlier = json.loads((output / "report.json").read_text())["parts"]
-        names = names or not_passed(earlier)
-        os.environ["AGAIN"] = " ".join(
-            row["part"] for row in earlier if row["result"] not in ("passed", "no time left")
-        )
-        if not names:
-            print("all parts have passed; name those to repeat")
-            return 0
+    clock, started = Clock(float(arguments[2])), float(arguments[3])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, clock.stop)
+    earlier = read_earlier(output / "report.json") if arguments[4] else {"parts": []}
+    names = [*arguments[5:]] or not_passed(earlier["parts"])
+    os.environ["AGAIN"] = " ".join(not_passed(earlier["parts"], was_started=True))
+    if earlier["parts"] and not names:
+        print("all parts have passed; name those to repeat")
+        return 0
+    limits = [word.partition("=") for word in os.environ["SHARES"].split()]
+    try:
+        parts = choose(names, {name: float(seconds) for name, _, seconds in limits})
+    except ValueError as error:
+        print(f"error: SHARES and parts: {error}", file=sys.stderr)
+        return 2
+    with suppress(OSError):
+        (output / ".reserve").write_bytes(bytes(RESERVE))
     rows: list[dict[str, Any]] = []
-    report = collect(rows, output, started)
-    write(report, output, archive)
-    for block in blocks(choose(names, limits)):
-        for row in run_block(block, output, deadline):
+    for block in [[], *blocks(parts)]:  # the first report says what was about to be done
+        for row in run_block(block, output, clock):
             rows.append(row)
             print(f"{row['part']}: {row['result']}, {row['seconds']} s", flush=True)
-        kept = [row for row in earlier if row["part"] not in {new["part"] for new in rows}]
-        report = collect(kept + rows, output, 0 if earlier else started)
+        kept = [row for row in earlier["parts"] if row["part"] not in {new["part"] for new in rows}]
+        report = earlier | collect(kept + rows, output, started)
         write(report, output, archive)
+    (output / ".reserve").unlink(missing_ok=True)
     print(page(report), end="")
     return sum(row["result"] != "passed" for row in rows)
 
