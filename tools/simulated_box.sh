@@ -15,7 +15,9 @@ box="$(cd "$1" && pwd)" archives="$(cd "$2" && pwd)"
 cd "$(dirname "$0")/.."
 packages="torch==2.11.0 triton==3.6.0 numpy==2.5.2 numba==0.68.1 transformers==5.17.0
     tokenizers==0.23.2 hypothesis pytest pytest-xdist pytest-timeout rich psutil scipy matplotlib
-    tensorboard einops onnxscript httpx pillow"
+    tensorboard einops onnxscript httpx pillow requests aiohttp uvloop prometheus-client tiktoken
+    sentencepiece nvidia-ml-py msgpack cloudpickle pandas ninja torchvision==0.26.0 torchaudio==2.11.0
+    peft accelerate timm xxhash joblib py-cpuinfo"
 if [ ! -e "$box/.installed" ]; then
     "${BOX_PYTHON:-python3.12}" -m venv "$box/venv"
     "$box/venv/bin/python" -m pip install --quiet --no-compile ${BOX_PACKAGES:-$packages}
