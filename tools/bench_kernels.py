@@ -17,6 +17,7 @@ import itertools
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from ragen_kernels.launch import accumulate_matmul
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.report.hardware import PACKAGES, versions
+from ragen_mega.report.metrics import write_json
 
 WARMUPS = 5
 CPU_COPY_BYTES = 64 << 20
@@ -61,6 +63,7 @@ FLAGS = (
     flag("--repetitions", "whose medians count", 30),
     flag("--input-sets", "sets that inputs rotate over", 3),
     flag("--no-compile", "leave torch.compile out", False),
+    flag("--budget", "seconds after which no case starts", None, type=float),
     flag("--no-peers", "leave other projects' kernels out", False),
 )
 COLUMNS = {
@@ -181,16 +184,27 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time every case on the device; a line about each as soon as it is done. Raises ValueError,
-    before any, for a word that is in no case's name.
+    """Time every case on the device; a line about each as soon as it is done, and the JSON file
+    written anew. Raises ValueError, before any, for a word that is in no case's name.
     """
+    end = time.monotonic() + (float("inf") if arguments.budget is None else arguments.budget)
     device, repetitions = arguments.device, arguments.repetitions
     cases = chosen_cases(arguments)
     copy_rate = copy_bandwidth(device, repetitions)
     gemms_ms: dict[str, float] = {}
     results: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
+    report = provenance() | {
+        "versions": versions((*PACKAGES, *peers.PACKAGES)),
+        "threads": torch.get_num_threads(),
+        "ceilings": {"copy_bytes_per_second": copy_rate, "gemms_ms": gemms_ms},
+        "results": results,
+        "refused": refused,
+        "not_reached": [name_of(case) for case in cases],
+    }
     for case in cases:
+        if time.monotonic() > end:
+            break
         gemm_ms = None
         if case.gemms:
             gemm_ms = gemm_milliseconds(device, case.gemms, repetitions)
@@ -202,14 +216,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         times = (f"{row['provider']} {row['milliseconds']:.3f} ms" for row in found)
         print(f"{name_of(case)}: {', '.join(times)}", flush=True)
         results += found
+        report["not_reached"].remove(name_of(case))
+        if arguments.json:  # whatever ends this program, what is done stays
+            write_json(arguments.json, report)
         torch.cuda.empty_cache()
-    return provenance() | {
-        "versions": versions((*PACKAGES, *peers.PACKAGES)),
-        "threads": torch.get_num_threads(),
-        "ceilings": {"copy_bytes_per_second": copy_rate, "gemms_ms": gemms_ms},
-        "results": results,
-        "refused": refused,
-    }
+    return report
 
 
 def name_of(case: Case) -> str:
@@ -245,6 +256,7 @@ def tables(report: Mapping[str, Any]) -> str:
             *(f"three GEMMs {shape}: {ms:.3f} ms" for shape, ms in ceilings["gemms_ms"].items()),
             table(head, rows),
             *(f"not measured: {name}: {reason}" for name, reason in report["refused"].items()),
+            *(f"not reached: {name}" for name in report["not_reached"]),
         )
     )
 

@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,14 @@ def run_name(keep: float) -> str:
 
 
 def train(
-    arguments: argparse.Namespace, checkpoint: Path, keep: float
+    arguments: argparse.Namespace,
+    checkpoint: Path,
+    keep: float,
+    report: Callable[[list[dict[str, Any]], list[float]], None],
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """One run; returns the rows of metrics of its measured steps and the wall-clock seconds between
-    them. If it fails, leave with the end of its log.
+    them, which `report` gets after every step that counts. If the run fails, leave with the end of
+    its log.
     """
     run, log = arguments.output / run_name(keep), arguments.output / f"{run_name(keep)}.log"
     metrics = run / METRICS_FILE
@@ -126,6 +130,8 @@ def train(
             while process.poll() is None and len(stamps) < arguments.steps:
                 if metrics.exists() and metrics.read_bytes().count(b"\n") > len(stamps):
                     stamps.append(time.monotonic())
+                    if WARMUP < len(stamps) < arguments.steps:
+                        report(read_metrics(metrics)[: len(stamps)], gaps_of(stamps))
                 time.sleep(_POLL_SECONDS)
     for directory in (CHECKPOINTS, FINAL_EXPORT):  # they may have been begun before the kill
         shutil.rmtree(run / directory, ignore_errors=True)
@@ -139,8 +145,12 @@ def train(
             file=sys.stderr,
         )
         raise SystemExit(1)
-    gaps = [later - earlier for earlier, later in zip(stamps, stamps[1:])]
-    return read_metrics(metrics)[: arguments.steps], gaps  # a row more may be there by now
+    return read_metrics(metrics)[: arguments.steps], gaps_of(stamps)  # a row more may be there by now
+
+
+def gaps_of(stamps: Sequence[float]) -> list[float]:
+    """Seconds from each stamp to the next."""
+    return [later - earlier for earlier, later in zip(stamps, stamps[1:])]
 
 
 @contextmanager
@@ -269,11 +279,17 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"writing a random {arguments.model} to {checkpoint}", flush=True)
         report["num_parameters"] = write_checkpoint(hf, "sokoban", checkpoint, dtype=torch.bfloat16)
         for keep in arguments.keep:
-            report["runs"].append(
-                summarize(arguments.model, keep, *train(arguments, checkpoint, keep))
-            )
-            if arguments.json:  # after every run: a later failure loses nothing
-                write_json(arguments.json, report)
+            done = list(report["runs"])
+
+            def keep_result(
+                rows: list[dict[str, Any]], gaps: list[float], keep=keep, done=done
+            ) -> None:
+                """After every step: a later failure loses nothing."""
+                report["runs"] = [*done, summarize(arguments.model, keep, rows, gaps)]
+                if arguments.json:
+                    write_json(arguments.json, report)
+
+            keep_result(*train(arguments, checkpoint, keep, keep_result))
     finally:
         shutil.rmtree(checkpoint, ignore_errors=True)
         if report["runs"]:

@@ -35,6 +35,7 @@ from ragen_mega.megatron.model import build_policy_model, model_inputs, transfor
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
 from ragen_mega.models.huggingface import load_config, local_directory, random_weights
+from ragen_mega.report.metrics import write_json
 from ragen_mega.storage.model_readers import open_model
 
 BF16 = "bf16"
@@ -369,6 +370,8 @@ def main(arguments: argparse.Namespace) -> None:
             arguments.tokens, hidden, arguments.length, timed, groups, arguments.repetitions
         )
         free()
+        if arguments.json:  # whatever ends this program, what is done stays
+            write_json(arguments.json, report)
     report["break_even"] = summarize(report)
     bars = {
         f"{name}, {row['tokens']} x {row['hidden']}": readings

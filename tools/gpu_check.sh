@@ -1,41 +1,44 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, each part on its own, with one report:
-#     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--small]
-#         [PART ...]
-# Parts, in this order:
-#     versions te fp8 reshard step kernels sglang bench sgl_train train parity engines
-#     sglang: a real server against transformers, its sleep, its death; step: seconds per StarPO-S
-#     step of a 0.5B model and where they go; reshard: a weight sync of 7B against the device's
-#     copies; sgl_train: training with SGLang's rollouts. The first of them that uses SGLang finds
-#     out with which settings it serves here: tools/sglang_probe.py.
-# Without names all run. A part that fails, lacks a package or runs out of time does not stop the
-# others: each has its share of the N minutes for all (default 9), and more if the parts after it
-# can spare it; unpacking counts as well. The first five certainly fit in 9 minutes, all of them in 21.
-# DIR (default gpu_check) receives report.md, report.json and <part>.log. The exit code is the number
-# of parts that failed. After each part FILE (.tar.gz) holds all that is worth keeping of DIR, for a
-# machine that gives few files back or may be taken away in the middle.
-# SHARES replaces the seconds of single parts, e.g. SHARES="step=600 kernels=300".
+#     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--site DIR]
+#         [--again] [--small] [PART ...]
+# Parts, in the order of their worth:
+#     versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines sglang
+#     kernels, te and train run together, all others alone. sglang: a real server against
+#     transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and where
+#     they go, step_all with all trajectories kept; reshard: a weight sync of 7B against the device's
+#     copies; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
+#     them that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
+# Without names all run. tools/gpu_schedule.py has their limits: a part starts if half its limit is
+# left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
+# package or runs out of time. SHARES replaces limits, e.g. SHARES="step=600 kernels=300".
+# DIR (default gpu_check) receives report.md, report.json and <part>.log. The page report.md has at
+# most 60 lines, sets measured figures beside docs/benchmarks/gpu_day_predicted.md and is printed at
+# the end. The exit code is the number of parts that failed. After each part FILE (.tar.gz) holds all
+# that is worth keeping of DIR, for a machine that gives few files back or may be taken away.
+# --again runs what has not passed according to DIR/report.json, first what failed, with more
+# cautious settings, and keeps the figures of the others.
 # --small tries the script itself out: every part with the smallest shapes, whose numbers say nothing.
-# On a machine without a package index give the packages it lacks in --archives: *.tar.xz are
-# unpacked and *.whl installed into a temporary directory that is searched first. Or unpack them
-# yourself and name that directory in SITE. A folder tvm_ffi_cache in it holds kernels that SGLang
-# would otherwise compile at first use, ten seconds each.
+# On a machine without a package index give the packages it lacks in --archives: *.tar.xz and *.whl
+# are unpacked into a directory that is searched first, that of --site, which stays and is not
+# unpacked again, or a temporary one. Or unpack them yourself and name that directory in SITE. A
+# folder tvm_ffi_cache in it holds kernels that SGLang would otherwise compile at first use.
 # SGLANG_FLAGS are added to the servers' command lines, e.g. SGLANG_FLAGS=--disable-cuda-graph.
+# COMMIT names the commit where there is no .git; otherwise it is read from the file COMMIT of the
+# repository or of the archives.
 set -u
+started="$(date +%s)"
 cd "$(dirname "$0")/.."
-all=(versions te fp8 reshard step kernels sglang bench sgl_train train parity engines)
-declare -A share=( # seconds
-    [versions]=40 [te]=60 [fp8]=100 [reshard]=50 [step]=260 [kernels]=110
-    [sglang]=220 [bench]=60 [sgl_train]=180 [train]=60 [parity]=70 [engines]=40
-)
-for one in ${SHARES:-}; do share[${one%%=*}]="${one#*=}"; done
-output=gpu_check pack= minutes=9 archives= small= parts=()
+all=(versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines sglang)
+output=gpu_check pack= minutes=7 archives= site= again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --output) output="$2"; shift 2 ;;
         --pack) pack="$2"; shift 2 ;;
         --minutes) minutes="$2"; shift 2 ;;
         --archives) archives="$2"; shift 2 ;;
+        --site) site="$2"; shift 2 ;;
+        --again) again=again; shift ;;
         --small) small=yes; shift ;;
         -h | --help) sed -n '2,/^set -u/s/^# \?//p' "$0"; exit 0 ;;
         *)
@@ -46,7 +49,6 @@ while [ $# -gt 0 ]; do
             parts+=("$1"); shift ;;
     esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 if [ -n "$archives" ] && [ ! -d "$archives" ]; then
     echo "error: --archives $archives is no directory; name that of the *.tar.xz and *.whl files" >&2
     exit 2
@@ -60,21 +62,56 @@ mkdir -p "$output"
 output="$(cd "$output" && pwd)"
 [ -z "$pack" ] || pack="$(cd "$(dirname "$pack")" && pwd)/$(basename "$pack")"
 rm -rf "$output/.sglang" # what worked then may have been another machine
-if [ -n "$archives" ]; then # what cannot be unpacked is told and then missing from the parts that need it
-    SITE="$(mktemp -d)"
-    trap 'rm -rf "$SITE"' EXIT
-    for file in "$archives"/*.tar.xz; do
-        [ ! -e "$file" ] || tar xJf "$file" -C "$SITE" || echo "cannot unpack $file" >&2
-    done
-    for file in "$archives"/*.whl; do
-        [ ! -e "$file" ] ||
-            "$python" -m pip install -q --no-index --no-deps --no-compile --target "$SITE" "$file" ||
-            echo "cannot install $file" >&2
-    done
+unpack() { # FILE: a packed site folder or a wheel; not every image has xz
+    "$python" -I - "$1" "$SITE" <<'PYTHON' 2>/dev/null || echo "cannot unpack $1" >&2
+import sys
+import tarfile
+import zipfile
+
+packed, site = sys.argv[1:]
+if packed.endswith(".whl"):
+    zipfile.ZipFile(packed).extractall(site)
+else:
+    with tarfile.open(packed) as archive:
+        archive.extractall(site, filter="data")
+PYTHON
+}
+if [ -n "$archives" ]; then # what cannot be unpacked is told and missing from the parts that need it
+    SITE="$site"
+    if [ -z "$site" ]; then
+        SITE="$(mktemp -d)"
+        trap 'rm -rf "$SITE"' EXIT
+    fi
+    mkdir -p "$SITE"
+    if [ ! -e "$SITE/.unpacked" ]; then
+        for file in "$archives"/*.tar.xz "$archives"/*.whl; do
+            [[ ! -e "$file" || "$file" == */sgl_fix* ]] || unpack "$file" &
+        done
+        wait
+        [ ! -e "$archives/sgl_fix.tar.xz" ] || unpack "$archives/sgl_fix.tar.xz" # over sgl_site
+        : >"$SITE/.unpacked"
+    fi
+    [ -n "${SGLANG_FLAGS:-}" ] || # a start in 40 seconds instead of 120
+        SGLANG_FLAGS="--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 128"
+elif [ -n "$site" ]; then
+    SITE="$site"
+fi
+if [ -z "${COMMIT:-}" ]; then
+    COMMIT="$(git rev-parse HEAD 2>/dev/null || cat COMMIT "${archives:-.}/COMMIT" 2>/dev/null)"
+    COMMIT="${COMMIT%%$'\n'*}"
 fi
 [ -z "${SITE:-}" ] || SITE="$(cd "$SITE" && pwd)"
 export PYTHONPATH="${SITE:+$SITE:}$PWD:$PWD/kernels" PYTHONUNBUFFERED=1
-export SGLANG_IS_FLASHINFER_AVAILABLE=0
+export SGLANG_IS_FLASHINFER_AVAILABLE=0 COMMIT="${COMMIT:-unknown}"
+export NVTE_FRAMEWORK=pytorch XLA_PYTHON_CLIENT_PREALLOCATE=false
+export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}" # one node; a sandbox may have no other link
+# Transformer Engine looks for cuDNN's parts beside CUDA_HOME, torch brings them in a package
+cudnn="$("$python" -c 'import nvidia.cudnn as c; print(list(c.__path__)[0] + "/lib")' 2>/dev/null)"
+[ -z "$cudnn" ] || export LD_LIBRARY_PATH="$cudnn${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+if [ -n "$site" ]; then # what one call compiles, the next finds
+    export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$SITE/cache/triton}"
+    export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$SITE/cache/inductor}"
+fi
 [ ! -d "${SITE:-}/tvm_ffi_cache" ] ||
     export TVM_FFI_CACHE_DIR="${TVM_FFI_CACHE_DIR:-$SITE/tvm_ffi_cache}"
 if [ -z "${CUDA_HOME:-}" ] && nvcc="$(command -v nvcc)"; then # for what is compiled at first use
@@ -85,13 +122,21 @@ if [ -n "$archives" ] && [ -d "$SITE/transformer_engine" ] &&
     ! "$python" -c "import torch, transformer_engine.pytorch" >"$output/transformer_engine.log" 2>&1; then
     # megatron-core works without it, but not if its libraries fail to load
     echo "Transformer Engine does not load and is left out: $(tail -n 1 "$output/transformer_engine.log")" >&2
-    rm -rf "$SITE"/transformer_engine*
+    mkdir -p "$SITE/.left_out"
+    mv "$SITE"/transformer_engine* "$SITE/.left_out/"
 fi
-report="$output/report.md"
 
 # pytest without the repository's own flags: its time limits are a plug-in that may not be there, and
 # what limits a part here is its share.
-tests() { "$python" -m pytest -o addopts= -rs -p no:cacheprovider "$@"; }
+tests() { # FILE-OR-FLAG...; a part that is out of time leaves its junit file or the lines of -v
+    "$python" -m pytest -o addopts= -rs -v -p no:cacheprovider "$@"
+}
+
+workers() { # N: tests of which nothing is timed share the cores, if the plug-in is there
+    [ -n "$small" ] || ! "$python" -c "import xdist" 2>/dev/null || echo "-n $1"
+}
+
+again() { [[ " $AGAIN " == *" $1 "* ]]; } # PART: whether it failed in the call before
 
 smaller() { # PART: the flags with which --small makes it small
     [ -n "$small" ] || return 0
@@ -110,11 +155,10 @@ JSON
         fp8) echo --model "$shape" --drift-tokens 256 --tokens 128 --hidden 128 --length 64 \
             --repetitions 1 --recipes tensorwise ;;
         reshard) echo --model Qwen2.5-0.5B --memory-gb 0.1 --bucket-mb 4 --repeats 1 ;;
-        step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --keep 1 \
-            --steps 3 ;;
+        step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --steps 3 ;;
         kernels) echo -k test_objective ;;
         sglang) echo -k follow_transformers ;;
-        bench) echo --small --repetitions 1 --input-sets 1 ;;
+        bench*) echo --small --repetitions 1 --input-sets 1 ;;
         train) echo $tiny ;;
         parity) echo --layouts one_microbatch ;;
     esac
@@ -122,6 +166,7 @@ JSON
 
 versions() {
     nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv,noheader || true
+    nvcc --version | tail -n 1 || true
     "$python" - <<'PYTHON'
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -130,8 +175,8 @@ import torch  # before transformer_engine, whose libraries it loads
 
 devices = torch.cuda.device_count()
 print("python", platform.python_version(), "cuda", torch.version.cuda, "devices", devices)
-needed = "torch triton megatron-core transformers tokenizers numpy rich psutil safetensors".split()
-needed += ["httpx2", "pytest"]
+needed = "torch triton megatron-core transformers tokenizers numpy numba rich psutil".split()
+needed += ["safetensors", "httpx2", "pytest"]
 others = "pytest-timeout transformer-engine pydantic einops onnxscript sglang flash-attn".split()
 missing = []
 for name in (*needed, *others):
@@ -140,6 +185,10 @@ for name in (*needed, *others):
     except PackageNotFoundError:
         print(name, "missing")
         missing += [name] if name in needed else []
+try:
+    import numba  # each version refuses newer ones of numpy
+except ImportError as error:
+    print("numba does not load, so only --rollout-engine sglang samples:", error)
 for index in range(devices):
     print(torch.cuda.get_device_name(index), "sm_%d%d" % torch.cuda.get_device_capability(index))
 if not torch.cuda.is_available():
@@ -153,12 +202,19 @@ PYTHON
 }
 
 # Without the slow ones: NVIDIA's sanitizer takes minutes, and not every machine lets it see the device.
-kernels() { tests tests/kernels -m "not slow" -q --maxfail=20 $(smaller kernels); }
-
-bench() {
-    "$python" tools/bench_kernels.py --json "$output/bench_kernels.json" \
-        --plot "$output/bench_kernels.svg" $(smaller bench)
+# Work of the host says nothing about the device: those tests are left out.
+kernels() {
+    tests tests/kernels -m "not slow" --maxfail=20 $(workers 8) \
+        --ignore=tests/kernels/test_compile.py --ignore=tests/kernels/test_interpreter_shim.py \
+        --junitxml="$output/kernels.xml" $(smaller kernels)
 }
+
+bench_cases() { # NAME FLAG...
+    "$python" tools/bench_kernels.py --json "$output/$1.json" --plot "$output/$1.svg" --budget 70 \
+        "${@:2}" $(smaller bench)
+}
+bench() { bench_cases bench_kernels --no-compile; } # ceilings first, then a shape of each job
+bench_all() { bench_cases bench_compiled --no-peers; } # beside torch.compile
 
 require() { # one line instead of a traceback, and no tests that pass because they were skipped
     local module
@@ -222,13 +278,16 @@ sglang() {
         tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
 }
 
-step() { # seconds per StarPO-S step of a 0.5B model, and where they go
-    local servers
+starpo_steps() { # NAME SHARE: seconds per StarPO-S step of a 0.5B model, and where they go
+    local servers cautious=
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
-    "$python" tools/bench_step.py --json "$output/step.json" --output "$output/step" \
+    ! again "$1" || cautious="--shared-prefixes off --transformer-impl local"
+    "$python" tools/bench_step.py --json "$output/$1.json" --output "$output/$1" --keep "$2" \
         $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
-        --weight-transfer "$(sed -n 1p "$output/.sglang/works")"
+        --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious
 }
+step() { starpo_steps step 0.25; }
+step_all() { starpo_steps step_all 1; } # all trajectories are kept
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
     require_gpu &&
@@ -241,7 +300,7 @@ reshard() { # which share of the device's copy bandwidth a weight sync of 7B rea
 te() {
     require transformer_engine.pytorch &&
         tests tests/integration/test_transformer_engine.py tests/integration/test_offload.py \
-            -m gpu -q $(smaller te)
+            -m gpu $(workers 4) --junitxml="$output/te.xml" $(smaller te)
 }
 
 fp8() { # three steps of training with FP8, then drift and break-even shapes
@@ -249,17 +308,34 @@ fp8() { # three steps of training with FP8, then drift and break-even shapes
     local failed=0
     train_bandit fp8 --bf16 --fp8 hybrid || failed=1
     "$python" tools/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" \
-        $(smaller fp8) && return "$failed"
+        --tokens 8192 32768 --hidden 2048 4096 --repetitions 10 $(smaller fp8) && return "$failed"
 }
 
-train_bandit() { # NAME FLAG...: three steps of the bandit's recipe
+train_bandit() { # NAME FLAG...: three steps of the bandit's recipe, unless flags say otherwise
     "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
         --num-steps 3 --eval-prompts 64 $(smaller train) --output "$output/runs" --overwrite \
         --name "$@"
 }
 
-# The whole loop on the GPU in float32 and bfloat16, from the small model's warm start to its export.
-train() { train_bandit float32 && train_bandit bf16 --bf16; }
+# The whole recipe on the GPU in bfloat16, from the small model's warm start to its export.
+train() {
+    local precision=--bf16 steps=20
+    ! again train || precision= # float32
+    [ -z "$small" ] || steps=3
+    train_bandit train $precision --num-steps $steps && learned "$output/runs/train/metrics.jsonl"
+}
+
+learned() { # fails unless the policy of the last step takes the better arm
+    [ -n "$small" ] || "$python" - "$1" <<'PYTHON'
+import sys
+
+from ragen_mega.report.metrics import read_metrics
+
+last = read_metrics(sys.argv[1])[-1]
+print(f"after step {last['step']} the better arm is taken in {last['rollout/success']:.1%}")
+raise SystemExit(last["rollout/success"] < 0.95)
+PYTHON
+}
 
 # The loop with SGLang's rollouts, whose log-probabilities must be the trainer's, with either weight
 # transfer.
@@ -286,7 +362,7 @@ for row in (rows := read_metrics(sys.argv[1])):
     mean, largest = (row[f"mismatch/logprob_{kind}_abs_diff"] for kind in ("mean", "max"))
     said = f"log-probabilities differ by {mean:.4f} in the mean, {largest:.4f} at most"
     print(f"{sys.argv[1]} step {row['step']}: {said}")
-    if mean > 0.05:
+    if mean > 0.1:  # two bfloat16 engines differ by 0.045
         raise SystemExit("engine and trainer compute different log-probabilities")
 if len(rows) != 3:
     raise SystemExit(f"three steps were asked for, and {len(rows)} are logged")
@@ -315,69 +391,14 @@ print("sglang", sglang.__version__, "imports")
 PYTHON
 }
 
-pack_results() { # reports, numbers, logs; no weights
-    [ -n "$pack" ] || return 0
-    (cd "$output" && find . -type f -size -4M -not -path "*/checkpoints/*" -not -path "./small/*" \
-        \( -name "*.log" -o -name "*.json" -o -name "*.jsonl" -o -name "*.md" -o -name "*.svg" \) \
-        -print0 | tar -czf "$pack.part" --null -T -) && mv "$pack.part" "$pack"
-}
-
-{ echo "# GPU check"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"; echo
-  echo "| part | result | seconds | last line |"; echo "|---|---|---|---|"; } >"$report"
-export -f tests smaller require require_gpu sglang_python write_server train_bandit mismatch "${all[@]}"
+export -f tests workers again smaller starpo_steps bench_cases learned require require_gpu sglang_python write_server train_bandit mismatch "${all[@]}"
 export python output small SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}"
-# a pipe that never ends: see supervisor.py
-mkfifo "$output/.open" && exec 9<>"$output/.open" && rm "$output/.open"
-supervisor=ragen_mega/engines/sglang/supervisor.py
-rows="$output/.rows.tsv" failed=0 started="$(date +%s)"
-: >"$rows"
-deadline=$((minutes * 60)) behind=0 # SECONDS counts from the start of this script
-for part in "${parts[@]}"; do behind=$((behind + share[$part])); done
-for part in "${parts[@]}"; do
-    start=$SECONDS left=$((deadline - SECONDS)) code=0
-    behind=$((behind - share[$part]))
-    limit=$((left - behind > share[$part] ? left - behind : share[$part]))
-    if [ "$left" -lt 10 ]; then
-        code=skipped
-    else # nothing that a part started, ranks and servers with sessions of their own, outlives it
-        timeout --kill-after=10 "$((limit < left ? limit : left))" \
-            "$python" -I "$supervisor" "$output/.none" bash -c "$part" \
-            <&9 >"$output/$part.log" 2>&1 || code=$?
-    fi
-    case "$code" in
-        0) result=passed ;;
-        124 | 137) result="out of time" ;;
-        skipped) result="no time left" ;;
-        *) result="failed ($code)" ;;
-    esac
-    [ "$code" = 0 ] || failed=$((failed + 1))
-    last="$(grep -v '^\s*$' "$output/$part.log" 2>/dev/null | tail -n 1)"
-    last="$(tr '|\t' '/ ' <<<"$last" | cut -c1-160)"
-    echo "| $part | $result | $((SECONDS - start)) | $last |" | tee -a "$report"
-    printf '%s\t%s\t%s\t%s\n' "$part" "$result" "$((SECONDS - start))" "$last" >>"$rows"
-    pack_results
-done
-if [ -f "$output/versions.log" ]; then { echo; echo '```'; cat "$output/versions.log"; echo '```'; } >>"$report"; fi
-"$python" - "$output" "$started" "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-output, started, commit = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-rows = output / ".rows.tsv"
-columns = ("part", "result", "seconds", "last_line")
-parts = [dict(zip(columns, line.split("\t"))) for line in rows.read_text().splitlines()]
-rows.unlink()
-log = output / "versions.log"
-report = {
-    "commit": commit,
-    "versions": log.read_text().splitlines() if log.exists() else [],
-    "parts": [part | {"seconds": int(part["seconds"])} for part in parts],
-}
-for path in sorted(output.glob("*.json")):  # measured now and not in an earlier check
-    if path.name != "report.json" and path.stat().st_mtime >= started:
-        report[path.stem] = json.loads(path.read_text())
-(output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-PYTHON
-pack_results
-exit "$failed"
+export SHARES="${SHARES:-}" AGAIN=
+"$python" -I tools/gpu_schedule.py "$output" "$pack" "$((minutes * 60 - SECONDS))" "$started" \
+    "$again" "${parts[@]}" &
+schedule=$!
+trap 'kill -TERM $schedule' TERM INT HUP # it ends the parts and writes the report
+wait $schedule
+result=$?
+while kill -0 $schedule 2>/dev/null; do wait $schedule; result=$?; done # after a signal
+exit $result

@@ -165,7 +165,7 @@ def free_gib() -> float:
     __doc__,
     flag("--python", "of an environment with SGLang", type=Path, required=True),
     flag("--directory", "for the servers", Path("sglang_probe")),
-    flag("--start-timeout", "seconds", 120.0),
+    flag("--start-timeout", "seconds; kernels are compiled in the first start", 240.0),
     JSON,
 )
 def main(arguments: argparse.Namespace) -> int:

@@ -138,6 +138,13 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
     )
 
 
+def is_quadratic(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch would hold all scores if key heads are fewer than query heads: on CUDA only its
+    flash kernel takes grouped heads, and that one has neither masks nor float32.
+    """
+    return query.is_cuda and (mask is not None or query.dtype == torch.float32)
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float | None
 ) -> Tensor:
@@ -158,6 +165,8 @@ def attend(
             calls, query.split(num_queries), key.split(num_keys), value.split(num_keys)
         ):
             q, k, v = (x.unflatten(0, (call.runs, -1)).transpose(1, 2) for x in (q, k, v))
+            if is_quadratic(q, call.mask):
+                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             output = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -165,7 +174,7 @@ def attend(
                 attn_mask=None if call.mask is None else call.mask.to(q.dtype),
                 is_causal=call.mask is None,
                 scale=scale,
-                enable_gqa=True,
+                enable_gqa=k.shape[1] != q.shape[1],
             )
             outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
     output = torch.cat(outputs)

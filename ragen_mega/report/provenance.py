@@ -26,10 +26,13 @@ STARTS = "provenance"
 
 
 def code() -> dict[str, Any]:
-    """The commit of this repository, `unknown` outside of git, and whether files differ from it."""
+    """The commit of this repository and whether files differ from it; outside of git that of the
+    environment variable COMMIT, by default `unknown`.
+    """
     commit, changes = (_git("rev-parse", "HEAD"), _git("status", "--porcelain"))
     is_ours = _git("rev-parse", "--show-toplevel") == str(REPOSITORY)
-    return {"commit": commit, "dirty": bool(changes)} if is_ours else {"commit": "unknown"}
+    outside = {"commit": os.environ.get("COMMIT", "unknown")}
+    return {"commit": commit, "dirty": bool(changes)} if is_ours else outside
 
 
 def _git(*arguments: str) -> str | None:

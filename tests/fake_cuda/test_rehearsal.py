@@ -34,7 +34,10 @@ GROUPS = {
 """The tests of each are run by one process. Layers have one of their own: after the steps
 they took several times as long.
 """
-PARTS = "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines".split()
+PARTS = (
+    "versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines"
+    " sglang"
+).split()
 SOON = ["reshard"]
 """The part of the GPU check that no other test here comes near: ranks by the launcher."""
 
@@ -115,7 +118,7 @@ def test_the_gpu_check_passes(parts: list[str], tmp_path: Path) -> None:
     assert not any("checkpoint" in name or name.endswith(".safetensors") for name in names)
     if parts == PARTS:
         assert report["bench_kernels"]["results"]
-        assert [len(read_metrics(run / "metrics.jsonl")) for run in runs] == [3] * 5
+        assert [len(read_metrics(run / "metrics.jsonl")) for run in runs] == [3] * 4
         assert report["sglang_probe"]["attempts"][-1]["error"] is None
         for log in ("te", "sglang", "kernels"):
             assert re.search(r"[1-9]\d* passed", (output / f"{log}.log").read_text())

@@ -22,6 +22,10 @@ import torch
 from ragen_mega import config
 
 ROOT = Path(__file__).parents[2]
+ORDER = (
+    "versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines"
+    " sglang"
+)
 
 
 def run(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -78,22 +82,21 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     )
     assert [part["part"] for part in report["parts"]] == ["versions", "te", "fp8"]
     assert "sglang 0.0.1" in report["versions"]
-    if has_pip():
-        assert "flash-attn 0.0.1" in report["versions"]
+    assert "flash-attn 0.0.1" in report["versions"]
     failed = [part for part in report["parts"] if part["result"] != "passed"]
     assert done.returncode == len(failed)
     for part in failed[1:]:
         assert part["last_line"].startswith(
             "transformer_engine.pytorch cannot be imported here; see tools/doctor.py"
         )
-    assert "old" not in report and not (output / ".rows.tsv").exists()
+    assert "old" not in report
     assert (output / "report.md").read_text().count("| failed") == len(failed)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_parts_that_measure_a_gpu_say_that_there_is_none(tmp_path: Path) -> None:
     parts = ["sglang", "step", "reshard", "sgl_train"]
-    done = run("--output", str(tmp_path), "--minutes", "4", *parts)
+    done = run("--output", str(tmp_path), "--minutes", "30", *parts)
     report = json.loads((tmp_path / "report.json").read_text())
     assert done.returncode == len(parts) and [part["part"] for part in report["parts"]] == parts
     for part in report["parts"]:
@@ -133,8 +136,7 @@ def asked(
     done = run(*flags, "--minutes", "9", PYTHON=str(python))
     report = json.loads((folder / "out" / "report.json").read_text())
     assert done.returncode == 0, (done.stderr, report)
-    order = "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines"
-    assert [part["part"] for part in report["parts"]] == order.split()
+    assert [part["part"] for part in report["parts"]] == ORDER.split()
     with tarfile.open(folder / "kept.tar.gz") as kept:
         assert {"./report.md", "./report.json", "./engines.log"} <= set(kept.getnames())
     subprocess.run([folder / "out/.sglang/python", *SERVER], check=True)
@@ -175,10 +177,8 @@ def test_every_command_exists_with_its_flags(
         others = runpy.run_path(str(ROOT / program), run_name="tool")["main"](arguments).others
         config.parse(["--rollout-engine", "sglang", *(word for word in others if word != "--")])
     named = set(re.findall(r"tools/\w+\.py", (ROOT / "tools" / "gpu_check.sh").read_text()))
-    assert tools == named - {"tools/doctor.py"}
-    assert [one.rollout.weight_transfer for one in recipes] == ["auto", "ipc", "file"] + 2 * [
-        "auto"
-    ]
+    assert tools == named - {"tools/doctor.py", "tools/gpu_schedule.py"}
+    assert [one.rollout.weight_transfer for one in recipes] == ["auto", "auto", "ipc", "file"]
 
 
 STUCK = """
@@ -218,15 +218,6 @@ def test_a_part_that_hangs_leaves_the_others_their_time_and_no_process(tmp_path:
         )
 
 
-def has_pip() -> bool:
-    return (
-        subprocess.run(
-            [sys.executable, "-m", "pip", "--version"], capture_output=True, check=False
-        ).returncode
-        == 0
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -240,7 +231,4 @@ def test_bad_flags_are_one_line(flags: tuple[str, ...], message: str) -> None:
 
 
 def test_help_lists_the_parts() -> None:
-    assert (
-        "versions te fp8 reshard step kernels sglang bench sgl_train train parity engines"
-        in run("--help").stdout
-    )
+    assert ORDER in run("--help").stdout
