@@ -145,7 +145,9 @@ def train(
             file=sys.stderr,
         )
         raise SystemExit(1)
-    return read_metrics(metrics)[: arguments.steps], gaps_of(stamps)  # a row more may be there by now
+    return read_metrics(metrics)[: arguments.steps], gaps_of(
+        stamps
+    )  # a row more may be there by now
 
 
 def gaps_of(stamps: Sequence[float]) -> list[float]:

@@ -1,5 +1,5 @@
-"""Run the parts of tools/gpu_check.sh inside its minutes and write one report; it needs the standard
-library, its supervisor psutil.
+"""Run the parts of tools/gpu_check.sh inside its minutes and write one report. It needs only the
+standard library, and its supervisor psutil.
 
 tools/gpu_check.sh defines each part as a shell function and starts this program. Neighbouring parts
 of PARTS marked `together` run at the same time: nothing in them is timed, and no server sleeps. All
@@ -152,7 +152,7 @@ def start(part: Part, output: Path) -> subprocess.Popen[bytes]:
 
 
 def is_cautious(part: Part) -> bool:
-    """Whether it failed in an earlier call, so that settings which may be the cause are left out."""
+    """Whether the part failed in an earlier call, so that suspected settings are left out."""
     return part.name in os.environ.get("AGAIN", "").split()
 
 

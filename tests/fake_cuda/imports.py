@@ -3,8 +3,8 @@
     PYTHON tests/fake_cuda/imports.py SITE [MODULE...]
 
 PYTHON has the packages of the GPU's machine, SITE what was unpacked from its archives. torch then
-pretends to have a Hopper device: branches for CUDA are imported, nothing is computed. Each module is
-imported by a process of its own, by default all of MODULES. The exit code is the number that failed.
+pretends to have a Hopper device: branches for CUDA are imported, nothing is computed. A process of
+its own imports each module, by default all of MODULES. The exit code is the number that failed.
 tools/simulated_box.sh makes such a machine.
 """
 
