@@ -51,7 +51,7 @@ setup(
     },
     entry_points={"console_scripts": ["ragen-mega = ragen_mega.commands.program:main"]},
     install_requires=[
-        "torch>=2.7,<3",
+        "torch>=2.11,<3",  # older ones lack products with float32 results of bfloat16 operands
         "megatron-core>=0.16.1,<0.17",
         "transformers>=5.0,<6",
         "tokenizers>=0.22,<0.24",

@@ -6,6 +6,7 @@ megatron-core's contiguous buffers, tied weights and whatever an optimizer refer
 the storage has its size and bytes back.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -151,14 +152,20 @@ def _copy_to(host: dict[str, Tensor], storages: Mapping[str, torch.UntypedStorag
 
 
 def _host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
-    """[N] uint8, pinned for copies to a GPU."""
+    """[N] uint8, pinned for copies to a GPU where the system allows it."""
     if not for_gpu or num_bytes < _PAGES_OF_ITS_OWN:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=for_gpu)
     # torch's pinned allocator would round up to a power of two, which for a model's buffers is up
     # to twice the host memory.
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     cudart = torch.cuda.cudart()
-    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    if status := int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0)):
+        warnings.warn(
+            f"host memory cannot be pinned (cudaHostRegister: error {status}), so that --offload is"
+            " slower; raise the limit on locked memory (ulimit -l)",
+            stacklevel=2,
+        )
+        return memory
     weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
 

@@ -9,6 +9,7 @@ tools/simulated_box.sh makes such a machine.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -58,18 +59,26 @@ def try_one(module: str) -> None:
     __import__(module)
 
 
-def stub_of_driver(folder: Path) -> None:
-    """A libcuda.so.1 without functions, which libraries want to find when they are loaded."""
-    (folder / "empty.c").write_text("")
+def stub_of_driver(folder: Path, site: Path) -> None:
+    """A libcuda.so.1 with the functions that the libraries in `site` want when they are loaded;
+    none of them does anything.
+    """
+    libraries = [str(path) for path in site.rglob("*.so")]
+    command = ["nm", "--dynamic", "--undefined-only", *libraries]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    names = sorted(set(re.findall(r"\bcu[A-Z]\w+", listed)))
+    (folder / "stub.c").write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in names))
     library = ["-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
-    subprocess.run(["gcc", "-shared", *library, str(folder / "empty.c")], check=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", *library, str(folder / "stub.c")], check=True)
 
 
 def main(site: str, *modules: str) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        stub_of_driver(Path(folder))
-        paths = [site, str(ROOT), str(ROOT / "kernels"), str(ROOT / "tools")]
+        stub_of_driver(Path(folder), Path(site))
+        # the script gives servers this stand-in where the package is missing
+        Path(folder, "soundfile.py").write_text("")
+        paths = [site, str(ROOT), str(ROOT / "kernels"), str(ROOT / "tools"), folder]
         places = {"PYTHONPATH": ":".join(paths), "RAGEN_PRETEND": "1"}
         places["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
         places |= {"SGLANG_IS_FLASHINFER_AVAILABLE": "0", "NVTE_FRAMEWORK": "pytorch"}

@@ -3,7 +3,7 @@ report is written.
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -232,3 +232,76 @@ def test_bad_flags_are_one_line(flags: tuple[str, ...], message: str) -> None:
 
 def test_help_lists_the_parts() -> None:
     assert ORDER in run("--help").stdout
+
+
+@pytest.fixture
+def schedule() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_schedule", ROOT / "tools/gpu_schedule.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_measured_figures_stand_beside_the_predicted_ones(schedule: Any) -> None:
+    page = (ROOT / "docs/benchmarks/gpu_day_predicted.md").read_text()
+    head, rule, *rows = schedule.compare({"step": {"runs": [{"seconds": 8.25}]}}, page)
+    assert head == "| figure | measured | H100 | H200 |" and set(rule) == set("|-")
+    found = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:] for row in rows}
+    assert found["step that keeps 25%, s"][0] == "8.25" and float(
+        found["step that keeps 25%, s"][1]
+    )
+    assert found["step that keeps 100%, s"][0] == "-" and len(rows) > 15
+    row = {"case": "gae", "shape": {"N": 4, "H": 2}, "provider": "ragen", "milliseconds": 0.5}
+    report = {"bench": {"results": [row | {"provider": "torch"}, row]}}
+    assert schedule.find(report, "bench/results/case=gae&N=4&provider=ragen/milliseconds") == 0.5
+    assert schedule.find(report, "bench/results/case=gae&N=5&provider=ragen/milliseconds") is None
+    long = report | {"date": "d", "commit": "c", "versions": ["name 1.0"] * 900}
+    long["parts"] = [schedule.row_of(part, "passed", 1.0, "x" * 160) for part in schedule.PARTS]
+    assert len(schedule.page(long).splitlines()) <= 60
+
+
+FAULTY = """#!/usr/bin/env bash
+case "$*" in
+*"tests/kernels "*) sleep 600 ;;
+*test_offload*) kill -SEGV $$ ;;
+*"--recipe bandit"*) dd if=/dev/zero of="{output}/filled.log" bs=1M status=none; exit 1 ;;
+*bench_kernels*) exit 3 ;;
+*is_available* | *"import torch, "* | *"import xdist"*) exit 0 ;;
+*) exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+def test_parts_that_hang_crash_fill_the_disk_or_write_nothing_leave_a_report(
+    tmp_path: Path,
+) -> None:
+    """With the script's own time-keeping, on a disk of 40 MiB."""
+    output, python = tmp_path / "out", tmp_path / "python"
+    output.mkdir()
+    python.write_text(FAULTY.format(output=output, python=sys.executable))
+    python.chmod(0o755)
+    parts = "kernels te train bench versions"
+    script = f"""
+        mount -t tmpfs -o size=40m tmpfs {output} || exit 99
+        PYTHON={python} SHARES='kernels=15 te=15 train=15 bench=15 versions=50' \\
+            bash {ROOT}/tools/gpu_check.sh --minutes 3 --output {output} \\
+            --pack {tmp_path}/kept.tar.gz {parts} >{tmp_path}/said 2>&1
+        code=$?
+        cp {output}/report.json {output}/report.md {tmp_path}/
+        exit $code
+    """
+    done = subprocess.run(["unshare", "--mount", "bash", "-c", script], timeout=280, check=False)
+    if done.returncode == 99:
+        pytest.skip("this machine mounts no disk")
+    said = (tmp_path / "said").read_text()
+    report = json.loads((tmp_path / "report.json").read_text())
+    results = {part["part"]: part["result"] for part in report["parts"]}
+    assert [*results] == parts.split(), said
+    assert results["kernels"] == "out of time" and results["te"].startswith("failed")
+    assert results["train"].startswith("failed") and results["bench"] == "failed (3)"
+    assert "| kernels | out of time |" in (tmp_path / "report.md").read_text() and "| te |" in said
+    with tarfile.open(tmp_path / "kept.tar.gz") as kept:
+        assert "./report.json" in kept.getnames()
