@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 """:" # For Bash these lines are a program that becomes torchrun on ranks; for Python they are a string.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, as by sh
 . "$(dirname "$0")/../tools/setup_env.sh" && setup_env
 exec "$PYTHON" -P -m ragen_mega.commands.program train "$@"
 ":"""

@@ -35,8 +35,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 repository, extra = Path(sys.argv[1]).resolve(), sys.argv[2]
-if Path(find_spec("ragen_mega").origin).resolve().parents[1] != repository:
-    sys.exit(1)
+found = Path(find_spec("ragen_mega").origin).resolve().parents[1]
+if found != repository:
+    print(f"this clone (its ragen-mega is that of {found})")
+    sys.exit(3)
 from packaging.requirements import Requirement
 
 for requirement in map(Requirement, requires("ragen-mega")):
@@ -73,7 +75,11 @@ _install() {
     torch="$(grep '^torch==' "$REPOSITORY/constraints.txt")"
     echo "setup: installing $torch and the versions of constraints.txt into $venv (once, some minutes)" >&2
     if [ -n "$base" ]; then "$base" -m venv "$venv"; fi
-    "$python" -m pip install --quiet --disable-pip-version-check "$torch"
+    if [ -t 2 ]; then # pip says nothing meanwhile
+        (while sleep 3; do printf '\rsetup: %s MB installed' "$(du -sm "$venv" | cut -f1)" >&2; done) &
+        trap "kill $! 2>/dev/null; echo >&2" EXIT
+    fi
+    _install_torch "$python" "$torch"
     "$python" -m pip install --quiet --disable-pip-version-check \
         --editable "$REPOSITORY${extra:+[$extra]}" --constraint "$REPOSITORY/constraints.txt"
     missing="$(_missing_from "$python" "$extra")" || {
@@ -81,6 +87,16 @@ _install() {
         return "$SAID"
     }
     for name in "" ${extra:+"-$extra"}; do _fingerprint >"$venv/.installed$name"; done
+}
+
+# Without a GPU torch is the CPU's build, a tenth of the download, unless pip is set up for an index of its own.
+_install_torch() {
+    local cpu=https://download.pytorch.org/whl/cpu install=("$1" -m pip install --quiet --disable-pip-version-check "$2")
+    if [ "$(uname -s)" = Linux ] && [ ! -e /dev/nvidiactl ] && ! command -v nvidia-smi >/dev/null &&
+        ! { "$1" -m pip config list && env; } 2>/dev/null | grep -iqE '^[^=]*(index|find.links)'; then
+        "${install[@]}" --index-url "$cpu" && return
+    fi
+    "${install[@]}"
 }
 
 _base_python() {

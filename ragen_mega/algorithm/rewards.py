@@ -134,8 +134,10 @@ def shape_rewards(
     """The groups with the rewards of the terms, and metrics to log.
 
     Metrics, means over trajectories: what each term contributed (weight included) under its name,
-    and `total`, their sum; `success_ranking` (see there), unless all succeed or all fail. With only
-    the environment's reward: the same groups, no metrics.
+    and `total`, their sum. Unless all succeed or all fail, also `success_ranking` (see there), and
+    `inverted`, the number of environments whose failures earn more in the mean under the terms,
+    but not by the environment's own payouts. With only the environment's reward: the same groups,
+    no metrics.
     """
     if dict(terms) == IDENTITY:
         return list(groups), {}
@@ -146,7 +148,11 @@ def shape_rewards(
         for name in terms
     }
     ranking = success_ranking(trajectories)
-    metrics |= {} if ranking is None else {"success_ranking": ranking}
+    if ranking is not None:
+        own = success_margins([one for group in groups for one in group.trajectories])
+        now = success_margins(trajectories)
+        inverted = sum(margin < 0.0 <= own[name] for name, margin in now.items())
+        metrics |= {"success_ranking": ranking, "inverted": float(inverted)}
     return shaped, {"total": fmean(one.total_reward for one in trajectories)} | metrics
 
 
@@ -156,16 +162,33 @@ def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
     earned more than every failure; 0.5: the reward does not distinguish them; below: failures earn
     more.
     """
-    earned: dict[str, tuple[list[float], list[float]]] = {}
-    for one in trajectories:
-        earned.setdefault(one.environment, ([], []))[one.success].append(one.total_reward)
     pairs = [
         (good > bad) + (good == bad) / 2
-        for unsolved, solved in earned.values()
+        for unsolved, solved in _earned(trajectories).values()
         for good in solved
         for bad in unsolved
     ]
     return fmean(pairs) if pairs else None
+
+
+def success_margins(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Environment -> what solved trajectories earn in the mean more than unsolved ones, where there
+    are both.
+    """
+    return {
+        name: fmean(solved) - fmean(unsolved)
+        for name, (unsolved, solved) in _earned(trajectories).items()
+        if solved and unsolved
+    }
+
+
+def _earned(trajectories: Sequence[Trajectory]) -> dict[str, tuple[list[float], list[float]]]:
+    """Environment -> returns of unsolved trajectories and of solved ones."""
+    earned: dict[str, tuple[list[float], list[float]]] = {}
+    for trajectory in trajectories:
+        of_world = earned.setdefault(trajectory.environment, ([], []))
+        of_world[trajectory.success].append(trajectory.total_reward)
+    return earned
 
 
 def judge(url: str, group: TrajectoryGroup) -> list[float]:

@@ -26,7 +26,12 @@ from ragen_mega.environments.boards import (
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.protocol import Budget, Environment
-from ragen_mega.environments.reference_players import EPISODES_PER_PROMPT, Baselines, baselines
+from ragen_mega.environments.reference_players import (
+    EPISODES_PER_PROMPT,
+    MAX_SECONDS,
+    Baselines,
+    baselines,
+)
 from ragen_mega.environments.registry import held_out_options, make, names
 from ragen_mega.report.metrics import write_json
 
@@ -49,7 +54,7 @@ FLAGS = (
         for name in BUDGET
     ),
     OPTION,
-    (JSON[0], JSON[1] | {"required": True}),
+    JSON,
 )
 
 
@@ -90,15 +95,21 @@ def choose_prompts(
 
 def text(result: Baselines, budget: Budget, source: str) -> str:
     """The result as text."""
-    interval = (
-        "not known"
+    found = (
+        f"unknown: no actions, tools or random_answer to draw from, or over {MAX_SECONDS:.0f} s"
         if result.random is None
-        else f"{result.random_ci_low:.1%} to {result.random_ci_high:.1%}"
+        else f"{_how(result)}; of one trajectory per prompt, 95%:"
+        f" {result.random_ci_low:.1%} to {result.random_ci_high:.1%}"
     )
+    unsolved = "unknown: the environment has no solver" if result.optimum is None else ""
     rows = (
-        ("random", result.random, f"{_how(result)}; of one trajectory per prompt, 95%: {interval}"),
-        ("optimum", result.optimum, "seeing the state once per turn"),
-        ("optimum, closed loop", result.optimum_closed_loop, "seeing the state after every action"),
+        ("random", result.random, found),
+        ("optimum", result.optimum, unsolved or "seeing the state once per turn"),
+        (
+            "optimum, closed loop",
+            result.optimum_closed_loop,
+            unsolved or "seeing the state after every action",
+        ),
     )
     lines = (
         f"  {name:22}{'-' if value is None else f'{value:.1%}':>6}   {about}"
@@ -132,5 +143,6 @@ def main(arguments: argparse.Namespace) -> None:
     result = baselines(name, prompts, protocol, options)
     limits = {name: getattr(budget, name) for name in BUDGET}
     about = {"protocol": limits, "options": options, "prompts": source}
-    write_json(arguments.json, asdict(result) | about)
+    if arguments.json:
+        write_json(arguments.json, asdict(result) | about)
     print(text(result, budget, source))

@@ -108,6 +108,42 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message.replace("ignored explicit argument", "takes no value, not"))
 
 
+ELSEWHERE = {
+    "learning_rate": "--lr",
+    "actor_lr": "--lr",
+    "beta": "--kl-coef",
+    "kl_beta": "--kl-coef",
+    "epsilon": "--clip-ratio-low",
+    "epsilon_high": "--clip-ratio-high",
+    "num_generations": "--group-size",
+    "n_samples_per_prompt": "--group-size",
+    "rollout_n": "--group-size",
+    "batch_size": "--num-groups",
+    "train_batch_size": "--num-groups",
+    "per_device_train_batch_size": "--minibatch-size",
+    "ppo_mini_batch_size": "--minibatch-size",
+    "gradient_accumulation_steps": "--max-tokens-per-microbatch",
+    "num_train_epochs": "--num-steps",
+    "total_epochs": "--num-steps",
+    "max_steps": "--num-steps",
+    "num_iterations": "--updates-per-rollout",
+    "ppo_epochs": "--updates-per-rollout",
+    "max_completion_length": "--max-response-length",
+    "max_new_tokens": "--max-response-length",
+    "max_prompt_length": "--max-context-length",
+    "max_grad_norm": "--clip-grad",
+    "model": "--load",
+    "model_name_or_path": "--load",
+    "model_path": "--load",
+    "output_dir": "--output",
+    "run_name": "--name",
+    "save_steps": "--save-interval",
+    "eval_steps": "--eval-interval",
+    "resume_from_checkpoint": "--resume",
+}
+"""What other trainers call a setting -> the flag that comes nearest."""
+
+
 def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The settings that flags give; the last one wins. Raises ValueError, in one line, for an
     unknown flag or a value that its flag does not take.
@@ -123,7 +159,10 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
         name = word.split("=", 1)[0]
         if not name.startswith("--"):
             raise ValueError(f"unexpected {word!r}: flags begin with --; --help lists all")
+        meant = ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
         close = did_you_mean(name, [flag_of(one.name) for one in all_flags()])
+        if meant is not None:
+            close = f" (here it is {meant})"
         raise ValueError(f"unknown flag {name}{close}; --help lists all")
     settings: dict[str, dict[str, Any]] = {}
     for one in all_flags():

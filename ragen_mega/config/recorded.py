@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
+_MOST_RUNS = 8
 
 
 def read_recorded(directory: Path) -> dict[str, Any]:
@@ -12,9 +13,17 @@ def read_recorded(directory: Path) -> dict[str, Any]:
     line, if the directory holds no run, or a damaged one.
     """
     if not (directory / CONFIG_FILE).exists():
-        raise ValueError(f"{directory} holds no run (no {CONFIG_FILE}); give a run directory")
+        what = f"holds no run (no {CONFIG_FILE})" if directory.is_dir() else "does not exist"
+        raise ValueError(f"{directory} {what}; give a run directory{beside(directory)}")
     remedy = "restore it; each of checkpoints/step_*/manifest.json has the settings as `config`"
     return read_object(directory / CONFIG_FILE, remedy)
+
+
+def beside(directory: Path) -> str:
+    """`, in ... are ...`: the runs in the folder where a directory would be, if there are any."""
+    runs = sorted(path.parent.name for path in directory.parent.glob(f"*/{CONFIG_FILE}"))
+    more = f" and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
+    return f"; in {directory.parent} are {', '.join(runs[:_MOST_RUNS])}{more}" if runs else ""
 
 
 def read_json(text: str) -> Any:

@@ -122,6 +122,19 @@ class Registry:
             remedy = "check the name, and that the module is installed or in the working directory"
             if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error.name)):
                 remedy = f"run {install_command(extra)}"
+            if isinstance(error, AttributeError) and (
+                module := sys.modules.get(path.split(":")[0])
+            ):
+                own = [
+                    key
+                    for key, value in vars(module).items()
+                    if callable(value) and getattr(value, "__module__", None) == module.__name__
+                ]
+                meant = path.partition(":")[2]
+                remedy = (
+                    f"the module is there, {module.__file__}, and has"
+                    f" {', '.join(own) or 'no function or class'}{did_you_mean(meant, own)}"
+                )
             raise ValueError(
                 f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error});"
                 f" {remedy}"

@@ -140,7 +140,10 @@ def _parse_line(line: str) -> Board:
         raise ValueError(f"a line is a JSON object, not {line[:60]!r}")
     missing = [key for key in ("set", "seed", "board") if key not in record]
     if missing:
-        raise ValueError(f"a board needs the keys set, seed and board; add {', '.join(missing)}")
+        raise ValueError(
+            f"a board needs the keys set, seed and board; add {', '.join(missing)}, as in"
+            ' {"set": "mine", "seed": 0, "board": ["SFFF", "FHFH", "FFFH", "HFFG"]}'
+        )
     name, seed, rows = record["set"], record["seed"], record["board"]
     are_rows = isinstance(rows, list) and rows and all(isinstance(r, str) and r for r in rows)
     for holds, rule in (

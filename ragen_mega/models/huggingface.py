@@ -1,5 +1,6 @@
 """Hugging Face directories: configuration, tokenizer, download, random weights."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from huggingface_hub.errors import (
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
+
+from ragen_mega.config.recorded import beside
 
 transformers_logging.disable_progress_bar()
 
@@ -100,6 +103,7 @@ def local_directory(name: str, revision: str | None = None, *, fetch: bool = Tru
         raise ValueError(
             f"--load {name} is neither a directory nor a model that the hub gives"
             f" ({_brief(error)}); check the name, the network, or give a local directory"
+            f"{beside(Path(name)) if os.sep in name else ''}"
         ) from None
 
 

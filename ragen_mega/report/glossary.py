@@ -50,6 +50,8 @@ GLOSSARY = {
     "reward/*": "Mean over trajectories of what this reward term contributed, its weight included.",
     "reward/success_ranking": "How often a solved trajectory earned more than an unsolved one, ties"
     " half: 1 teaches success, 0.5 does not see it, less pays for failing.",
+    "reward/inverted": "Environments whose failures earn more in the mean than their successes"
+    " under the reward terms, but not by their own payouts.",
     "reward/missing_verdicts": "Trajectories that a judge gave no verdict on: they are in no"
     " ranking and in no loss.",
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",

@@ -369,7 +369,7 @@ class Run:
         if not self.samplers:
             metrics.add("engine", engine_metrics(self.engine))
         result = metrics.result()
-        if result.get("reward/success_ranking", 1.0) < 0.5:
+        if result.get("reward/inverted"):
             self.note(step, "the reward pays more for failing than for success (--reward)")
         if num_lost := round(result.get("engine/restarts", 0)):
             self.note(

@@ -4,10 +4,19 @@ them and the limits hold them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 
+import torch
+
+from ragen_mega.algorithm.credit import estimate_advantages
+from ragen_mega.algorithm.filters import filter_groups, has_return
+from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.config import StarPOConfig
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, PROBLEM, TRUNCATED_BY
 from ragen_mega.models.huggingface import load_tokenizer, local_directory
+from ragen_mega.report.step_metrics import custom_metrics
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.clone import (
@@ -82,12 +91,14 @@ def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[Scrip
 
 def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
     """Lines about limits that scripted play does not fit into. Raises ValueError if an environment
-    cannot read the answers of scripted play.
+    cannot read the answers of scripted play, or a reward, estimator, filter or metric of the user's
+    fails on it or answers with something else.
     """
     notes = []
     for name in config.environment.shares:
         if played := list(rehearse(config, name)):
             _check_answers(name, played)
+            _try_plug_ins(config, _made_up(config, renderer, name, played))
             said = (
                 _context_note(config, renderer, name, played),
                 _answer_note(config, renderer, played),
@@ -110,6 +121,41 @@ def _check_answers(name: str, played: Sequence[ScriptedEpisode]) -> None:
         f" {result.info.get(PROBLEM) or 'nothing'!r:.200}; mend parse, or let random_answer(draw)"
         " return what it reads"
     )
+
+
+def _made_up(
+    config: StarPOConfig, renderer: ChatRenderer, name: str, played: Sequence[ScriptedEpisode]
+) -> list[TrajectoryGroup]:
+    """As many groups of as many trajectories as a step has: scripted episodes, over and over."""
+    room, window = config.rollout.max_context_length, config.rollout.context_window
+    held = [
+        as_trajectory(episode, renderer, name, max_context=room, window=window)
+        for episode in played
+    ]
+    held = [trajectory for trajectory in held if trajectory.turns and has_return(trajectory)]
+    members, size = cycle(held), config.rollout.group_size
+    return [
+        TrajectoryGroup(index, [replace(one, group_id=index) for one in islice(members, size)])
+        for index in range(config.rollout.num_groups if held else 0)
+    ]
+
+
+def _try_plug_ins(config: StarPOConfig, groups: Sequence[TrajectoryGroup]) -> None:
+    """Raise PlugInError, in one line, as a step would, for a function of the user's that fails."""
+    if not groups:
+        return
+    shaped, _ = shape_rewards(groups, config.advantage.reward_terms)
+    custom_metrics(groups, config.logging.metric_names)
+    strategy = config.filter.filter_strategy
+    if ":" in strategy:
+        filter_groups(shaped, strategy=strategy, value=config.filter.value, keep_zero=True)
+    name = config.advantage.advantage_estimator
+    if ":" in name:
+        trajectories = [one for group in shaped for one in group.trajectories]
+        batch = pack(trajectories)
+        zeros = torch.zeros(batch.num_positions)
+        batch = batch.with_fields(values=zeros, old_logprobs=zeros, ref_logprobs=zeros)
+        estimate_advantages(batch, trajectories, config.advantage)
 
 
 def _context_note(

@@ -304,7 +304,7 @@ def test_what_a_named_run_does_not_go_with(tmp_path: Path, flags: str, said: str
 
 
 def test_a_named_run_has_to_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="b holds no run .*; give a run directory"):
+    with pytest.raises(ValueError, match="b does not exist; give a run directory"):
         parse(["--resume", str(tmp_path / "b"), "--lr", "1"])
     assert parse(["--resume", "--lr", "1"]).checkpoint.resume, "the default name's, as ever"
     assert not parse(["--resume", "--no-resume"]).checkpoint.resume

@@ -76,9 +76,10 @@ def test_a_term_that_is_gamed_shows() -> None:
     returns = shaped[0].total_rewards
     assert returns[1] > returns[0], "talking pays"
     assert logged["success_ranking"] == 0.0 and logged["response_length"] == pytest.approx(2.55)
+    assert logged["inverted"] == 1.0
     assert [one.success for one in shaped[0].trajectories] == [True, False], "success stays raw"
     _, honest = shape_rewards(groups, parse_reward("environment - 0.001*response_length"))
-    assert honest["success_ranking"] == 1.0
+    assert honest["success_ranking"] == 1.0 and honest["inverted"] == 0.0
     assert success_ranking([solver, solver]) is None
     rich = [trajectory(([1], 50.0 + 50.0 * good, {"success": good})) for good in (True, False)]
     for one in rich:
@@ -287,3 +288,16 @@ def test_a_password_in_the_address_of_a_judge_is_refused_and_not_repeated() -> N
     with pytest.raises(ValueError, match="RAGEN_JUDGE_AUTHORIZATION") as caught:
         parse(["--reward", "environment + http://me:secret@judge.example/score"])
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "inverted"), [("environment + 0.5*constant", 0.0), ("-1*environment", 1.0)]
+)
+def test_only_what_the_world_itself_does_not_pay_is_inverted(reward: str, inverted: float) -> None:
+    """The better arm of a bandit pays nothing most of the time, but more in the mean."""
+    if "constant" not in REWARDS.names():
+        REWARDS.register("constant", lambda trajectory: 1.0)
+    arms = [(1.0, True), (0.0, True), (0.0, True), (0.0, True), (0.1, False), (0.1, False)]
+    played = [trajectory(([1], value, {"success": good})) for value, good in arms]
+    _, logged = shape_rewards([TrajectoryGroup(0, played)], parse_reward(reward))
+    assert logged["inverted"] == inverted

@@ -191,7 +191,8 @@ def test_entry_points_fill_the_tables(tmp_path, monkeypatch):
     kept = filter_groups(groups(), strategy="near", value=None, keep_zero=False)
     assert [one.group_id for one in kept] == [4]
     shaped, logged = shape_rewards(groups(), config.advantage.reward_terms)
-    assert logged == {"near": -1.5, "total": -1.5, "success_ranking": pytest.approx(1 / 6)}
+    assert logged.pop("success_ranking") == pytest.approx(1 / 6)
+    assert logged == {"near": -1.5, "total": -1.5, "inverted": 0.0}
     assert [one.total_reward for one in shaped[0].trajectories] == [-2.0, -1.0]
     assert custom_metrics(groups(), config.logging.metric_names) == {"groups": 2.0}
 
@@ -238,6 +239,7 @@ def test_shaping_adds_weighted_terms_and_leaves_what_was_played():
             "success": 0.0,
             "total": statistics.mean(totals),
             "success_ranking": 2 / 3,
+            "inverted": 0.0,
         }
     )
     for group, own in zip(shaped, before):
