@@ -369,13 +369,13 @@ function fits(trace, group, one, at) {
 function transcript(trace, one, channelName, searched) {
   const strings = one.tokens.map((token) => trace.strings[token]);
   const values = channelName ? channel(one, channelName) : null;
-  const parts = [make("div", { class: "bar facts" }, make("b", { class: one.success ? "good" : "bad" }, one.success ? "solved" : "not solved"), ...[`reward ${number(one.reward)}`, one.terminated ? "ended by the environment" : one.truncated_by ? `cut by ${CUT[one.truncated_by]}` : "cut off", `weights ${one.weight_version}`, `outcome seed ${one.outcome_seed}`].map((fact) => make("span", {}, fact))),
+  const parts = [make("div", { class: "bar facts" }, make("b", { class: one.success ? "good" : "bad" }, one.success ? "solved" : "not solved"), ...[`reward ${number(one.reward)}`, one.terminated ? "ended by the environment" : one.truncated_by ? `cut by ${CUT[one.truncated_by]}` : "cut off"].map((fact) => make("span", { title: `outcome seed ${one.outcome_seed}; sampled under weights ${one.weight_version}: how often the engine has loaded weights, evaluations included` }, fact))),
     make("div", { id: "token", class: "facts" }, channelName && !values ? "this trajectory was not trained on: it has no such number" : "point at a token to read its numbers")];
   const detail = parts[1];
   const scale = values ? largest(trace, channelName) : 1;
   let sampled = 0, position = 0;
   one.turns.forEach((turn, t) => {
-    const said = make("div", { class: "message user" }, ...plain(strings.slice(position, turn.start), searched));
+    const said = make("div", { class: "message user", title: "what the environment said; 'N left' are the actions, or turns where answers are text, that the budget still allows" }, ...plain(strings.slice(position, turn.start), searched));
     const answer = make("div", { class: "message agent" });
     for (let i = turn.start; i < turn.end; i++, sampled++) {
       const mine = sampled;
