@@ -238,7 +238,7 @@ def test_commands_name_files_and_flags_that_exist() -> None:
 )
 def test_training_commands_are_accepted(command: Command) -> None:
     """By the parser that trains; one's own parts and data, which are not here, are left out."""
-    own = re.compile(r"\bmy?_?\w+:\w+|webshop-data|runs/NAME")
+    own = re.compile(r"\bmy?_?\w+:\w+|webshop-data|runs/NAME|my_\w+\.|my\.flags")
     words = [word for word in command.words if word.isascii()]
     if not any(own.search(word) for word in words) and "--help" not in words:
         try:

@@ -334,6 +334,15 @@ class TestRecipes:
         flags = with_recipe(["--recipe", "my.flags"], directory=recipes, default="none")
         assert flags == ["--lr", "1e-3", "--bf16", "--lr", "5e-4"]
 
+    def test_the_file_of_the_documentation(self, tmp_path, monkeypatch):
+        page = (ROOT / "docs/commands.md").read_text()
+        text = page.partition("cat > my.flags <<'FLAGS'\n")[2].partition("FLAGS\n")[0]
+        (tmp_path / "my.flags").write_text(text)
+        monkeypatch.chdir(tmp_path)
+        own, shipped = parse(["--recipe", "my.flags"]), parse(["--recipe", "sokoban"])
+        assert own.environment == shipped.environment
+        assert (own.train.num_steps, shipped.train.num_steps) == (80, 40)
+
     @pytest.mark.parametrize(
         ("name", "text", "words"),
         [
