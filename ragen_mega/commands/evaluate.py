@@ -23,6 +23,7 @@ RULES = (
     flag("--max-actions-per-turn", "default: the run's, else 5", type=int),
     flag("--max-actions", "default: the run's, else 10", type=int),
     flag("--prompt-style", "default: the run's, else full", choices=("full", "system", "compact")),
+    flag("--system-prompt", "first words of the system message; default: the run's"),
     flag("--environment-options", "JSON object of options per environment; default: the run's"),
 )
 """Flags that replace the environment settings of a run."""

@@ -316,6 +316,11 @@ class EnvironmentConfig(Section):
     prompt_style: Literal["full", "system", "compact"] = "full"
     """Instructions in the first user message, in the system message, or (small models) none at all.
     """
+    system_prompt: str | None = None
+    """A text with which the system message of every prompt begins; an empty text leaves out that of
+    --prompt-style full (default: "You're a helpful assistant." there, nothing in other styles and
+    before an environment's own messages).
+    """
     environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
     no limit).
