@@ -74,7 +74,8 @@ def test_a_system_prompt_comes_first_in_every_style():
 
 
 def test_the_flag_reaches_every_episode():
-    for words, prompt in (([], None), (["--system-prompt", "Hi"], "Hi"), (["--system-prompt="], "")):
+    given = (([], None), (["--system-prompt", "Hi"], "Hi"), (["--system-prompt="], ""))
+    for words, prompt in given:
         assert episode_config(parse(words).environment).system_prompt == prompt
 
 
