@@ -105,5 +105,6 @@ setup(
         "reasoning-gym": ["reasoning-gym>=0.1.23,<0.2"],
         "gem": ["gem-llm>=0.1.0,<0.2"],
         "openenv": ["openenv-core>=0.3.0,<0.4"],
+        "parquet": ["pyarrow>=17"],  # tasks from a file
     },
 )

@@ -53,6 +53,12 @@ FOREIGN_FLAGS = {
     "--sleep-on-idle": "of SGLang",
     "--mem-fraction-static": "of SGLang",
     "--cuda-graph-max-bs-decode": "of SGLang",
+    "--sampling-defaults": "of SGLang",
+    "--attention-backend": "of SGLang",
+    "--device": "of SGLang",
+    "--generation-config": "of vLLM",
+    "--api-key": "of SGLang and vLLM",
+    "--chat-template": "of SGLang and vLLM",
     "--dist": "of pytest-xdist",
     "--no-python": "of torchrun",
     "--strict": "of mkdocs",
@@ -238,7 +244,7 @@ def test_commands_name_files_and_flags_that_exist() -> None:
 )
 def test_training_commands_are_accepted(command: Command) -> None:
     """By the parser that trains; one's own parts and data, which are not here, are left out."""
-    own = re.compile(r"\bmy?_?\w+:\w+|webshop-data|runs/NAME")
+    own = re.compile(r"\bmy?_?\w+:\w+|webshop-data|runs/NAME|my_\w+\.|my\.flags")
     words = [word for word in command.words if word.isascii()]
     if not any(own.search(word) for word in words) and "--help" not in words:
         try:

@@ -27,6 +27,7 @@ RULES = (
         "default: the run's, else full",
         choices=("full", "system", "brief", "compact"),
     ),
+    flag("--system-prompt", "first words of the system message; default: the run's"),
     flag("--environment-options", "JSON object of options per environment; default: the run's"),
 )
 """Flags that replace the environment settings of a run."""

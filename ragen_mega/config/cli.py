@@ -50,17 +50,40 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
     """The flags of the recipe that `--recipe NAME` names (else of `default`), then the others of
     `argv`.
 
-    NAME is a file `NAME.flags` of `directory`, or `none`. Raises ValueError if there is no such
-    recipe.
+    NAME is a file `NAME.flags` of `directory`, `none`, or the path of a file of one's own. Raises
+    ValueError if there is no such recipe.
     """
     name, rest = choose_recipe(argv, default)
+    if "/" in name or name.endswith(".flags"):
+        return _under(_own_recipe(name, directory), rest)
     known = recipe_names(directory)
     if name not in known:
         raise ValueError(
-            f"--recipe must name one of {', '.join(known)}, not {name!r}"
-            f"{did_you_mean(name, known)}; files are in {directory}"
+            f"--recipe must name one of {', '.join(known)}, or a file such as my.flags, not"
+            f" {name!r}{did_you_mean(name, known)}; files are in {directory}"
         )
     return _under([] if name == "none" else read_flags(directory / f"{name}.flags"), rest)
+
+
+def _own_recipe(path: str, directory: Path) -> list[str]:
+    """The flags of a recipe that the user wrote. It stands alone, unless its own `--recipe NAME`
+    names one of `directory` that it changes. Raises ValueError if it names another file, which
+    could name this one, or cannot be read.
+    """
+    try:
+        flags = read_flags(Path(path))
+    except OSError as error:
+        raise ValueError(
+            f"--recipe {path} must be a file of flags that can be read ({error.strerror}); mend the"
+            f" path, or name one of {', '.join(recipe_names(directory))}"
+        ) from None
+    base, _ = split_recipe(flags, "none")
+    if base not in recipe_names(directory):
+        raise ValueError(
+            f"--recipe {base!r} in {path} must name one of {', '.join(recipe_names(directory))};"
+            " put the flags of both files into one"
+        )
+    return with_recipe(flags, default=base, directory=directory)
 
 
 def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:

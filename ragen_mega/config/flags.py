@@ -201,7 +201,11 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
         ),
         "",
         "  --recipe NAME",
-        *_indented(f"flags to begin with: {', '.join(recipes)}; here: {recipe}", width),
+        *_indented(
+            f"flags to begin with: {', '.join(recipes)}, or the path of a file of flags such as"
+            f" my.flags; here: {recipe}",
+            width,
+        ),
     ]
     sections = {
         item.name: item.default_factory.__doc__ for item in dataclasses.fields(StarPOConfig)

@@ -318,6 +318,11 @@ class EnvironmentConfig(Section):
     every turn, `system` in the system message and every turn, `brief` in the system message alone,
     `compact` nowhere (small models).
     """
+    system_prompt: str | None = None
+    """A text with which the system message of every prompt begins; an empty text leaves out that of
+    --prompt-style full (default: "You're a helpful assistant." there, nothing in other styles and
+    before an environment's own messages).
+    """
     environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
     no limit).

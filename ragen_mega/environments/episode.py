@@ -50,6 +50,7 @@ PROBLEM = "problem"
 QUOTED = "quoted_markers"
 """Key of a turn's info: markers of chat templates in what the environment said."""
 FORMAT_PENALTY = -0.1
+SYSTEM_PROMPT = "You're a helpful assistant."
 LIMITS = (*(item.name for item in fields(Budget)), "format_penalty")
 """Limits that an environment may set; the schema of a served one carries them as `limits`."""
 
@@ -70,6 +71,10 @@ class EpisodeConfig:
     prompt_style: PromptStyle = "full"
     """full: task in the first user message; system: task in the system message; brief: task and
     format in the system message, turns as in compact; compact: state and budget only.
+    """
+    system_prompt: str | None = None
+    """What the policy is told before the task, in the system message; an empty text: nothing. None:
+    `SYSTEM_PROMPT` where the style is full, nothing elsewhere.
     """
 
     def __post_init__(self) -> None:
@@ -202,7 +207,7 @@ class Episode:
         if isinstance(self.observation, str):
             self._opening = None
             return self.beginning([Message("user", self._turn_prompt(self.observation))])
-        self._opening = tuple(map(quoted, self.observation))
+        self._opening = tuple(self._under_system_prompt([*map(quoted, self.observation)]))
         return list(self._opening)
 
     def beginning(self, messages: Sequence[Message]) -> list[Message]:
@@ -213,17 +218,24 @@ class Episode:
         if self._opening is not None:
             return [*self._opening, *messages]
         if self.config.prompt_style == "compact":
-            return list(messages)
+            return self._under_system_prompt(messages)
         if self.config.prompt_style in ("system", "brief"):
-            return [Message("system", self._task), *messages]
+            return self._under_system_prompt([Message("system", self._task), *messages])
         task = self._task
         if messages[0].role == "user":
             task, messages = task + messages[0].content, messages[1:]
-        return [
-            Message("system", "You're a helpful assistant."),
-            Message("user", task),
-            *messages,
-        ]
+        return self._under_system_prompt([Message("user", task), *messages], SYSTEM_PROMPT)
+
+    def _under_system_prompt(
+        self, messages: Sequence[Message], default: str = ""
+    ) -> list[Message]:
+        """The messages after the system prompt, which begins a system message that is there."""
+        prompt = default if self.config.system_prompt is None else self.config.system_prompt
+        if not prompt:
+            return list(messages)
+        if messages and messages[0].role == "system":
+            prompt, messages = f"{prompt}\n{messages[0].content}", messages[1:]
+        return [Message("system", prompt), *messages]
 
     def respond(self, text: str) -> TurnResult:
         """Execute the model's text of this turn. Any text is legal.

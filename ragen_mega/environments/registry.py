@@ -42,6 +42,7 @@ ENVIRONMENTS = Registry(
         "reasoning_gym": f"{_ADAPTERS}.reasoning_gym:ReasoningTask",
         "gem": f"{_ADAPTERS}.gem:GemEnvironment",
         "openenv": f"{_ADAPTERS}.openenv:OpenEnvWorld",
+        "tasks": f"{_ADAPTERS}.tasks:FileTasks",
     },
 )
 # RAGEN's scripts and paper swap the names of the two transfer bandits; these are the scripts'.

@@ -37,6 +37,7 @@ def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
         format_penalty=config.format_penalty,
         think=config.think,
         prompt_style=config.prompt_style,
+        system_prompt=config.system_prompt,
     )
 
 

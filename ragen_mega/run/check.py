@@ -145,7 +145,10 @@ def _shape_of_warm_start(settings: dict[str, Any]) -> dict[str, Any]:
     options = json.loads(world["environment_options"])
     return {
         **{name: model.get(name) for name in _SIZES},
-        **{name: world.get(name) for name in ("environments", "think", "prompt_style")},
+        **{
+            name: world.get(name)
+            for name in ("environments", "think", "prompt_style", "system_prompt")
+        },
         "environment_options": {name: options.get(name, {}) for name in names},
     }
 

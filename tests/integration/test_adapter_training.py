@@ -57,6 +57,29 @@ def test_other_libraries_train(tmp_path: Path, package: str, environments: str) 
     assert all(line["rollout/environment_errors"] == 0 for line in steps)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_file_of_tasks_trains_and_is_evaluated_on_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_judge.py").write_text(
+        "def score(answer, reference, row):\n    return row['worth'] * (answer == reference)\n"
+    )
+    rows = [
+        {"prompt": f"Is {n} even?", "answer": "no" if n % 2 else "yes", "worth": 0.5}
+        for n in range(40)
+    ]
+    Path("my_data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    name = "tasks:my_data.jsonl"
+    options = {name: {"score": "my_judge:score", "validation_share": 0.25}}
+    steps = train(tmp_path, name, "--environment-options", json.dumps(options))
+    assert any(0 < line["rollout/reward"] <= 0.5 for line in steps)
+    assert all(line["rollout/success"] == 0 for line in steps), "no score is 1"
+    evaluated = json.loads((tmp_path / "run" / "summary.json").read_text())["sets"][name]
+    assert evaluated["num_prompts"] == 4 and evaluated["environment_errors"] == 0
+
+
 UNRELIABLE = '''
 import time
 

@@ -319,7 +319,51 @@ class TestRecipes:
             ["--recipe", "none", "--lr", "2"], directory=tmp_path, default="lake"
         ) == ["--lr", "2"]
 
-    @pytest.mark.parametrize("argv", [["--recipe", "sea"], ["--recipe"], ["--recipe", "../lake"]])
+    def test_a_file_of_ones_own_stands_alone_or_changes_a_recipe(self, tmp_path, monkeypatch):
+        recipes, own = tmp_path / "recipes", tmp_path / "my.flags"
+        recipes.mkdir()
+        (recipes / "lake.flags").write_text("--lr 1e-3 --bf16")
+        own.write_text("# mine\n--lr 5e-4")
+        monkeypatch.chdir(tmp_path)
+        for name in ("my.flags", "./my.flags", str(own)):
+            words = ["--recipe", name, "--seed", "7"]
+            flags = with_recipe(words, directory=recipes, default="lake")
+            assert flags == ["--lr", "5e-4", "--seed", "7"]
+            assert parse(words, recipe="sokoban").logging.recipe == name
+        own.write_text("--recipe lake --lr 5e-4")
+        flags = with_recipe(["--recipe", "my.flags"], directory=recipes, default="none")
+        assert flags == ["--lr", "1e-3", "--bf16", "--lr", "5e-4"]
+
+    def test_the_file_of_the_documentation(self, tmp_path, monkeypatch):
+        page = (ROOT / "docs/commands.md").read_text()
+        text = page.partition("cat > my.flags <<'FLAGS'\n")[2].partition("FLAGS\n")[0]
+        (tmp_path / "my.flags").write_text(text)
+        monkeypatch.chdir(tmp_path)
+        own, shipped = parse(["--recipe", "my.flags"]), parse(["--recipe", "sokoban"])
+        assert own.environment == shipped.environment
+        assert (own.train.num_steps, shipped.train.num_steps) == (80, 40)
+
+    @pytest.mark.parametrize(
+        ("name", "text", "words"),
+        [
+            ("../lake", None, "../lake"),
+            ("recipes/", None, "recipes"),
+            ("my.flags", "--recipe my.flags", "my.flags"),
+            ("my.flags", "--recipe sea", "sea"),
+            ("my.flags", "--lr 'open", "my.flags"),
+        ],
+    )
+    def test_a_file_that_is_no_recipe(self, tmp_path, monkeypatch, name, text, words):
+        (tmp_path / "recipes").mkdir()
+        (tmp_path / "recipes" / "lake.flags").write_text("")
+        if text is not None:
+            (tmp_path / "my.flags").write_text(text)
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError, match=words) as caught:
+            with_recipe(["--recipe", name], directory=tmp_path / "recipes", default="none")
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("argv", [["--recipe", "sea"], ["--recipe"]])
     def test_unknown(self, tmp_path, argv):
         (tmp_path / "lake.flags").write_text("")
         with pytest.raises(ValueError, match="must name one of lake, none"):

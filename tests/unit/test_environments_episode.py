@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_mega.config import parse
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import make
+from ragen_mega.rollout.tasks import episode_config
 
 ROOM = ["######", "#____#", "#_PXO#", "#____#", "#____#", "######"]
 
@@ -49,6 +51,52 @@ def test_system_and_compact_prompts():
         episode.respond(answer("Up")).messages[0].content
         == episode.environment.step("Up").observation + "\n9 left"
     )
+
+
+def test_a_system_prompt_comes_first_in_every_style():
+    told = "Answer as a pirate."
+    first, (_, task) = start()[1][0].content, start(prompt_style="system")[1]
+    assert first == "You're a helpful assistant."
+    for style, system in (
+        ("full", told),
+        ("system", f"{told}\n{start(prompt_style='system')[1][0].content}"),
+        ("compact", told),
+    ):
+        episode, messages = start(prompt_style=style, system_prompt=told)
+        assert [message.role for message in messages] == ["system", "user"]
+        assert messages[0].content == system
+        assert messages[1] == start(prompt_style=style)[1][-1]
+        later = episode.respond(answer("Up")).messages
+        assert [message.role for message in later] == ["user"], "it is said once"
+        assert episode.beginning(later)[0] == messages[0], "also where a window begins"
+    assert [one.role for one in start(system_prompt="")[1]] == ["user"]
+    assert "Turn 1" in task.content
+
+
+def test_the_flag_reaches_every_episode():
+    given = (([], None), (["--system-prompt", "Hi"], "Hi"), (["--system-prompt="], ""))
+    for words, prompt in given:
+        assert episode_config(parse(words).environment).system_prompt == prompt
+
+
+@pytest.mark.parametrize("opening", [["system", "user"], ["user"]])
+def test_a_system_prompt_comes_before_the_messages_of_an_environment(opening):
+    class Speaker:
+        def reset(self, seed):
+            return [(role, f"the {role} says") for role in opening]
+
+        def step(self, text):
+            return [("user", "more")], 0.0, False, False, {}
+
+    episode = Episode(Speaker(), EpisodeConfig(system_prompt="Be brief.", think=False))
+    messages = episode.start(0)
+    own = "\nthe system says" if len(opening) == 2 else ""
+    assert [(one.role, one.content) for one in messages] == [
+        ("system", f"Be brief.{own}"),
+        ("user", "the user says"),
+    ]
+    later = episode.respond("<answer>1</answer>").messages
+    assert episode.beginning(later) == [*messages, *later]
 
 
 def test_success_ends_the_episode_and_drops_the_rest_of_the_answer():

@@ -18,16 +18,18 @@ MAX_SEED = 2**32
 """Exclusive bound on seeds of NumPy's legacy generators, which many packages seed."""
 
 
-def required(module: str, extra: str) -> ModuleType:
-    """Import an optional package. Raises ValueError naming the extra that installs it."""
+def required(module: str, extra: str, *, purpose: str = "") -> ModuleType:
+    """Import an optional package. Raises ValueError naming the extra that installs it; `purpose` is
+    what needs it, by default environments of the package.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
+        purpose = purpose or f"environments of {error.name}"
         raise ValueError(
-            f"environments of {module.partition('.')[0]} need a package that is not installed; run"
-            f" {install_command(extra)}"
+            f"{purpose} need a package that is not installed; run {install_command(extra)}"
         ) from None
 
 

@@ -1,0 +1,247 @@
+"""Tasks from a file: rows of the shapes that verl's and TRL's data sets have, splits that share no
+prompt, and scores that are compared with hand-made ones.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen_mega.config import parse
+from ragen_mega.environments import calls
+from ragen_mega.environments.adapters.tasks import exact, read_rows
+from ragen_mega.environments.boards import held_out_seeds
+from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.reference_players import baselines
+from ragen_mega.environments.registry import make
+from ragen_mega.rollout.tasks import evaluation_prompts, evaluation_tasks
+
+SUMS = [{"question": f"What is {n} + {n}?", "answer": 2 * n} for n in range(40)]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(rows: Sequence[Any], path: str = "my_data.jsonl") -> str:
+    Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return f"tasks:{path}"
+
+
+def prompts(name: str, **options: Any) -> list[str]:
+    world = make(name, **options)
+    return [calls.reset(world, seed) for seed in range(world.num_tasks)]
+
+
+def test_every_row_is_in_one_split_whatever_their_order(here: Path) -> None:
+    name = write(SUMS)
+    trained, held_out = prompts(name), prompts(name, split="validation")
+    assert len(held_out) == 4 and len(trained) == 36
+    assert {*trained, *held_out} == {row["question"] for row in SUMS}
+    assert {*prompts(write(SUMS[::-1]), split="validation")} == {*held_out}
+    assert len(prompts(name, split="validation", validation_share=0.5)) == 20
+    repeated = write(SUMS * 2, "my_twice.jsonl")
+    assert not {*prompts(repeated)} & {*prompts(repeated, split="validation")}
+
+
+def test_evaluation_plays_the_rows_that_training_never_sees(here: Path) -> None:
+    name = write(SUMS)
+    world = make(name, split="validation")
+    config = parse(["--environments", name]).environment
+    played = [
+        calls.reset(group[0].make_episode().environment, group[0].seed)
+        for group in evaluation_tasks(config, name, evaluation_prompts(config, name, 256))
+    ]
+    assert played == prompts(name, split="validation") and len(played) == 4
+    assert not {*played} & {*prompts(name)}
+    assert list(held_out_seeds(name, world, 256)) == [0, 1, 2, 3]
+    assert calls.reset(world, 5) == calls.reset(world, 1), "larger seeds wrap around"
+
+
+def test_a_file_of_its_own_for_the_evaluation(here: Path) -> None:
+    name, other = write(SUMS[:9]), write(SUMS[9:], "my_test.jsonl")
+    assert len(prompts(name, validation="my_test.jsonl")) == 9
+    held_out = prompts(name, validation="my_test.jsonl", split="validation")
+    assert held_out == [row["question"] for row in SUMS[9:]] and other
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("42", 42, 1),
+        (" 42. ", "42", 1),
+        ("$1,234.50", 1234.5, 1),
+        ("4.2e1", "42", 1),
+        ("-0.0", "0", 1),
+        ("42 apples", "42", 0),
+        ("1e999", "1", 0),
+        ("nan", "nan", 1),
+        ("the  PARIS.", "The Paris", 1),
+        ("\N{FULLWIDTH DIGIT FOUR}2", "42", 1),
+        ("true", True, 1),
+        ("b", ["a", "b"], 1),
+        ("c", ["a", "b"], 0),
+        ("", "0", 0),
+        (".", "0", 0),
+        ("1,23", "123", 0),
+    ],
+)
+def test_an_answer_is_compared_with_the_reference(answer: str, reference: Any, score: int) -> None:
+    assert exact(answer, reference, {}) == score
+
+
+def test_the_shapes_of_other_data_sets(here: Path) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    verl = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"}}
+    for rows in (
+        [verl | {"prompt": said}] * 1,
+        [{"prompt": said, "ground_truth": "4"}],
+        [{"task": said, "key": {"value": 4}}],
+    ):
+        write(rows, "my_test.jsonl")
+        is_own = "task" in rows[0]
+        options = {"prompt_column": "task", "answer_column": "key.value"} if is_own else {}
+        world = make(write(rows), validation="my_test.jsonl", **options)
+        assert [(m.role, m.content) for m in calls.reset(world, 0)] == [
+            (m["role"], m["content"]) for m in said
+        ]
+        result = calls.step(world, "4")
+        assert (result.reward, result.terminated, result.info["success"]) == (1.0, True, True)
+    write([verl | {"prompt": said[1:]}] * 2, "my_test.jsonl")
+    alone = make("tasks:my_test.jsonl", validation="my_test.jsonl")
+    assert calls.reset(alone, 0) == "2 + 2?", "our prompt can tell the format"
+
+
+def test_an_episode_is_one_answer_in_the_form_that_the_prompt_says(here: Path) -> None:
+    gsm8k = [
+        {"question": f"{n} + {n}?", "answer": f"It is twice {n}.\n#### {2 * n}"} for n in range(9)
+    ]
+    name = write(gsm8k)
+    for options, right, form in (
+        ({"answer_after": "####"}, "sum</think>Not #### 5\n#### {}\nDone", "#### [your answer]"),
+        ({"answer_after": "", "answer_column": "n"}, "sum</think>{}", "[your answer]"),
+        ({"answer_column": "n"}, "sum</think><answer>{}</answer>", "<answer> [your answer]"),
+    ):
+        if "answer_column" in options:
+            write([row | {"n": 2 * n} for n, row in enumerate(gsm8k)])
+        episode = Episode(make(name, **options), EpisodeConfig())
+        first = episode.start(0)[-1].content
+        assert f"Always output: <think> [Your thoughts] </think> {form}" in first
+        number = int(first.partition("State:\n")[2].split()[0])
+        result = episode.respond(right.format(2 * number))
+        assert result.terminated and result.info["success"] and result.reward == 1.0
+        episode.start(0)
+        wrong = episode.respond(right.format(2 * number + 1))
+        assert wrong.terminated and not wrong.info["success"] and wrong.reward == 0.0
+        assert baselines(name, range(8), EpisodeConfig(), options).random < 0.5
+    told = Episode(make(name, instruction="Solve."), EpisodeConfig())
+    assert "Solve." in told.start(0)[1].content
+    unread = Episode(make(name, answer_after="####"), EpisodeConfig())
+    unread.start(0)
+    assert not unread.respond("sum</think>12").info["is_format_valid"]
+
+
+def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "my_scores.py").write_text(
+        "def close(answer, reference, row):\n"
+        "    return 1 / (1 + abs(int(answer) - reference) * row['weight'])\n\n\n"
+        "def large(answer, reference, row):\n    return 2\n\n\n"
+        "def broken(answer, reference, row):\n    return row['missing']\n"
+    )
+    name = write([row | {"weight": 3} for row in SUMS])
+    world = make(name, score="my_scores:close")
+    question = calls.reset(world, 7)
+    twice = 2 * int(question.split()[2])
+    result = calls.step(world, str(twice + 1))
+    assert result.reward == 0.25 and not result.info["success"]
+    for score, words in (("large", "0 to 1"), ("broken", "my_scores.py:10"), ("none", "cannot")):
+        with pytest.raises(ValueError, match=words) as caught:
+            make(name, score=f"my_scores:{score}")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "rows"),
+        ('{"question": "?", "answer": 1}\n{"question":\n', "line 2"),
+        ("question,answer\n", "line 1"),
+        ("[]\n", "line 1"),
+        ('{"question": "?", "solution": {"value": 1}}\n' * 2, "solution.value"),
+        ('{"text": "?", "answer": 1}\n' * 2, "prompt or question"),
+        ('{"question": [{"role": "user"}], "answer": 1}\n', "content"),
+        ('{"question": "?", "answer": 1}\n' * 3, "validation"),
+        (
+            '{"question": "?", "answer": {"a": 1}}\n{"question": "!", "answer": {"a": 1}}\n',
+            "answer_column",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(here: Path, text: str, words: str) -> None:
+    (here / "my_data.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        make("tasks:my_data.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_may_be_a_module(here: Path) -> None:
+    for path in ("my_data.jsonl", "MyWorld", "."):
+        with pytest.raises(ValueError, match="module of yours"):
+            make(f"tasks:{path}")
+
+
+def test_rows_for_a_world_of_ones_own_follow_the_file(here: Path) -> None:
+    write(SUMS)
+    assert read_rows("my_data.jsonl") == tuple(SUMS)
+    write(SUMS[:3])
+    assert len(read_rows("my_data.jsonl")) == 3
+
+
+@pytest.mark.skipif(find_spec("pyarrow") is not None, reason="the extra parquet is installed")
+def test_parquet_needs_an_extra(here: Path) -> None:
+    (here / "my_data.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"parquet need .*pip install 'ragen-mega\[parquet\]'"):
+        make("tasks:my_data.parquet")
+
+
+def test_parquet_holds_the_same_rows(here: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    (here / "my_data.parquet").write_bytes(b"no table")
+    with pytest.raises(ValueError, match="my_data.parquet must be a table"):
+        make("tasks:my_data.parquet")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(SUMS), "my_data.parquet")
+    assert read_rows("my_data.parquet") == tuple(SUMS)
+    assert prompts("tasks:my_data.parquet") == prompts(write(SUMS))
+
+
+PAGE = (Path(__file__).parents[2] / "docs/adapters.md").read_text()
+
+
+def test_the_examples_of_the_documentation_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = PAGE.partition("```bash\ncat > my_data.jsonl")[2].partition("\nbash ")[0]
+    subprocess.run(["bash", "-ec", f"cat > my_data.jsonl{block}"], check=True)
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    world = make("tasks:my_data.jsonl", score="my_module:score")
+    calls.reset(world, 0)
+    right = {row["question"]: row["answer"] for row in read_rows("my_data.jsonl")}
+    assert calls.step(world, right[calls.reset(world, 0)]).info["success"]
+    assert calls.step(world, "far away").reward == 0.0
+    source = PAGE.partition("```python\n# my_quiz.py\n")[2].partition("```")[0]
+    (here / "my_quiz.py").write_text(source)
+    quiz = Episode(make("my_quiz:Quiz"), EpisodeConfig(think=False))
+    assert "eggs" in quiz.start(0)[-1].content
+    assert "Try again." in quiz.respond("<answer>41</answer>").messages[0].content
+    assert quiz.respond("<answer> 42 </answer>").reward == 0.5
