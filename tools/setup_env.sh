@@ -76,7 +76,11 @@ _install() {
     echo "setup: installing $torch and the versions of constraints.txt into $venv (once, some minutes)" >&2
     if [ -n "$base" ]; then "$base" -m venv "$venv"; fi
     if [ -t 2 ]; then # pip says nothing meanwhile
-        (while sleep 3; do printf '\rsetup: %s MB installed' "$(du -sm "$venv" | cut -f1)" >&2; done) &
+        # not beyond this process, and without its lock
+        (while kill -0 $$ 2>/dev/null; do
+            printf '\rsetup: %s MB installed' "$(du -sm "$venv" | cut -f1)" >&2
+            sleep 3
+        done) 9>&- &
         trap "kill $! 2>/dev/null; echo >&2" EXIT
     fi
     _install_torch "$python" "$torch"
@@ -89,11 +93,11 @@ _install() {
     for name in "" ${extra:+"-$extra"}; do _fingerprint >"$venv/.installed$name"; done
 }
 
-# Without a GPU torch is the CPU's build, a tenth of the download, unless pip is set up for an index of its own.
+# Without a GPU torch is the CPU's build, 0.2 GB and not several, unless pip is set up for an index of its own.
 _install_torch() {
     local cpu=https://download.pytorch.org/whl/cpu install=("$1" -m pip install --quiet --disable-pip-version-check "$2")
     if [ "$(uname -s)" = Linux ] && [ ! -e /dev/nvidiactl ] && ! command -v nvidia-smi >/dev/null &&
-        ! { "$1" -m pip config list && env; } 2>/dev/null | grep -iqE '^[^=]*(index|find.links)'; then
+        ! "$1" -m pip config list 2>/dev/null | grep -qE '^[^=]*(index|find-links)='; then
         "${install[@]}" --index-url "$cpu" && return
     fi
     "${install[@]}"

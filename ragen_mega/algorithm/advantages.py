@@ -106,34 +106,6 @@ def bilevel_gae(
     )
 
 
-def group_normalize(scores: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
-    """Group-relative advantage of whole trajectories: (score - group mean) / group std; float64
-    inside.
-
-    GRPO, arXiv:2402.03300 section 4.1.2; without the division Dr.GRPO, arXiv:2503.20783. The
-    standard deviation is the unbiased one. A group whose standard deviation is at most CONSTANT_STD
-    is constant, also the only trajectory of a group, and gets 0: the threshold takes the place of
-    an epsilon in the divisor, which would scale every other group.
-
-    Args:
-        scores: [S] float, one per trajectory.
-        group_ids: [S], any labels.
-        scale_by_std: divide by the group's standard deviation.
-
-    Returns:
-        [S] float32; float64 for float64 scores.
-    """
-    _, groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    zeros = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
-    mean = zeros.index_add(0, groups, scores.double()) / counts
-    centred = scores.double() - mean[groups]
-    if scale_by_std:
-        variance = zeros.index_add(0, groups, centred.square()) / (counts - 1).clamp(min=1)
-        std = variance.sqrt()[groups]
-        centred = torch.where(std > CONSTANT_STD, centred / std.clamp(min=CONSTANT_STD), 0.0)
-    return centred.to(compute_dtype(scores))
-
-
 def group_relative(
     scores: Tensor, group_ids: Tensor, *, normalize_std: bool, leave_one_out: bool = False
 ) -> Tensor:
@@ -146,15 +118,16 @@ def group_relative(
         scores, group_ids: [S]; every group needs at least 2 trajectories.
 
     Returns:
-        [S], as `group_normalize` types it.
+        [S] float32; float64 for float64 scores.
     """
     if normalize_std and leave_one_out:
         raise ValueError(
             "RLOO (leave_one_out) does not divide by the group's std (normalize_std); set one of"
             " the two"
         )
-    sizes = _check_sizes(group_ids)
-    relative = group_normalize(scores, group_ids, scale_by_std=normalize_std)
+    members, sizes = _members(group_ids)
+    relative = _centred(scores, members, sizes, scale_by_std=normalize_std)
+    sizes = sizes[members].double()
     return relative * (sizes / (sizes - 1)).to(relative.dtype) if leave_one_out else relative
 
 
@@ -178,8 +151,7 @@ def normalize_rewards(scores: Tensor, keys: Tensor, *, method: NormalizationMeth
             f"unknown reward normalisation {method!r}; choose one of"
             f" {', '.join(get_args(NormalizationMethod))}"
         )
-    _check_sizes(keys)
-    normalized = group_normalize(scores, keys, scale_by_std=method != "mean")
+    normalized = _centred(scores, *_members(keys), scale_by_std=method != "mean")
     return normalized.clamp(*ASYM_CLIP) if method == "asym_clip" else normalized
 
 
@@ -314,12 +286,28 @@ def _check_padding(loss_mask: Tensor, cu_seqlens: Tensor) -> None:
         )
 
 
-def _check_sizes(keys: Tensor) -> Tensor:
-    """[S] float64, for each trajectory the number of trajectories with its key."""
+def _members(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """[S] the segment of each trajectory, one segment a key, and [G] the trajectories of each."""
     _, segments, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
     if (sizes < 2).any():
         raise ValueError(
             f"relative scores need at least 2 trajectories per key, got {int((sizes < 2).sum())}"
             " keys with one; raise group_size or normalise over a wider scope"
         )
-    return sizes[segments].double()
+    return segments, sizes
+
+
+def _centred(scores: Tensor, members: Tensor, sizes: Tensor, *, scale_by_std: bool) -> Tensor:
+    """[S] score - mean of the segment, divided by its unbiased standard deviation with
+    `scale_by_std`; float64 inside. A segment whose standard deviation is at most CONSTANT_STD is
+    constant and gets 0: the threshold takes the place of an epsilon in the divisor, which would
+    scale every other segment.
+    """
+    zeros = torch.zeros(len(sizes), dtype=torch.float64, device=scores.device)
+    mean = zeros.index_add(0, members, scores.double()) / sizes
+    centred = scores.double() - mean[members]
+    if scale_by_std:
+        variance = zeros.index_add(0, members, centred.square()) / (sizes - 1)
+        std = variance.sqrt()[members]
+        centred = torch.where(std > CONSTANT_STD, centred / std.clamp(min=CONSTANT_STD), 0.0)
+    return centred.to(compute_dtype(scores))

@@ -1,13 +1,13 @@
-"""Which initial states a StarPO step trains on: groups ranked by the spread of their raw returns.
+"""Which initial states a StarPO step trains on: groups ranked by the spread of their returns.
 
 StarPO-S, arXiv:2504.20073 Eq. 7 (uncertainty, top fraction); SNR-adaptive selection (top-p, min-p)
-and its controls (percentile range, within group): RAGEN-2, arXiv:2604.06268. Returns must be raw:
-after normalisation by group every group has the same standard deviation.
+and its controls (percentile range, within group): RAGEN-2, arXiv:2604.06268. Returns are those
+after --reward and before normalisation, which gives every group the same standard deviation.
 `ragen_mega.algorithm.tables` lists the filters; each is a function
 
     filter(returns, *, value, keep_zero) -> indices of the groups to keep
 
-of P sequences of raw returns R(tau), the value of the filter, and whether constant groups (all
+of P sequences of returns R(tau), the value of the filter, and whether constant groups (all
 trajectories earned the same) may be kept. `within_group` selects trajectories instead.
 """
 
@@ -66,7 +66,7 @@ def group_uncertainty(returns: Returns) -> Tensor:
     """U = Std_tau[R(tau)] of each group, the unbiased standard deviation (StarPO-S Eq. 7).
 
     Args:
-        returns: raw returns R(tau), P groups of at least 2 trajectories each; groups may differ in
+        returns: returns R(tau), P groups of at least 2 trajectories each; groups may differ in
         size.
 
     Returns:
@@ -173,7 +173,7 @@ def filter_groups(
     keep_zero: bool,
     num_groups: int | None = None,
 ) -> list[TrajectoryGroup]:
-    """The groups that the filter `strategy` keeps by their raw returns, in the given order, without
+    """The groups that the filter `strategy` keeps by their returns, in the given order, without
     members that have none; with a filter within groups, their trajectories that it keeps.
 
     Rewards of different environments have different scales, so the filter ranks the groups of each

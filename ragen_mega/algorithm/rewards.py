@@ -34,6 +34,9 @@ REPEATED = 4
 VERDICTS = "verdicts"
 """Key of the last turn's info: URL of a judge -> its score, None where it gave none."""
 
+_ROUNDING = 1e-9
+"""A difference of mean returns above which it is none of rounding."""
+
 
 def environment(trajectory: Trajectory) -> list[float]:
     """What each turn earned in the environment, its format penalty included."""
@@ -151,7 +154,7 @@ def shape_rewards(
     if ranking is not None:
         own = success_margins([one for group in groups for one in group.trajectories])
         now = success_margins(trajectories)
-        inverted = sum(margin < 0.0 <= own[name] for name, margin in now.items())
+        inverted = sum(margin < -_ROUNDING <= own[name] for name, margin in now.items())
         metrics |= {"success_ranking": ranking, "inverted": float(inverted)}
     return shaped, {"total": fmean(one.total_reward for one in trajectories)} | metrics
 

@@ -29,6 +29,7 @@ RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
 DEFAULT_RECIPE = "frozen_lake"
 """The launch script's; the program itself uses no recipe unless one is named."""
+_UNNAMED = "unnamed"
 OWN_RECIPE = "own"
 """Where nobody names a recipe and the default one is about other environments."""
 _BELONGS_TO = {
@@ -131,10 +132,10 @@ def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     environment's own name; else OWN_RECIPE, whose limits follow from scripted play, or none for a
     model that is loaded, which the learning rates of small models do not fit.
     """
-    name, rest = split_recipe(argv, "")
+    name, rest = split_recipe(argv, _UNNAMED)
     played = _value("--environments", rest)
-    if name or default != DEFAULT_RECIPE or not played:
-        return name or default, rest
+    if name != _UNNAMED or default != DEFAULT_RECIPE or not played:
+        return default if name == _UNNAMED else name, rest
     played = parse_shares(played).keys()
     about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
     if played <= parse_shares(about).keys():

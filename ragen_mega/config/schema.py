@@ -556,10 +556,10 @@ class FilterConfig(Section):
     """Which initial states a step trains on."""
 
     filter_strategy: str = "top_fraction"
-    """How groups are kept, by the standard deviation of their returns (after --reward): top_fraction
-    (StarPO-S), top_p_linear, top_p_softmax, top_k, min_p, percentile_range (a part of the ranking),
-    within_group (the most different trajectories of every group) or none; or a filter of your own,
-    my_module:my_filter.
+    """How groups are kept, by the standard deviation of their returns (after --reward):
+    top_fraction (StarPO-S), top_p_linear, top_p_softmax, top_k, min_p, percentile_range (a part of
+    the ranking), within_group (the most different trajectories of every group) or none; or a filter
+    of your own, my_module:my_filter.
     """
     filter_value: float | None = None
     """Fraction, probability mass or count of the strategy (default of top_fraction: 0.25)."""

@@ -15,6 +15,8 @@ from typing import Any
 
 from ragen_mega.data.extras import extra_of, install_command
 
+_MOST_NAMED = 20
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean x?)` of the known name that is closest, nothing if none is close."""
@@ -128,12 +130,12 @@ class Registry:
                 own = [
                     key
                     for key, value in vars(module).items()
-                    if callable(value) and getattr(value, "__module__", None) == module.__name__
+                    if callable(value) and not key.startswith("_")
                 ]
-                meant = path.partition(":")[2]
                 remedy = (
-                    f"the module is there, {module.__file__}, and has"
-                    f" {', '.join(own) or 'no function or class'}{did_you_mean(meant, own)}"
+                    f"the module is there ({getattr(module, '__file__', None) or 'a folder'}), and"
+                    f" has {', '.join(own[:_MOST_NAMED]) or 'no function or class'}"
+                    f"{did_you_mean(path.partition(':')[2], own)}"
                 )
             raise ValueError(
                 f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error});"

@@ -226,9 +226,7 @@ class Episode:
             task, messages = task + messages[0].content, messages[1:]
         return self._under_system_prompt([Message("user", task), *messages], SYSTEM_PROMPT)
 
-    def _under_system_prompt(
-        self, messages: Sequence[Message], default: str = ""
-    ) -> list[Message]:
+    def _under_system_prompt(self, messages: Sequence[Message], default: str = "") -> list[Message]:
         """The messages after the system prompt, which begins a system message that is there."""
         prompt = default if self.config.system_prompt is None else self.config.system_prompt
         if not prompt:

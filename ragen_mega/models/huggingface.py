@@ -1,6 +1,5 @@
 """Hugging Face directories: configuration, tokenizer, download, random weights."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +89,9 @@ def local_directory(name: str, revision: str | None = None, *, fetch: bool = Tru
     """
     if Path(name).is_dir():
         return Path(name)
+    path = Path(name)
+    if path.is_absolute() or name.count("/") > 1 or beside(path).strip() and path.parent.name:
+        raise ValueError(f"--load {name}: there is no such directory{beside(path)}")
     try:
         return Path(
             snapshot_download(
@@ -103,7 +105,6 @@ def local_directory(name: str, revision: str | None = None, *, fetch: bool = Tru
         raise ValueError(
             f"--load {name} is neither a directory nor a model that the hub gives"
             f" ({_brief(error)}); check the name, the network, or give a local directory"
-            f"{beside(Path(name)) if os.sep in name else ''}"
         ) from None
 
 

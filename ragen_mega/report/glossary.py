@@ -7,7 +7,8 @@ GLOSSARY = {
     "rollout/optimum": "Success of the best possible player under the same budget.",
     "rollout/reward": "Mean total reward of a trajectory, as the environment gave it.",
     "rollout/in_group_std": "Standard deviation of total rewards within a group, mean over groups"
-    " (StarPO Eq. 7; RAGEN-2's reward variance). A cliff is the first sign of the Echo Trap.",
+    " (StarPO Eq. 7; RAGEN-2's reward variance). The paper takes a cliff for the first sign of the"
+    " Echo Trap.",
     "rollout/entropy": "Entropy of everything that was sampled, kept or not, estimated by the mean"
     " of -log p: nats a token, mean over prompts.",
     "rollout/entropy_variance": "Variance over prompts of that entropy. Near 0, the policy is as"

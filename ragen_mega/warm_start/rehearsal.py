@@ -42,11 +42,13 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
     in scripted play, and answers of twice its length; where a model is loaded, whose answers are
     its own, of `max_response_length`. Never above the given one.
     """
-    played = {name: list(rehearse(config, name)) for name in config.environment.shares}
+    trained = config.environment.shares
+    played = {name: list(rehearse(config, name)) for name in config.environment.evaluated}
     if config.model.load is not None:
         tokenizer = load_tokenizer(str(local_directory(config.model.load)))
     else:
-        tokenizer = train_tokenizer([text for each in played.values() for text in _texts(each)])
+        texts = [text for name in trained for text in _texts(played[name])]
+        tokenizer = train_tokenizer(texts)
     renderer = ChatRenderer(tokenizer, think=config.environment.think)
     needed = max(_needed(config, renderer, each) for each in played.values())
     length = min(config.rollout.max_context_length, -(-needed // _ROUNDED) * _ROUNDED)
@@ -54,7 +56,7 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
 
 
 def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
-    """Scripted episodes of an environment that is trained on, as far as they could be played."""
+    """Scripted episodes of an environment, as far as they could be played."""
     played = scripted_episodes(
         episode_maker(config.environment, name),
         range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + EPISODES),

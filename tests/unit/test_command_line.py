@@ -149,7 +149,7 @@ def test_cases_of_kernels_are_chosen_by_words_that_are_in_their_names() -> None:
         return {case.name for case in bench_kernels.chosen_cases(given)}
 
     assert chosen("bi-level", "linear") == {"bi-level gae", "linear policy loss"} < chosen()
-    with pytest.raises(ValueError, match="of the names logprob.*, bi-level gae, .*, not linaer"):
+    with pytest.raises(ValueError, match="of the names logprob.*, bi-level gae, not linaer"):
         chosen("gae", "linaer")
 
 

@@ -227,9 +227,7 @@ def test_parquet_holds_the_same_rows(here: Path) -> None:
 PAGE = (Path(__file__).parents[2] / "docs/adapters.md").read_text()
 
 
-def test_the_examples_of_the_documentation_run(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_the_documentation_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = PAGE.partition("```bash\ncat > my_data.jsonl")[2].partition("\nbash ")[0]
     subprocess.run(["bash", "-ec", f"cat > my_data.jsonl{block}"], check=True)
     monkeypatch.syspath_prepend(here)
