@@ -54,8 +54,6 @@ FOREIGN_FLAGS = {
     "--mem-fraction-static": "of SGLang",
     "--cuda-graph-max-bs-decode": "of SGLang",
     "--sampling-defaults": "of SGLang",
-    "--attention-backend": "of SGLang",
-    "--device": "of SGLang",
     "--generation-config": "of vLLM",
     "--api-key": "of SGLang and vLLM",
     "--chat-template": "of SGLang and vLLM",

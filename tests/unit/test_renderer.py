@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from ragen_mega.config import parse
 from ragen_mega.environments.protocol import Message
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 USER = [
@@ -136,3 +145,50 @@ def test_a_thought_ends_with_the_first_token_that_completes_its_end(tokenizer, t
     length = renderer.thought_length(tokens)
     ends = [n for n in range(1, len(tokens)) if "</think>" in renderer.decode_action(tokens[:n])]
     assert length == (ends[0] if ends else len(tokens))
+
+
+def test_the_client_of_the_documentation_asks_as_training_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against a server that says the same to everything; its prompts beside the chat template's."""
+    said, asked = "so</think><answer>Up</answer>", []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, json.loads(body)))
+            answer = json.dumps({"choices": [{"text": said}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    config = parse(["--recipe", "sokoban", "--max-turns", "2", "--max-actions", "2"])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    tokenizer = train_tokenizer(["#_PXO up down left right"] * 9)
+    tokenizer.save_pretrained(tmp_path / "huggingface")
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    program = tmp_path / "my_client.py"
+    program.write_text(page.partition("```python\n# my_client.py\n")[2].partition("```")[0])
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setattr(sys, "argv", [program.name, str(tmp_path), address])
+        runpy.run_path(str(program), run_name="__main__")
+        server.shutdown()
+    assert len(asked) == 2 and {path for path, _ in asked} == {"/v1/completions"}
+    episode = episode_maker(config.environment, "sokoban")()
+    messages = episode.start(seed=123)
+    chat = [{"role": one.role, "content": one.content} for one in messages]
+    for _, request in asked:
+        told = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(request["prompt"]) == f"{told}<think>"
+        assert (request["temperature"], request["max_tokens"]) == (0.5, 160)
+        chat.append({"role": "assistant", "content": f"<think>{said}"})
+        turn = episode.respond(said)
+        chat += [{"role": one.role, "content": one.content} for one in turn.messages]
+    assert len(capsys.readouterr().out.splitlines()) == 2
