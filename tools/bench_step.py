@@ -44,6 +44,9 @@ from benchmark import OUTPUTS, provenance, publish, spread, table
 from random_models import model_config, write_checkpoint
 
 from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
+from ragen_mega.models.hardware import HARDWARE
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.time_plan import Sizes
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.run_directory import FINAL_EXPORT
@@ -187,6 +190,12 @@ def summarize(
     phases = {
         key.removeprefix("time/"): median([row.get(key, 0.0) for row in counted]) for key in names
     }
+
+    peak = bfloat16_peak()
+
+    def median_of(key: str) -> float | None:
+        return median([row[key] for row in counted]) if key in counted[0] else None
+
     known = [sum(row[key] for key in names if key in row) for row in counted]
     phases["other"] = median([gap - part for gap, part in zip(gaps, known, strict=True)])
     sampled = median([row["rollout/sampled_tokens"] for row in counted])
@@ -213,11 +222,38 @@ def summarize(
         "rollout_tokens_per_second": median([row["rollout/tokens_per_second"] for row in counted]),
         "train_tokens_per_second": median([row["update/tokens_per_second"] for row in counted]),
         "mismatch": max(row["mismatch/logprob_max_abs_diff"] for row in counted),
+        "sync_gbytes_per_second": (sync := median_of("time/sync"))
+        and engine_bytes(model) / sync / 1e9,
+        "asleep_free_gib": median_of(
+            "memory/train_free_gib"
+        ),  # the engine has given its memory back
+        "mfu": peak and median([update_flops(model, row) for row in counted]) / peak,
         "rows": [
             {key: value for key, value in row.items() if key.startswith(("time/", "memory/"))}
             for row in counted
         ],
     }
+
+
+def engine_bytes(model: str) -> float:
+    """Bytes of the weights that a rollout engine takes."""
+    itemsize = 2 if torch.cuda.is_available() else 4
+    return float(itemsize * ModelShape.of(model_config(model)).num_parameters)
+
+
+def update_flops(model: str, row: Mapping[str, Any]) -> float:
+    """Operations a second of the updates of actor and critic in a step."""
+    seconds = row["time/advantages"] + row["time/update"]
+    tokens = row["update/tokens_per_second"] * seconds
+    trained = row["rollout/num_trajectories"] * row["filter/kept_fraction"]
+    sizes = Sizes.of(ModelShape.of(model_config(model)))
+    return 2 * tokens * sizes.flops(tokens / trained) / row["time/update"]
+
+
+def bfloat16_peak() -> float | None:
+    """Operations a second of this GPU's data sheet; None without one that is known."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((one.bf16 for name, one in HARDWARE.items() if name in device), None)
 
 
 def is_phase(key: str) -> bool:

@@ -14,11 +14,12 @@ from types import SimpleNamespace
 
 from bench_step import TARGET_MODEL, training_flags
 
-from ragen_mega.config import parse
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.models.hardware import Machine, find_hardware
+from ragen_mega.models.memory_plan import GIB, Setting, plan
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Cut, default_play, product, step_seconds
+from ragen_mega.models.time_plan import Cut, Sizes, default_play, product, step_seconds
 
 GPUS = ("H100", "H200")
 COPY = 0.9
@@ -93,9 +94,28 @@ def steps(machine: Machine, keep: float) -> Figures:
     yield "- of it rollout, s", f"{run}/phases/rollout/seconds", seconds["rollout"]
     update = seconds["update actor"] + seconds["update critic"]
     yield "- of it update, s", f"{run}/phases/update/seconds", update
+    size = 2.0 * shape.num_parameters
+    place = f"{run}/sync_gbytes_per_second"
+    yield "- weight sync, GB/s", place, size / seconds["sync"] / 1e9
+    trained = keep * asked.num_groups * asked.group_size * play.length
+    flops = 2 * trained * Sizes.of(shape).flops(play.length)  # of actor and critic
+    yield "- MFU of the updates", f"{run}/mfu", flops / update / machine.hardware.bf16
+    yield (
+        "- GiB free while the engine sleeps",
+        f"{run}/asleep_free_gib",
+        free_gib(shape, config, machine),
+    )
     rate = sampled / seconds["rollout"]
     yield "- sampled tokens a second", f"{run}/rollout_tokens_per_second", rate
     yield "- largest difference of log-probabilities", f"{run}/mismatch", MISMATCH
+
+
+def free_gib(shape: ModelShape, config: StarPOConfig, machine: Machine) -> float:
+    """GiB of the GPU that are free while actor and critic are on it and the engine sleeps."""
+    held = plan(shape, Setting.from_config(config, 1))["train actor"]
+    stays = ("actor", "critic", "CUDA", "engine")
+    taken = sum(size for name, size in held.items() if name.startswith(stays))
+    return machine.hardware.gpu_gib - taken / GIB
 
 
 def reshard(machine: Machine) -> Figures:
