@@ -159,3 +159,22 @@ def test_a_loss_is_flat_once_it_no_longer_falls() -> None:
     falling = [0.99**step for step in range(4 * FLAT_WINDOW)]
     assert not is_flat(falling[:FLAT_WINDOW]) and not is_flat(falling)
     assert is_flat([*falling, *[falling[-1]] * 2 * FLAT_WINDOW])
+
+
+@pytest.mark.parametrize("name", ["my_text:Guess", "my_json:Move", "my_tools:Lookup"])
+def test_worlds_of_the_documentation_can_be_played(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = name.partition(":")[0]
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    source = page.partition(f"```python\n# {module}.py\n")[2].partition("```")[0]
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop(module, None)
+    config = fit_context(parse(["--environments", name], recipe=DEFAULT_RECIPE))
+    assert not [note for note in check_play(config, renderer_of(config)) if "budget" not in note]
+    played = list(scripted_episodes(episode_maker(config.environment, name), range(99), skill=0.0))
+    results = [result for episode in played for _, result in episode.turns]
+    assert all("error" not in result.info for result in results)
+    assert any(result.info["success"] for result in results)
