@@ -47,6 +47,29 @@ _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 """Settings that say how a run was begun, and nothing of what goes on."""
 
 
+def _tasks_as_environment(argv: Sequence[str]) -> list[str]:
+    """`argv` with `--tasks FILE [--score my_module:score]` as the environment that it stands for.
+    Raises ValueError for another environment beside it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--tasks", "--score"):
+        parser.add_argument(flag, nargs="?", const="")
+    found, rest = parser.parse_known_args(argv)
+    if found.tasks is None:
+        return [*argv]
+    others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
+    if others or not found.tasks:
+        raise ValueError(
+            f"--tasks takes a file and stands for --environments tasks:FILE, not {found.tasks!r}"
+            f"{''.join(f' beside {flag}' for flag in others)}; drop one of them"
+        )
+    name = f"tasks:{found.tasks}"
+    words = [*rest, "--environments", name]
+    if found.score is not None:
+        words += ["--environment-options", json.dumps({name: {"score": found.score}})]
+    return words
+
+
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
     """The flags of the recipe that `--recipe NAME` names (else of `default`), then the others of
     `argv`.
@@ -247,7 +270,7 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
 
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
-    resumed, argv = split_resumed(argv)
+    resumed, argv = split_resumed(_tasks_as_environment(argv))
     name, rest = choose_recipe(argv, recipe)
     if {"-h", "--help"} & set(rest):
         if os.environ.get("RANK", "0") == "0":  # which every rank was asked for

@@ -206,6 +206,10 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
             f" my.flags; here: {recipe}",
             width,
         ),
+        "  --tasks FILE [--score my_module:score]",
+        *_indented(
+            "prompts and reference answers, JSON lines or parquet: --environments tasks:FILE", width
+        ),
     ]
     sections = {
         item.name: item.default_factory.__doc__ for item in dataclasses.fields(StarPOConfig)

@@ -243,3 +243,13 @@ def test_the_examples_of_the_documentation_run(here: Path, monkeypatch: pytest.M
     assert "eggs" in quiz.start(0)[-1].content
     assert "Try again." in quiz.respond("<answer>41</answer>").messages[0].content
     assert quiz.respond("<answer> 42 </answer>").reward == 0.5
+
+
+def test_tasks_stand_for_an_environment(here: Path) -> None:
+    name = write(SUMS)
+    Path("scored_by.py").write_text("def score(answer, reference, row):\n    return 1.0\n")
+    config = parse(["--tasks", "my_data.jsonl", "--score", "scored_by:score", "--seed", "3"])
+    assert config.environment.environments == name and config.train.seed == 3
+    assert config.environment.options(name) == {"score": "scored_by:score"}
+    with pytest.raises(ValueError, match="--environments"):
+        parse(["--tasks", "my_data.jsonl", "--environments", "bandit"])
