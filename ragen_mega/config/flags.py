@@ -208,7 +208,7 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
         ),
         "  --tasks FILE [--score my_module:score]",
         *_indented(
-            "prompts and reference answers, JSON lines or parquet: --environments tasks:FILE", width
+            "prompts and reference answers, JSON lines or parquet: environment tasks:FILE", width
         ),
     ]
     sections = {
