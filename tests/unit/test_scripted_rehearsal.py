@@ -39,7 +39,7 @@ class Steps:
         return f"You went {action}, and the roads are as long as before.", 0.0, False, False, {}
 
 
-class Json(Steps):
+class Mute(Steps):
     answer_format = '{"go": [left or right]}'
 
     def parse(self, text):
@@ -51,11 +51,13 @@ class Json(Steps):
     def step(self, action):
         return super().step(action["go"])
 
+
+class Json(Mute):
     def random_answer(self, draw):
         return json.dumps({"go": draw.choice(("left", "right"))})
 
 
-class Deaf(Json):
+class Deaf(Mute):
     def random_answer(self, draw):
         return json.dumps({"move": "left"})
 '''
@@ -153,6 +155,12 @@ def test_a_parse_that_reads_nothing_is_refused_with_what_it_says(worlds: None) -
     with pytest.raises(ValueError, match="there is no go in it") as error:
         check_play(bad, renderer_of(good))
     assert '{"move": "left"}' in str(error.value) and "0 of" in str(error.value)
+    # A model that is loaded need not guess at the form as scripted play does.
+    flags = ["--environments", "rehearsed:Mute", "--load", "none"]
+    notes = check_play(parse(flags, recipe=DEFAULT_RECIPE), renderer_of(good))
+    assert any("rehearsed:Mute must read" in note for note in notes)
+    with pytest.raises(ValueError, match="rehearsed:Mute must read"):
+        check_play(parse(flags[:2], recipe=DEFAULT_RECIPE), renderer_of(good))
 
 
 def test_a_loss_is_flat_once_it_no_longer_falls() -> None:
