@@ -44,6 +44,8 @@ from benchmark import OUTPUTS, provenance, publish, spread, table
 from random_models import model_config, write_checkpoint
 
 from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.time_plan import Sizes
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.run_directory import FINAL_EXPORT
@@ -212,12 +214,32 @@ def summarize(
         "sampled_tokens_per_trajectory": sampled / num_trajectories,
         "rollout_tokens_per_second": median([row["rollout/tokens_per_second"] for row in counted]),
         "train_tokens_per_second": median([row["update/tokens_per_second"] for row in counted]),
+        "sync_gbytes_per_second": median(
+            [row["time/sync_gbytes_shard"] / row["time/sync"] for row in counted]
+        ),
+        "update_teraflops": median([flops_of_update(model, row) for row in counted])
+        / phases["update"]
+        / 1e12,
+        "awake_free_gib": min(row.get("memory/rollout_free_gib", 0.0) for row in counted),
+        "asleep_free_gib": min(row.get("memory/train_free_gib", 0.0) for row in counted),
         "mismatch": max(row["mismatch/logprob_max_abs_diff"] for row in counted),
         "rows": [
             {key: value for key, value in row.items() if key.startswith(("time/", "memory/"))}
             for row in counted
         ],
     }
+
+
+def flops_of_update(model: str, row: Mapping[str, Any]) -> float:
+    """FLOPs of the actor and the critic, forward and backward, for the positions of an update; with
+    shared prefixes less is computed.
+    """
+    seconds = row["time/advantages"] + row["time/update"]
+    positions = row["update/tokens_per_second"] * seconds
+    trajectories = row["rollout/num_trajectories"] * row["filter/kept_fraction"]
+    labels = row["rollout/sampled_tokens"] * row["filter/kept_fraction"] / positions
+    sizes, length = Sizes.of(ModelShape.of(model_config(model))), positions / trajectories
+    return positions * (sizes.flops(length, labels) + sizes.flops(length, 0.0))
 
 
 def is_phase(key: str) -> bool:

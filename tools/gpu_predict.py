@@ -14,11 +14,12 @@ from types import SimpleNamespace
 
 from bench_step import TARGET_MODEL, training_flags
 
-from ragen_mega.config import parse
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.models.hardware import Machine, find_hardware
+from ragen_mega.models.memory_plan import GIB, Setting, plan
 from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Cut, default_play, product, step_seconds
+from ragen_mega.models.time_plan import Cut, Sizes, default_play, product, step_seconds
 
 GPUS = ("H100", "H200")
 COPY = 0.9
@@ -93,9 +94,27 @@ def steps(machine: Machine, keep: float) -> Figures:
     yield "- of it rollout, s", f"{run}/phases/rollout/seconds", seconds["rollout"]
     update = seconds["update actor"] + seconds["update critic"]
     yield "- of it update, s", f"{run}/phases/update/seconds", update
+    sizes, length = Sizes.of(shape), play.length
+    flops = sizes.flops(length, play.sampled / length) + sizes.flops(length, 0.0)
+    flops *= asked.group_size * max(1, round(keep * asked.num_groups)) * length
+    yield "- TFLOP/s of the update", f"{run}/update_teraflops", flops / update / 1e12
+    rate = 2e-9 * shape.num_parameters / seconds["sync"]
+    yield "- weight sync, GB/s", f"{run}/sync_gbytes_per_second", rate
+    yield from memory(machine, shape, config, run)
     rate = sampled / seconds["rollout"]
     yield "- sampled tokens a second", f"{run}/rollout_tokens_per_second", rate
     yield "- largest difference of log-probabilities", f"{run}/mismatch", MISMATCH
+
+
+def memory(machine: Machine, shape: ModelShape, config: StarPOConfig, run: str) -> Figures:
+    """What is free as soon as the server has the weights, and while it sleeps between updates."""
+    phases = plan(shape, Setting.from_config(config, 1))
+    passing = ("activations", "workspace", "fragmentation")
+    asleep = sum(size for name, size in phases["train actor"].items() if name not in passing)
+    awake = sum(size for name, size in phases["sync"].items() if name != "buffers")
+    for what, held in (("awake", awake), ("asleep", asleep)):
+        free = machine.hardware.gpu_gib - held / GIB
+        yield f"- GiB free, server {what}", f"{run}/{what}_free_gib", free
 
 
 def reshard(machine: Machine) -> Figures:
