@@ -8,11 +8,12 @@ ours: kernels are predicted to reach SHARE of the copy bandwidth, which is COPY 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-from bench_step import TARGET_MODEL, training_flags
+from bench_step import NUM_TURNS, TARGET_MODEL, training_flags
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.models.hardware import Machine, find_hardware
@@ -42,6 +43,8 @@ MISMATCH = 0.5
 """Assumed: the largest difference of log-probabilities of two engines in bfloat16."""
 RESPONSE = 68
 """Sampled tokens of a turn in tools/bench_step.py: a random model hardly ever ends early."""
+PROMPT = 119.0
+"""Tokens before each turn there, counted on a CPU: 593 of Sokoban in five turns."""
 HEAD = """# The GPU day, predicted
 
 Written by `python tools/gpu_predict.py` before any GPU was there; nothing was measured. Seconds of
@@ -84,7 +87,7 @@ def steps(machine: Machine, keep: float) -> Figures:
     )
     config = parse(training_flags(asked, Path("model"), keep))
     shape = ModelShape.of(model_config(TARGET_MODEL))
-    play = default_play(config, float(RESPONSE))
+    play = replace(default_play(config, float(RESPONSE)), turns=NUM_TURNS, prompt_tokens=PROMPT)
     phases = step_seconds(machine, shape, config, 1, play)
     seconds = {name: sum(terms.values()) for name, terms in phases.items()}
     run = f"{'step' if keep < 1 else 'step_all'}/runs/0"
