@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -180,7 +181,18 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
             f"--cases takes parts of the names {', '.join(names)}, not {', '.join(idle)}"
         )
     words = arguments.cases or [""]
-    return [case for case in cases if any(word in case.name for word in words)]
+    chosen = [case for case in cases if any(word in case.name for word in words)]
+    return chosen if arguments.budget is None else by_turns(chosen)
+
+
+def by_turns(cases: Sequence[Case]) -> list[Case]:
+    """First one shape of every job, then a second one, so that a budget leaves no job out."""
+    seen = Counter[str]()
+    turns = []
+    for case in cases:
+        turns.append((seen[case.name], case))
+        seen[case.name] += 1
+    return [case for _, case in sorted(turns, key=lambda turn: turn[0])]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -44,7 +44,6 @@ from benchmark import OUTPUTS, provenance, publish, spread, table
 from random_models import model_config, write_checkpoint
 
 from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
-from ragen_mega.models.hardware import HARDWARE
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import Sizes
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
@@ -221,6 +220,14 @@ def summarize(
         "sampled_tokens_per_trajectory": sampled / num_trajectories,
         "rollout_tokens_per_second": median([row["rollout/tokens_per_second"] for row in counted]),
         "train_tokens_per_second": median([row["update/tokens_per_second"] for row in counted]),
+        "sync_gbytes_per_second": median(
+            [row["time/sync_gbytes_shard"] / row["time/sync"] for row in counted]
+        ),
+        "update_teraflops": median([flops_of_update(model, row) for row in counted])
+        / phases["update"]
+        / 1e12,
+        "awake_free_gib": min(row.get("memory/rollout_free_gib", 0.0) for row in counted),
+        "asleep_free_gib": min(row.get("memory/train_free_gib", 0.0) for row in counted),
         "mismatch": max(row["mismatch/logprob_max_abs_diff"] for row in counted),
         "sync_gbytes_per_second": (sync := median_of("time/sync"))
         and engine_bytes(model) / sync / 1e9,
@@ -235,25 +242,16 @@ def summarize(
     }
 
 
-def engine_bytes(model: str) -> float:
-    """Bytes of the weights that a rollout engine takes."""
-    itemsize = 2 if torch.cuda.is_available() else 4
-    return float(itemsize * ModelShape.of(model_config(model)).num_parameters)
-
-
-def update_flops(model: str, row: Mapping[str, Any]) -> float:
-    """Operations a second of the updates of actor and critic in a step."""
+def flops_of_update(model: str, row: Mapping[str, Any]) -> float:
+    """FLOPs of the actor and the critic, forward and backward, for the positions of an update; with
+    shared prefixes less is computed.
+    """
     seconds = row["time/advantages"] + row["time/update"]
-    tokens = row["update/tokens_per_second"] * seconds
-    trained = row["rollout/num_trajectories"] * row["filter/kept_fraction"]
-    sizes = Sizes.of(ModelShape.of(model_config(model)))
-    return 2 * tokens * sizes.flops(tokens / trained) / row["time/update"]
-
-
-def bfloat16_peak() -> float | None:
-    """Operations a second of this GPU's data sheet; None without one that is known."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((one.bf16 for name, one in HARDWARE.items() if name in device), None)
+    positions = row["update/tokens_per_second"] * seconds
+    trajectories = row["rollout/num_trajectories"] * row["filter/kept_fraction"]
+    labels = row["rollout/sampled_tokens"] * row["filter/kept_fraction"] / positions
+    sizes, length = Sizes.of(ModelShape.of(model_config(model))), positions / trajectories
+    return positions * (sizes.flops(length, labels) + sizes.flops(length, 0.0))
 
 
 def is_phase(key: str) -> bool:

@@ -8,11 +8,12 @@ ours: kernels are predicted to reach SHARE of the copy bandwidth, which is COPY 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-from bench_step import TARGET_MODEL, training_flags
+from bench_step import NUM_TURNS, TARGET_MODEL, training_flags
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.models.hardware import Machine, find_hardware
@@ -42,6 +43,8 @@ MISMATCH = 0.5
 """Assumed: the largest difference of log-probabilities of two engines in bfloat16."""
 RESPONSE = 68
 """Sampled tokens of a turn in tools/bench_step.py: a random model hardly ever ends early."""
+PROMPT = 119.0
+"""Tokens before each turn there, counted on a CPU: 593 of Sokoban in five turns."""
 HEAD = """# The GPU day, predicted
 
 Written by `python tools/gpu_predict.py` before any GPU was there; nothing was measured. Seconds of
@@ -84,7 +87,7 @@ def steps(machine: Machine, keep: float) -> Figures:
     )
     config = parse(training_flags(asked, Path("model"), keep))
     shape = ModelShape.of(model_config(TARGET_MODEL))
-    play = default_play(config, float(RESPONSE))
+    play = replace(default_play(config, float(RESPONSE)), turns=NUM_TURNS, prompt_tokens=PROMPT)
     phases = step_seconds(machine, shape, config, 1, play)
     seconds = {name: sum(terms.values()) for name, terms in phases.items()}
     run = f"{'step' if keep < 1 else 'step_all'}/runs/0"
@@ -94,28 +97,27 @@ def steps(machine: Machine, keep: float) -> Figures:
     yield "- of it rollout, s", f"{run}/phases/rollout/seconds", seconds["rollout"]
     update = seconds["update actor"] + seconds["update critic"]
     yield "- of it update, s", f"{run}/phases/update/seconds", update
-    size = 2.0 * shape.num_parameters
-    place = f"{run}/sync_gbytes_per_second"
-    yield "- weight sync, GB/s", place, size / seconds["sync"] / 1e9
-    trained = keep * asked.num_groups * asked.group_size * play.length
-    flops = 2 * trained * Sizes.of(shape).flops(play.length)  # of actor and critic
-    yield "- MFU of the updates", f"{run}/mfu", flops / update / machine.hardware.bf16
-    yield (
-        "- GiB free while the engine sleeps",
-        f"{run}/asleep_free_gib",
-        free_gib(shape, config, machine),
-    )
+    sizes, length = Sizes.of(shape), play.length
+    flops = sizes.flops(length, play.sampled / length) + sizes.flops(length, 0.0)
+    flops *= asked.group_size * max(1, round(keep * asked.num_groups)) * length
+    yield "- TFLOP/s of the update", f"{run}/update_teraflops", flops / update / 1e12
+    rate = 2e-9 * shape.num_parameters / seconds["sync"]
+    yield "- weight sync, GB/s", f"{run}/sync_gbytes_per_second", rate
+    yield from memory(machine, shape, config, run)
     rate = sampled / seconds["rollout"]
     yield "- sampled tokens a second", f"{run}/rollout_tokens_per_second", rate
     yield "- largest difference of log-probabilities", f"{run}/mismatch", MISMATCH
 
 
-def free_gib(shape: ModelShape, config: StarPOConfig, machine: Machine) -> float:
-    """GiB of the GPU that are free while actor and critic are on it and the engine sleeps."""
-    held = plan(shape, Setting.from_config(config, 1))["train actor"]
-    stays = ("actor", "critic", "CUDA", "engine")
-    taken = sum(size for name, size in held.items() if name.startswith(stays))
-    return machine.hardware.gpu_gib - taken / GIB
+def memory(machine: Machine, shape: ModelShape, config: StarPOConfig, run: str) -> Figures:
+    """What is free as soon as the server has the weights, and while it sleeps between updates."""
+    phases = plan(shape, Setting.from_config(config, 1))
+    passing = ("activations", "workspace", "fragmentation")
+    asleep = sum(size for name, size in phases["train actor"].items() if name not in passing)
+    awake = sum(size for name, size in phases["sync"].items() if name != "buffers")
+    for what, held in (("awake", awake), ("asleep", asleep)):
+        free = machine.hardware.gpu_gib - held / GIB
+        yield f"- GiB free, server {what}", f"{run}/{what}_free_gib", free
 
 
 def reshard(machine: Machine) -> Figures:

@@ -30,7 +30,7 @@ PATH_PER_RUN = 8
 """A run is at least 1/8 as long as the path to it, so that keys are gathered 9 times at most."""
 WHOLE = {"cpu": 256, "cuda": 1}
 """Nodes from which a trajectory that begins at a root is attended to by itself. On CUDA all are:
-its kernels take no mask where queries are grouped, and torch's plain attention is slow.
+its fastest kernel takes no mask.
 """
 LIKE = 0.85
 """Keys that a run in a call must have, as a share of those of the largest."""

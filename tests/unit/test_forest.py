@@ -14,6 +14,7 @@ from ragen_mega.data.balance import TOKENS, Cost
 from ragen_mega.data.forest import Forest, PrefixOrder
 from ragen_mega.data.packing import Part, costs_of, microbatch, pack, parts_of, shares
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
+from ragen_mega.megatron import attention
 from ragen_mega.megatron.attention import attend, schedule_of
 from ragen_mega.megatron.layers import PackedForest
 
@@ -161,12 +162,16 @@ def compiled(q, k, v, forest: Forest) -> torch.Tensor:
     return forest_attention(q, k, v, ones, ones - 1, paths, q.shape[-1] ** -0.5)
 
 
-@pytest.mark.parametrize("way", ["runs", "chains", "compiled"])
+@pytest.mark.parametrize("way", ["runs", "repeated keys", "chains", "compiled"])
 @pytest.mark.parametrize("longest", [20, 150, 700])
-def test_attention_is_that_of_every_trajectory(way: str, longest: int) -> None:
+def test_attention_is_that_of_every_trajectory(
+    way: str, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outputs and gradients, in float64; 700: trajectories that are calls of their own, and runs
-    that grow with their path.
+    that grow with their path. Keys are repeated where a CUDA kernel takes no grouped heads.
     """
+    if way == "repeated keys":
+        monkeypatch.setattr(attention, "is_quadratic", lambda query, mask: True)
     for seed in range(3):
         batch, forest = shared(batch_of(branching(seed, 14, longest)), multiple=8)
         assert forest.is_shared
@@ -180,7 +185,7 @@ def test_attention_is_that_of_every_trajectory(way: str, longest: int) -> None:
         expected = by_trajectory(*(x[sources] for x in grown), batch)
         weight = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
         truth = torch.autograd.grad((expected * weight).sum(), grown)
-        if way == "runs":
+        if way in ("runs", "repeated keys"):
             actual = attend(*grown, schedule_of(forest, CPU), None)
         else:
             actual = {"chains": by_chain, "compiled": compiled}[way](*grown, forest)

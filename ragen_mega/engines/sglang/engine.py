@@ -86,7 +86,7 @@ class SGLangEngine(RolloutEngine):
         self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
-        self._gives_back = settings.has_memory_saver
+        self._must_free = settings.has_memory_saver
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
         self._num_pauses = 0  # each aborts what the server works on
@@ -285,9 +285,10 @@ class SGLangEngine(RolloutEngine):
     @contextmanager
     def _freed(self, with_weights: bool) -> Iterator[None]:
         """Raises EngineError unless the device has more free memory afterwards, by at least half of
-        the weights that the server held: others may take some meanwhile.
+        the weights that the server held: others may take some meanwhile. A server has to show it
+        once after its start, so that another program on the device cannot end a long run.
         """
-        if not (with_weights and self._gives_back):
+        if not (with_weights and self._must_free):
             yield
             return
         before, least = torch.cuda.mem_get_info()[0], self._transfer.num_bytes // 2
@@ -296,15 +297,17 @@ class SGLangEngine(RolloutEngine):
             raise EngineError(
                 f"asleep the SGLang server must give its memory back, at least {least} bytes of its"
                 f" weights, and {risen} more are free; does its log {self.server.log} say that"
-                " torch_memory_saver could not be preloaded?"
+                " torch_memory_saver could not be preloaded, or does another program take memory of"
+                " this device?"
             )
+        self._must_free = False  # it has shown it
 
     def _start(self) -> None:
         self._released = set()
         about = self.server.start().call("GET", "/server_info")
         # what starts the server may leave it out, as tools/gpu_check.sh does in the last resort
         has_saver = about.get("enable_memory_saver", True)
-        self._gives_back = has_saver and self._settings.has_memory_saver
+        self._must_free = has_saver and self._settings.has_memory_saver
         check_cache(
             about.get("max_total_num_tokens", self._settings.kv_cache_tokens), self._settings
         )
