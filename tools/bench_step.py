@@ -44,6 +44,7 @@ from benchmark import OUTPUTS, provenance, publish, spread, table
 from random_models import model_config, write_checkpoint
 
 from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
+from ragen_mega.models.hardware import HARDWARE
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.time_plan import Sizes
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
@@ -189,12 +190,7 @@ def summarize(
     phases = {
         key.removeprefix("time/"): median([row.get(key, 0.0) for row in counted]) for key in names
     }
-
     peak = bfloat16_peak()
-
-    def median_of(key: str) -> float | None:
-        return median([row[key] for row in counted]) if key in counted[0] else None
-
     known = [sum(row[key] for key in names if key in row) for row in counted]
     phases["other"] = median([gap - part for gap, part in zip(gaps, known, strict=True)])
     sampled = median([row["rollout/sampled_tokens"] for row in counted])
@@ -220,21 +216,12 @@ def summarize(
         "sampled_tokens_per_trajectory": sampled / num_trajectories,
         "rollout_tokens_per_second": median([row["rollout/tokens_per_second"] for row in counted]),
         "train_tokens_per_second": median([row["update/tokens_per_second"] for row in counted]),
-        "sync_gbytes_per_second": median(
-            [row["time/sync_gbytes_shard"] / row["time/sync"] for row in counted]
-        ),
-        "update_teraflops": median([flops_of_update(model, row) for row in counted])
-        / phases["update"]
-        / 1e12,
+        "sync_gbytes_per_second": rate_of(counted, "time/sync_gbytes_shard", "time/sync"),
+        "update_teraflops": (teraflops := update_teraflops(model, counted)),
+        "mfu": teraflops and peak and 1e12 * teraflops / peak,
         "awake_free_gib": min(row.get("memory/rollout_free_gib", 0.0) for row in counted),
         "asleep_free_gib": min(row.get("memory/train_free_gib", 0.0) for row in counted),
         "mismatch": max(row["mismatch/logprob_max_abs_diff"] for row in counted),
-        "sync_gbytes_per_second": (sync := median_of("time/sync"))
-        and engine_bytes(model) / sync / 1e9,
-        "asleep_free_gib": median_of(
-            "memory/train_free_gib"
-        ),  # the engine has given its memory back
-        "mfu": peak and median([update_flops(model, row) for row in counted]) / peak,
         "rows": [
             {key: value for key, value in row.items() if key.startswith(("time/", "memory/"))}
             for row in counted
@@ -242,16 +229,35 @@ def summarize(
     }
 
 
-def flops_of_update(model: str, row: Mapping[str, Any]) -> float:
-    """FLOPs of the actor and the critic, forward and backward, for the positions of an update; with
-    shared prefixes less is computed.
+def rate_of(rows: Sequence[Mapping[str, Any]], amount: str, seconds: str) -> float | None:
+    """Median of an amount over its seconds; None where a step does not say both."""
+    if not all(amount in row and row.get(seconds) for row in rows):
+        return None
+    return statistics.median([row[amount] / row[seconds] for row in rows])
+
+
+def update_teraflops(model: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """TFLOP/s of actor and critic, forward and backward, over the positions of an update; with
+    shared prefixes less is computed. None where a step does not say its seconds.
     """
-    seconds = row["time/advantages"] + row["time/update"]
-    positions = row["update/tokens_per_second"] * seconds
-    trajectories = row["rollout/num_trajectories"] * row["filter/kept_fraction"]
-    labels = row["rollout/sampled_tokens"] * row["filter/kept_fraction"] / positions
-    sizes, length = Sizes.of(ModelShape.of(model_config(model))), positions / trajectories
-    return positions * (sizes.flops(length, labels) + sizes.flops(length, 0.0))
+    sizes, found = Sizes.of(ModelShape.of(model_config(model))), []
+    for row in rows:
+        if not row.get("time/advantages") or not row.get("time/update"):
+            return None
+        seconds = row["time/advantages"] + row["time/update"]
+        positions = row["update/tokens_per_second"] * seconds
+        kept = row["filter/kept_fraction"]
+        length = positions / (row["rollout/num_trajectories"] * kept)
+        labels = row["rollout/sampled_tokens"] * kept / positions
+        flops = positions * (sizes.flops(length, labels) + sizes.flops(length, 0.0))
+        found.append(flops / row["time/update"] / 1e12)
+    return statistics.median(found)
+
+
+def bfloat16_peak() -> float | None:
+    """Operations a second of this GPU's data sheet; None without one that is known."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((one.bf16 for name, one in HARDWARE.items() if name in device), None)
 
 
 def is_phase(key: str) -> bool:

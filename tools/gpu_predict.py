@@ -101,6 +101,7 @@ def steps(machine: Machine, keep: float) -> Figures:
     flops = sizes.flops(length, play.sampled / length) + sizes.flops(length, 0.0)
     flops *= asked.group_size * max(1, round(keep * asked.num_groups)) * length
     yield "- TFLOP/s of the update", f"{run}/update_teraflops", flops / update / 1e12
+    yield "- MFU of the update", f"{run}/mfu", flops / update / machine.hardware.bf16
     rate = 2e-9 * shape.num_parameters / seconds["sync"]
     yield "- weight sync, GB/s", f"{run}/sync_gbytes_per_second", rate
     yield from memory(machine, shape, config, run)
