@@ -144,13 +144,19 @@ def test_no_repetition_is_no_benchmark(repetitions: int) -> None:
 def test_cases_of_kernels_are_chosen_by_words_that_are_in_their_names() -> None:
     """A word in none would replace an earlier measurement by a report without results."""
 
+    def cases(*words: str, **flags: object) -> list[bench_kernels.Case]:
+        given = {"device": "cpu", "small": True, "no_compile": True, "budget": None} | flags
+        return bench_kernels.chosen_cases(argparse.Namespace(cases=[*words], **given))
+
     def chosen(*words: str) -> set[str]:
-        given = argparse.Namespace(device="cpu", small=True, no_compile=True, cases=[*words])
-        return {case.name for case in bench_kernels.chosen_cases(given)}
+        return {case.name for case in cases(*words)}
 
     assert chosen("bi-level", "linear") == {"bi-level gae", "linear policy loss"} < chosen()
     with pytest.raises(ValueError, match="of the names logprob.*, bi-level gae, not linaer"):
         chosen("gae", "linaer")
+    names = [case.name for case in cases(budget=70.0)]
+    jobs = len({*names})
+    assert len({*names[:jobs]}) == jobs < len(names), "a budget leaves no job out"
 
 
 def test_control_traffic_is_that_of_the_calls_alone(
