@@ -258,6 +258,9 @@ def warm_start_key(config: StarPOConfig) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
+_POLL_SECONDS = 0.05
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM: as Ctrl-C, with another exit code."""
 
@@ -285,14 +288,15 @@ class Runner:
         signal.signal(signal.SIGTERM, _terminate)
         # Not by joining threads: one whose join is interrupted counts as ended.
         with ThreadPoolExecutor(at_a_time) as pool:
-            workers = [pool.submit(self._work) for _ in range(at_a_time)]
-            try:
+            try:  # a signal may come as soon as the first run has begun
+                workers = [pool.submit(self._work) for _ in range(at_a_time)]
                 wait(workers)
             except KeyboardInterrupt:
-                while not all(worker.done() for worker in workers):
+                while self._running or not self._is_stopped:
                     with suppress(KeyboardInterrupt):
                         self._stop()
-                        wait(workers)
+                        while self._running:
+                            time.sleep(_POLL_SECONDS)
                 raise
         for worker in workers:
             worker.result()

@@ -11,6 +11,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -586,10 +587,21 @@ def test_a_run_that_fails_in_any_way_leaves_the_others(
     assert "bad failed" in capsys.readouterr().out
 
 
+class SlowPool(ThreadPoolExecutor):
+    """The first run has begun, and been stopped, before the second worker is there."""
+
+    def submit(self, *work: Any, **more: Any) -> Future:
+        begun = super().submit(*work, **more)
+        time.sleep(1.0)
+        return begun
+
+
+@pytest.mark.parametrize("pool", [ThreadPoolExecutor, SlowPool])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, pool: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(study_runs, "ThreadPoolExecutor", pool)
     stubborn = "trap 'trap - TERM; echo first' TERM; echo up; while true; do sleep 0.1; done"
     work, before = study_runs.Runner.run, signal.getsignal(signal.SIGTERM)
     # as in a process of its own: other tests may have left a handler
