@@ -303,6 +303,11 @@ class TestCheck:
         assert (process.returncode, len(process.stderr.splitlines())) == (2, 1)
         assert "NPROC_PER_NODE must be a number of ranks" in process.stderr
 
+    def test_another_shell_hands_over_to_bash(self):
+        """`sh`, which is not Bash everywhere."""
+        process = execute("sh", SCRIPT, "--help")
+        assert process.returncode == 0 and "--recipe NAME" in process.stdout, process.stderr
+
 
 class TestRecipes:
     def test_command_line_comes_last(self, tmp_path):
