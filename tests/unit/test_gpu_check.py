@@ -111,7 +111,8 @@ case "$1" in
 -) cat >"{folder}/program"; [[ "$2" != */out ]] || exec {python} "{folder}/program" "${{@:2}}" ;;
 -c) ;;
 *)
-    printf '%s\\0' "$@" >>"{folder}/asked"; echo >>"{folder}/asked"
+    {{ printf '%s\\0' "$@"; echo; }} >"{folder}/asked.$$"
+    cat "{folder}/asked.$$" >>"{folder}/asked" # at once: some parts run together
     [[ "$1" != *sglang_probe* ]] || printf 'file\\n--disable-cuda-graph\\n'
     ;;
 esac
