@@ -36,9 +36,9 @@ from ragen_mega.data.balance import balanced_split
 from ragen_mega.data.launcher import as_rank
 from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.megatron.trainer import MOST_NODES
-from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Sizes
+from ragen_mega.planning.published import model_config
+from ragen_mega.planning.time import Sizes
 from ragen_mega.rollout.collector import in_groups
 from ragen_mega.rollout.holding import assign, hold, share
 

@@ -30,7 +30,7 @@ from benchmark import OUTPUTS, interleave, provenance, publish, table
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.commands.command_line import command, flag, read_settings
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import LossConfig, ModelConfig, ParallelConfig, StarPOConfig, TrainConfig
 from ragen_mega.data.packing import minibatches, pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
@@ -39,6 +39,7 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.trainer import MOST_NODES
 from ragen_mega.models.huggingface import load_config, random_weights
+from ragen_mega.report.provenance import read_settings
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from ragen_mega.storage.run_directory import FINAL_EXPORT

@@ -43,10 +43,11 @@ import torch
 from benchmark import OUTPUTS, provenance, publish, spread, table
 from random_models import model_config, write_checkpoint
 
-from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
-from ragen_mega.models.hardware import HARDWARE
+from ragen_mega.commands.command_line import command, flag
+from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Sizes
+from ragen_mega.planning.hardware import HARDWARE
+from ragen_mega.planning.time import Sizes
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.run_directory import FINAL_EXPORT
@@ -65,8 +66,8 @@ FLAGS = (
     *OUTPUTS,
     flag(
         "--model",
-        "a name in ragen_mega/models/model_shapes.json, or a directory with a config.json, of which"
-        " only the shape counts",
+        "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json, of"
+        " which only the shape counts",
         TARGET_MODEL,
     ),
     flag("--steps", "per run; the first two do not count", 4),

@@ -29,10 +29,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ragen_mega.commands import study_scaling, study_signals, study_table
 from ragen_mega.commands.command_line import command, flag, report_folder
-from ragen_mega.commands.plan_machine import find_machine
-from ragen_mega.commands.study_runs import (
+from ragen_mega.config import parse
+from ragen_mega.config.cli import RECIPES
+from ragen_mega.data.extras import require
+from ragen_mega.planning.hardware import Machine, find_machine
+from ragen_mega.studies import scaling, signals_page, tables
+from ragen_mega.studies.definitions import PRESETS, Arm, Study
+from ragen_mega.studies.runs import (
     IDENTITY,
     Runner,
     Terminated,
@@ -43,11 +47,6 @@ from ragen_mega.commands.study_runs import (
     found_seeds,
     recorded,
 )
-from ragen_mega.config import parse
-from ragen_mega.config.cli import RECIPES
-from ragen_mega.data.extras import require
-from ragen_mega.models.hardware import Machine
-from ragen_mega.report.study import PRESETS, Arm, Study
 
 STUDIES = RECIPES.parent / "studies"
 
@@ -94,13 +93,13 @@ def write_report(
     """NAME.md, NAME.json and NAME.svg (NAME_paper of that preset) of the runs that have finished;
     those of a scaling study beside what is predicted for `machine`. Raises ValueError if none has.
     """
-    found = study_table.collect(study, folder, seeds)
+    found = tables.collect(study, folder, seeds)
     if not any(found.values()):
         raise ValueError(f"no run of {folder} has finished; there is nothing to report")
     of = json.loads((folder / IDENTITY).read_text())
     if study.target is not None:
-        return study_scaling.write(study, found, output, of["place"], mixed, machine)
-    study_table.write(study, found, output, of["place"], of["match"], mixed)
+        return scaling.write(study, found, output, of["place"], mixed, machine)
+    tables.write(study, found, output, of["place"], of["match"], mixed)
 
 
 def predict(
@@ -122,7 +121,7 @@ def predict(
         )
         for arm in arms
     ]
-    study_scaling.write_predicted(study, whole, machine, arguments.reports, num_seeds)
+    scaling.write_predicted(study, whole, machine, arguments.reports, num_seeds)
 
 
 @command(
@@ -155,7 +154,7 @@ def main(arguments: argparse.Namespace) -> int | None:
     require("studies", "studies")
     if arguments.signals:
         beside = report_folder("docs/results/studies", arguments.signals / "report")
-        return study_signals.write(arguments.signals, arguments.reports or beside)
+        return signals_page.write(arguments.signals, arguments.reports or beside)
     if arguments.list or not arguments.study:
         for path in sorted(STUDIES.glob("*.toml")):
             study = Study.read(path)

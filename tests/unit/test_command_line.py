@@ -12,15 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.commands.command_line import (
-    JSON,
-    command,
-    flag,
-    parse,
-    read_settings,
-    run_ranks,
-)
+from ragen_mega.commands.command_line import JSON, command, flag, parse
+from ragen_mega.data.launcher import run_ranks
 from ragen_mega.report import hardware
+from ragen_mega.report.provenance import read_settings
 from tools import bench_control, bench_kernels, benchmark
 
 FLAGS = (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ragen_mega.commands.study_scaling import Speed, whole_run
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.report.pace import Pace, duration
+from ragen_mega.studies.scaling import Speed, whole_run
 
 STEP, EPISODE, STEPS = 7.0, 0.25, 12
 EVALUATIONS = {4: 40, 8: 40, 12: 320}

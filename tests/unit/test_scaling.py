@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ragen_mega.report.scaling import Curve, extrapolation_error, fit_power_law, fit_sigmoid
+from ragen_mega.studies.fits import Curve, extrapolation_error, fit_power_law, fit_sigmoid
 
 COMPUTE = np.geomspace(1e2, 1e5, 16)
 QWEN_BASE = {

@@ -12,10 +12,10 @@ import pytest
 from scipy.stats import spearmanr
 
 from ragen_mega.commands import study as tool
-from ragen_mega.commands.study_runs import warm_start_key
 from ragen_mega.config import parse
-from ragen_mega.report import signals
-from ragen_mega.report.signals import (
+from ragen_mega.studies import signals
+from ragen_mega.studies.runs import warm_start_key
+from ragen_mega.studies.signals import (
     SIGNALS,
     Run,
     correlation,

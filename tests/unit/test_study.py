@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from ragen_mega.commands import study as tool
-from ragen_mega.commands import study_runs
-from ragen_mega.commands.study_runs import flags_of
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.environments.registry import make
 from ragen_mega.report.metrics import write_json
-from ragen_mega.report.study import Study, estimate, percent
+from ragen_mega.studies import runs as study_runs
+from ragen_mega.studies.definitions import Study, estimate, percent
+from ragen_mega.studies.runs import flags_of
 from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]

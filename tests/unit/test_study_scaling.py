@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from ragen_mega.commands import study as tool
-from ragen_mega.commands import study_runs
-from ragen_mega.commands.plan import planned_gpus
-from ragen_mega.commands.study_scaling import Speed, number
 from ragen_mega.config import parse
 from ragen_mega.config.cli import RECIPES
-from ragen_mega.models.memory_plan import GIB, Setting, plan
-from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Play
-from ragen_mega.report.study import Study
+from ragen_mega.planning.answer import planned_gpus
+from ragen_mega.planning.memory import GIB, Setting, plan
+from ragen_mega.planning.published import model_config
+from ragen_mega.planning.time import Play
+from ragen_mega.studies import runs as study_runs
+from ragen_mega.studies.definitions import Study
+from ragen_mega.studies.scaling import Speed, number
 from ragen_mega.warm_start.small_model import small_model
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,6 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.layers import PackedForest
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.models.time_plan import Sizes
 from tools.parity import make_batch, random_model
 
 EPSILON = 1e-6
@@ -185,16 +184,16 @@ def test_the_last_layer_may_leave_out_what_nobody_uses(
 
 
 @pytest.mark.parametrize("shared_prefixes", ["on", "off"])
-def test_work_is_what_torch_counts(shared_prefixes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_what_torch_counts(shared_prefixes: str) -> None:
     """All products of an update; attention, which is not torch's, apart."""
     reference, parallel = random_model("qwen2"), ParallelConfig()
     hf, train = reference.config, TrainConfig(shared_prefixes=shared_prefixes)
     critic = MegatronCritic(hf, initialize(parallel), parallel, train, LossConfig())
     critic.load_weights(reference.state_dict().get)
-    batch, cost = make_batch(reference), Sizes.cost.fget
+    batch, trainer = make_batch(reference), critic.trainer
     with FlopCounterMode(display=False) as counter:
         critic.update(batch)
-    monkeypatch.setattr(Sizes, "cost", property(lambda self: cost(self)._replace(per_pair=0)))
-    positions, flops = critic.trainer.count_work(batch)
+    trainer.cost = trainer.cost._replace(per_pair=0)
+    positions, flops = trainer.count_work(batch)
     value_head = 6 * positions * hf.hidden_size
     assert flops + value_head == counter.get_total_flops()

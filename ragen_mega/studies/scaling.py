@@ -16,22 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ragen_mega.commands.command_line import read_settings
-from ragen_mega.commands.plan_calibration import PHASES, WARMUP, played
-from ragen_mega.commands.plan_cost import STEPS
-from ragen_mega.commands.plan_validation import interval
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.packing import count_minibatches
-from ragen_mega.models.hardware import Machine
 from ragen_mega.models.huggingface import load_config
-from ragen_mega.models.memory_plan import GIB, Setting, plan
-from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Play, Sizes, computed_length, default_play, step_seconds
+from ragen_mega.planning.calibration import PHASES, WARMUP, played
+from ragen_mega.planning.cost import STEPS
+from ragen_mega.planning.hardware import Machine
+from ragen_mega.planning.memory import GIB, Setting, plan
+from ragen_mega.planning.published import model_config
+from ragen_mega.planning.time import Play, Sizes, computed_length, default_play, step_seconds
+from ragen_mega.planning.validation import interval
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import write_json
 from ragen_mega.report.plots import headless_pyplot
-from ragen_mega.report.scaling import (
+from ragen_mega.report.provenance import read_settings
+from ragen_mega.storage.run_directory import FINAL_EXPORT
+from ragen_mega.studies.definitions import Arm, Study, estimate, percent
+from ragen_mega.studies.fits import (
     Constant,
     Curve,
     Fit,
@@ -40,14 +42,12 @@ from ragen_mega.report.scaling import (
     fit_sigmoid,
     size_extrapolation_error,
 )
-from ragen_mega.report.study import Arm, Study, estimate, percent
-from ragen_mega.storage.run_directory import FINAL_EXPORT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Runs = Mapping[str, Mapping[int, dict[str, Any]]]
-"""Arm -> seed -> what `study_table.collect` found."""
+"""Arm -> seed -> what `tables.collect` found."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.models.hardware import HARDWARE, Machine
-from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan
 from ragen_mega.models.shape import ModelShape, cut_error
-from ragen_mega.models.time_plan import Play, default_play, step_seconds
+from ragen_mega.planning.hardware import HARDWARE, Machine
+from ragen_mega.planning.memory import GIB, Setting, host_bytes, plan
+from ragen_mega.planning.time import Play, default_play, step_seconds
 
 DEFAULT = Machine(HARDWARE["H100"])
 """The machine that recipes are made for."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.models.hardware import Machine
-from ragen_mega.models.layout_search import fits
-from ragen_mega.models.memory_plan import GIB
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Play, Sizes, Terms, computed_length, step_seconds
+from ragen_mega.planning.hardware import Machine
+from ragen_mega.planning.layouts import fits
+from ragen_mega.planning.memory import GIB
+from ragen_mega.planning.time import Play, Sizes, Terms, computed_length, step_seconds
 from ragen_mega.report.plots import headless_pyplot
 
 STEPS = 100

@@ -22,14 +22,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from ragen_mega.commands.command_line import PROGRAM, run_ranks
-from ragen_mega.commands.plan_validation import solve
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data import distributed
-from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine
+from ragen_mega.data.launcher import PROGRAM, run_ranks
 from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import (
+from ragen_mega.planning.hardware import HARDWARE, Constants, Hardware, Machine
+from ragen_mega.planning.time import (
     FP32,
     Cut,
     Play,
@@ -39,6 +38,7 @@ from ragen_mega.models.time_plan import (
     step_seconds,
     width_factor,
 )
+from ragen_mega.planning.validation import solve
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragen_mega.commands.plan_machine import find_machine
-from ragen_mega.models.hardware import Constants, Machine
-from ragen_mega.models.published import SHAPES
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import (
+from ragen_mega.planning.hardware import Constants, Machine, find_machine
+from ragen_mega.planning.published import SHAPES
+from ragen_mega.planning.time import (
     BF16,
     FP32,
     Cut,
@@ -35,7 +34,7 @@ from ragen_mega.models.time_plan import (
 )
 from ragen_mega.report.markdown import table
 
-ROWS = Path(str(files("ragen_mega.models") / "published_steps.json"))
+ROWS = Path(str(files("ragen_mega.planning") / "published_steps.json"))
 FITTED = {
     "training": (
         "product", "product_fp8", "memory", "launch", "adapter", "collective", "link", "update",

@@ -5,12 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ragen_mega.commands.study_runs import warm_start_key
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import write_json
 from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.provenance import provenance
-from ragen_mega.report.signals import (
+from ragen_mega.studies.runs import warm_start_key
+from ragen_mega.studies.signals import (
     AHEAD,
     FALL,
     LEVEL,

@@ -19,15 +19,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ragen_mega.commands.command_line import PROGRAM, ranks_command
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.recorded import read_recorded
+from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.packing import count_minibatches
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
-from ragen_mega.report.study import Arm, Study
+from ragen_mega.studies.definitions import Arm, Study
 
 IDENTITY = "study.json"
+BESIDE = ("commands", "planning", "studies")
+"""Folders of the package that change no result of a run."""
 
 
 def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
@@ -82,7 +84,7 @@ def code_digest() -> str:
         root = Path(find_spec(package).origin).parent
         for path in sorted(root.rglob("*")):
             place = path.relative_to(root)
-            if path.suffix in (".py", ".flags", ".jsonl") and place.parts[0] != "commands":
+            if path.suffix in (".py", ".flags", ".jsonl") and place.parts[0] not in BESIDE:
                 digest.update(f"{package}/{place}".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

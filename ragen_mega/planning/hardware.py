@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 
 NODE = 8
@@ -349,3 +351,21 @@ class Machine:
             return self.constants.link * hardware.nvlink
         cards = max(1, hardware.node // stride) if stride else 1
         return self.constants.link * min(hardware.nvlink, cards * hardware.network)
+
+
+def find_machine(name: str, constants: Constants | None = None) -> Machine:
+    """A row of the table under `constants` (default: those of the published steps), or what
+    --calibrate wrote; a file that has no constants gets those. Raises ValueError for neither.
+    """
+    usual = constants or Constants()
+    if not name.endswith(".json"):
+        return Machine(find_hardware(name), usual)
+    try:
+        values = json.loads(Path(name).read_text())
+        measured = values.get("constants")
+        hardware = Hardware(**values["hardware"])
+        return Machine(hardware, usual if measured is None else Constants(**measured))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--hardware {name} must be a file that --calibrate wrote ({error}); write it again"
+        ) from None

@@ -12,7 +12,7 @@ import numpy as np
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
 from ragen_mega.report.plots import headless_pyplot
-from ragen_mega.report.study import Estimate, Study, estimate, percent
+from ragen_mega.studies.definitions import Estimate, Study, estimate, percent
 
 PLAYERS = ("random", "optimum")
 MATCHED = {"steps": "optimizer steps", "tokens": "sampled trajectories"}

@@ -19,9 +19,9 @@ from statistics import NormalDist
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.balance import Cost
-from ragen_mega.models.hardware import Machine
-from ragen_mega.models.memory_plan import Setting, state_of
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.hardware import Machine
+from ragen_mega.planning.memory import Setting, state_of
 
 BF16, FP32 = 2, 4
 ADAM_BYTES = 34
@@ -103,8 +103,8 @@ class Sizes:
         """FLOPs, forward and backward, of a token, of its attention to one token, and of the LM
         head for it.
         """
-        attention = 12 * self.attending * self.num_heads * self.head_dim
-        return Cost(6 * self.active, attention, 6 * self.head)
+        channels = self.attending * self.num_heads * self.head_dim
+        return Cost.of_model(self.active, channels, self.head)
 
     def flops(self, length: float, labels: float = 1.0) -> float:
         """FLOPs per token, forward and backward, in trajectories of `length` (causal attention),
