@@ -30,9 +30,11 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import HARDWARE, Constants, Hardware, Machine
 from ragen_mega.planning.time import (
     FP32,
+    PHASES,
     Cut,
     Play,
     Sizes,
+    by_timer,
     decode_step,
     product,
     step_seconds,
@@ -112,13 +114,6 @@ CONFIGURATIONS: Mapping[str, tuple[int, str]] = {
     "TP 2 PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 """Name -> ranks and flags of the runs that the constants were not fitted on."""
-PHASES = {
-    "rollout": ("rollout",),
-    "sync": ("sync",),
-    "advantages": ("old log-probabilities", "reference", "values"),
-    "update": ("update critic", "update actor"),
-}
-"""Timers of a run -> phases of the predictor."""
 WARMUP = 2
 """First steps, which do not count."""
 
@@ -371,10 +366,7 @@ class Steps:
     def predicted(self, machine: Machine) -> dict[str, float]:
         """The same by the predictor; the tokens of a turn are those that were sampled."""
         phases = step_seconds(machine, self.shape, self.config, self.ranks, self.play)
-        return {
-            phase: sum(sum(phases.get(part, {}).values()) for part in parts)
-            for phase, parts in PHASES.items()
-        }
+        return by_timer(phases)
 
 
 def with_host(machine: Machine, runs: Sequence[Steps]) -> Machine:

@@ -36,6 +36,13 @@ SPREAD = 0.5
 """Assumed standard deviation of the logarithm of the tokens per turn."""
 Terms = dict[str, float]
 """What -> seconds."""
+PHASES = {
+    "rollout": ("rollout",),
+    "sync": ("sync",),
+    "advantages": ("old log-probabilities", "reference", "values"),
+    "update": ("update critic", "update actor"),
+}
+"""Timers of a run -> phases of the predictor."""
 
 
 @dataclass(frozen=True)
@@ -736,6 +743,14 @@ def step_seconds(
         phases["rollout"] |= taken
         phases["rollout"] = waited(phases, rolled.max_staleness)
     return phases
+
+
+def by_timer(phases: Mapping[str, Terms]) -> Terms:
+    """Timer of a run (a key of PHASES) -> predicted seconds."""
+    return {
+        timer: sum(sum(phases.get(part, {}).values()) for part in parts)
+        for timer, parts in PHASES.items()
+    }
 
 
 def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:

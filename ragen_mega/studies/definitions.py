@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from ragen_mega.environments.reference_players import wilson_interval
 
+STUDIES = Path(str(files("ragen_mega.config") / "studies"))
 PRESETS = ("small", "paper")
 LEVEL = 0.95
 ROUNDING = 1e-9
@@ -31,13 +33,6 @@ class Arm:
     name: str
     flags: tuple[str, ...]
     """Appended to those of the study, which they override."""
-    ranks: int | None = None
-    """Ranks of its runs (default: what the command line says)."""
-    seeds: int | None = None
-    """How many of the seeds it has runs of, the first ones (default: all)."""
-    model: str = ""
-    """In a scaling study what is trained; `layout` is how it is laid out."""
-    layout: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,8 +64,6 @@ class Study:
     avoidable ones.
     """
     notes: str = ""
-    target: float | None = None
-    """Success whose cost a scaling study states; None for a study that is none."""
 
     @property
     def page(self) -> str:
@@ -84,25 +77,19 @@ class Study:
         `[[arms]]` with `name`, `flags` and, where the paper's differ, `paper_flags`; optional
         `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
 
-        A scaling study has `target` and, for arms, every pair of `[[models]]` and `[[layouts]]`,
-        each with `name`, `flags`, `ranks` (1; those of a pair are their product) and `seeds` (all).
-        The first layout is the one in which models are compared.
-
         Raises ValueError, in one line, for anything else.
         """
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
-        scales = "models" in data
-        parts = ("models", "layouts", "target") if scales else ("arms",)
-        _check_keys(path, "a study", data, required=("title", "source", *parts), others=_OTHERS)
+        _check_keys(path, "a study", data, ("title", "source", "arms"), _OTHERS)
         preset = preset or next((name for name in PRESETS if name in data), PRESETS[0])
         if preset not in data:
             raise ValueError(f"{path} has no preset [{preset}]; it has {_presets(data)}")
         part = data[preset]
         _check_keys(path, f"[{preset}]", part, ("recipe",), ("flags", "confounds"))
-        arms = _pairs(path, data) if scales else _arms(path, data, preset)
+        arms = _arms(path, data, preset)
         names = [arm.name for arm in arms]
         if len(set(names)) < len(names) or not all(map(_is_plain, names)):
             raise ValueError(
@@ -127,8 +114,16 @@ class Study:
             metrics=tuple(data.get("metrics", cls.metrics)),
             confounds=tuple(part.get("confounds", ())),
             notes=data.get("notes", ""),
-            target=data.get("target"),
         )
+
+
+def find(name: str, preset: str | None) -> Study:
+    """The study of this name, or in this file. Raises ValueError if there is none."""
+    path = Path(name) if name.endswith(".toml") else STUDIES / f"{name}.toml"
+    if not path.exists():
+        known = ", ".join(sorted(file.stem for file in STUDIES.glob("*.toml")))
+        raise ValueError(f"there is no study {name}; give a .toml file or one of {known}")
+    return Study.read(path, preset)
 
 
 def _arms(path: Path, data: Mapping[str, Any], preset: str) -> list[Arm]:
@@ -140,30 +135,7 @@ def _arms(path: Path, data: Mapping[str, Any], preset: str) -> list[Arm]:
     return arms
 
 
-def _pairs(path: Path, data: Mapping[str, Any]) -> list[Arm]:
-    """Every model under every layout."""
-    for kind in ("models", "layouts"):
-        for one in data[kind]:
-            _check_keys(path, f"one of {kind}", one, ("name", "flags"), ("ranks", "seeds"))
-    return [
-        Arm(
-            f"{model['name']}-{layout['name']}",
-            _words(path, model["flags"]) + _words(path, layout["flags"]),
-            ranks=model.get("ranks", 1) * layout.get("ranks", 1),
-            seeds=layout.get("seeds", model.get("seeds")),
-            model=model["name"],
-            layout=layout["name"],
-        )
-        for model in data["models"]
-        for layout in data["layouts"]
-    ]
-
-
 _OTHERS = (*PRESETS, "claims", "metrics", "notes")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
 
 
 def _are(kind: type, value: Any) -> bool:
@@ -172,16 +144,13 @@ def _are(kind: type, value: Any) -> bool:
 
 _Kind = tuple[Callable[[Any], bool], str]
 _TEXT: _Kind = (lambda value: isinstance(value, str), "a string")
-_COUNT: _Kind = (_is_count, "a whole number of at least 1")
 _TABLES: _Kind = (lambda value: _are(dict, value) and bool(value), "at least one table, as [[...]]")
 _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(PRESETS, (lambda value: isinstance(value, dict), "a table")),
-    **dict.fromkeys(("arms", "models", "layouts"), _TABLES),
-    **dict.fromkeys(("ranks", "seeds"), _COUNT),
+    "arms": _TABLES,
     "claims": (partial(_are, dict), "tables, as [[claims]]"),
     "metrics": (lambda value: _are(str, value) and bool(value), "at least one string in a list"),
     "confounds": (partial(_are, str), "strings in a list"),
-    "target": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a rate up to 1"),
 }
 """Key of a study file -> (whether a value is right, what is); all others are strings."""
 

@@ -43,11 +43,11 @@ def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
     return [*flags, "--num-steps", str(max(1, round(wanted / amount(parse(flags)))))]
 
 
-def check_ranks(study: Study, arms: Sequence[Arm], match: str, ranks: int) -> None:
+def check_ranks(study: Study, match: str, ranks: int) -> None:
     """Raises ValueError, with the arm's name, for a layout that does not fit an arm's ranks."""
-    for arm in arms:
+    for arm in study.arms:
         try:
-            parse(flags_of(study, arm, match)).parallel.num_trainers(arm.ranks or ranks)
+            parse(flags_of(study, arm, match)).parallel.num_trainers(ranks)
         except ValueError as error:
             raise ValueError(f"arm {arm.name}: {error}; or give --ranks") from None
 
@@ -178,7 +178,7 @@ def found_seeds(study: Study, folder: Path) -> list[int]:
 def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:
     """The command that begins or goes on with one run."""
     name = ("--output", folder, "--name", f"{arm.name}-seed{seed}", "--seed", seed, "--resume")
-    return ranks_command(arm.ranks or ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
+    return ranks_command(ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def has_warm_start(run: Path) -> bool:
 
 
 def find_jobs(
-    study: Study, arms: Sequence[Arm], seeds: Sequence[int], folder: Path, match: str, ranks: int
+    study: Study, seeds: Sequence[int], folder: Path, match: str, ranks: int
 ) -> list[Job]:
     """The runs that have not finished: first those that make a warm start, then those that can take
     it from one of them or from another study of the same code beside `folder`; of either kind whole
@@ -213,9 +213,7 @@ def find_jobs(
     jobs: list[Job] = []
     makers = warm_starts_beside(folder)
     for seed in seeds:
-        for arm in arms:
-            if seed - seeds[0] >= (arm.seeds or len(seeds)):
-                continue
+        for arm in study.arms:
             run = folder / f"{arm.name}-seed{seed}"
             config = parse([*flags_of(study, arm, match), "--seed", str(seed)])
             maker = run  # a loaded model is its own start

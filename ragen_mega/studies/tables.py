@@ -13,6 +13,7 @@ from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
 from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.studies.definitions import Estimate, Study, estimate, percent
+from ragen_mega.studies.runs import IDENTITY
 
 PLAYERS = ("random", "optimum")
 MATCHED = {"steps": "optimizer steps", "tokens": "sampled trajectories"}
@@ -212,17 +213,16 @@ def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def write(
-    study: Study,
-    found: dict[str, dict[int, dict]],
-    output: Path,
-    place: dict,
-    match: str,
-    mixed: bool,
-) -> None:
-    """NAME.md, NAME.json and NAME.svg of the runs that `collect` found. In the JSON every arm has
-    its players; those of a set are null where arms differ.
+def write(study: Study, folder: Path, output: Path, seeds: Sequence[int], *, mixed: bool) -> None:
+    """NAME.md, NAME.json and NAME.svg (NAME_paper of that preset) of the runs in `folder` that have
+    finished. In the JSON every arm has its players; those of a set are null where arms differ.
+    Raises ValueError if no run has finished.
     """
+    found = collect(study, folder, seeds)
+    if not any(found.values()):
+        raise ValueError(f"no run of {folder} has finished; there is nothing to report")
+    recorded = json.loads((folder / IDENTITY).read_text())
+    place, match = recorded["place"], recorded["match"]
     result = compare(study, found)
     output.mkdir(parents=True, exist_ok=True)
     text = markdown(study, result, found, place, match, mixed)
