@@ -6,7 +6,7 @@ updates, phase by phase.
 
 The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic,
 32 trajectories per optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a
-run of its own through tools/launch.py on one rank: StarPO-S keeps the quarter of the groups with
+run of its own through ragen-mega launch on one rank: StarPO-S keeps the quarter of the groups with
 the widest spread of returns (0.25), 1 trains on all. Flags after -- go to the training
 program.
 

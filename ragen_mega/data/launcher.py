@@ -55,7 +55,7 @@ def forget_foreign_ranks() -> None:
     if (rank, size) != ("0", "1"):
         raise ValueError(
             f"RANK ({rank}) and WORLD_SIZE ({size}) must be set by torchrun, which has not started"
-            " this process; unset both, or start ranks by torchrun, tools/launch.py or"
+            " this process; unset both, or start ranks by torchrun, ragen-mega launch or"
             " examples/pretrain_starpo.sh"
         )
     for name in _OF_A_RANK:
