@@ -31,7 +31,7 @@ from ragen_mega.data.balance import Cost
 from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
-from ragen_mega.megatron.layers import drop_quantised_weights, leaves_out
+from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import QwenModel, model_inputs
 from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
@@ -251,26 +251,6 @@ class Trainer:
         totals[index], whole[positions] = found[: len(index)], found[len(index) :].float()
         values = _on_all_ranks(whole, batch.loss_mask)
         return *distributed.sum_over_ranks(totals).split([num_metrics, 1, 1]), values
-
-    def count_work(self, batch: TokenBatch) -> tuple[int, int]:
-        """Positions that this data-parallel rank computes in a pass over the batch, and the FLOPs
-        of all layers for them, forward and backward. Of nodes that the last layer leaves out it
-        computes queries, keys and values.
-        """
-        cost, shape, positions, flops = self.cost, self.module.shape, 0, 0
-        num_layers = shape.num_layers
-        qkv = 6 * shape.hidden_size * (shape.q_size + 2 * shape.kv_size)
-        batch = batch.by_segment()
-        for micro in self._microbatches(batch, self._parts(batch)):
-            packed, seen = model_inputs(micro)["packed_seq_params"], micro.forest.depths() + 1
-            positions += len(seen)
-            flops += cost.per_token * len(seen) + cost.per_pair * int(seen.sum())
-            if leaves_out(self.module.config) and packed.wanted is not None:
-                seen[packed.wanted] = 0
-                per_node = cost.per_token // num_layers - qkv
-                flops -= per_node * int((seen > 0).sum())
-                flops -= cost.per_pair // num_layers * int(seen.sum())
-        return positions, flops
 
     def _parts(self, batch: TokenBatch) -> list[Part]:
         """This data-parallel rank's microbatches."""
