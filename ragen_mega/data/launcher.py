@@ -31,19 +31,6 @@ def is_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def as_rank(index: int, num_ranks: int, folder: Path | str) -> dict[str, str]:
-    """The variables that tell a process what torchrun would: that it is this rank of a job on one
-    machine, whose ranks meet in `folder`.
-    """
-    return {
-        "TORCHELASTIC_RUN_ID": "forks",
-        "TORCHELASTIC_ERROR_FILE": str(Path(folder) / str(index) / "error.json"),
-        "RANK": str(index),
-        "LOCAL_RANK": str(index),
-        "WORLD_SIZE": str(num_ranks),
-    }
-
-
 def forget_foreign_ranks() -> None:
     """Remove from the environment what a platform says of ranks, unless torchrun said it.
 
