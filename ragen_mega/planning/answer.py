@@ -25,8 +25,8 @@ from ragen_mega.planning.time import Play, default_play
 
 
 def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:
-    """The plan as it is printed and written: phases in GiB, host memory, whether it fits, and if
-    not what may help. Raises ValueError if the model cannot be cut this way.
+    """Examine whether every phase fits `capacity` GiB: phases in GiB, host memory, and remedies
+    where one does not. Raises ValueError if the model cannot be cut this way.
     """
     layout = setting.parallel
     if error := cut_error(
@@ -66,7 +66,7 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
 
 
 def summary(report: dict[str, Any]) -> str:
-    """The line about memory that a recipe carries."""
+    """Write the line about memory that a recipe carries."""
     phases = ", ".join(f"{phase} {total:.1f}" for phase, total in report["phases_gib"].items())
     return (
         f"{phases} GiB of {report['gpu_memory_gib']:g}; host {report['host_gib_per_rank']:.1f} GiB"
@@ -75,7 +75,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def described(report: dict[str, Any]) -> str:
-    """The plan as text."""
+    """Write the plan of memory as text."""
     lines = [
         f"{report['parameters'] / 1e9:.2f} billion parameters on {report['num_gpus']} GPUs: TP"
         f" {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
@@ -101,8 +101,8 @@ def described(report: dict[str, Any]) -> str:
 
 
 def layout_flags(config: StarPOConfig, given: Collection[str] = ()) -> str:
-    """The flags that lay a run out so, whatever a recipe before them says; without those `given`
-    anyway.
+    """List the flags that lay a run out so, whatever a recipe before them says; settings in `given`
+    are left out.
     """
     flags = []
     for section, names in LAYOUT.items():
@@ -118,7 +118,7 @@ def layout_flags(config: StarPOConfig, given: Collection[str] = ()) -> str:
 
 
 def listed(found: Sequence[tuple[float, dict[str, Any]]]) -> str:
-    """One line per layout: predicted seconds of a step, its plan, and what bounds it."""
+    """Write a line for each layout: predicted seconds of a step, its plan, and its bound."""
     lines = [
         "seconds  TP  PP  DP  rollout TP  recompute  offload  tokens   peak GiB  host GiB  bound by"
     ]
@@ -134,7 +134,7 @@ def listed(found: Sequence[tuple[float, dict[str, Any]]]) -> str:
 
 
 def planned_gpus(recipe: str) -> int | None:
-    """GPUs of the line `# Plan: 8 GPUs ...` of a recipe."""
+    """Read the number of GPUs in the line `# Plan: 8 GPUs ...` of a recipe."""
     path = RECIPES / f"{recipe}.flags"
     text = path.read_text() if path.exists() else ""
     found = re.search(r"^# Plan: (\d+) GPUs", text, re.MULTILINE)
@@ -142,7 +142,7 @@ def planned_gpus(recipe: str) -> int | None:
 
 
 def recipe_for(model: str, shape: ModelShape) -> str:
-    """The recipe of a named model; of a directory that of the model nearest in size."""
+    """Find the recipe of a named model; of a directory that of the model nearest in size."""
     name = model.lower().rpartition("/")[2].removesuffix("-instruct").replace("-", "_")
     if planned_gpus(name) is not None:
         return name
@@ -154,27 +154,30 @@ def recipe_for(model: str, shape: ModelShape) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is planned."""
+class PlannedRun:
+    """A run whose step is planned."""
 
     recipe: str
     words: Sequence[str]
     """Flags of training that come after the recipe's."""
     config: StarPOConfig
-    """Without the layout of the recipe, where that is searched."""
+    """Settings of the run, without the layout of the recipe where that is searched."""
     given: frozenset[str]
     """Settings that flags of the command line decide, which no search changes."""
     is_searched: bool
 
     def flags(self, chosen: StarPOConfig) -> str:
-        """The flags of training under which it is `chosen`."""
+        """Write the flags of training under which the run is `chosen`."""
         words = shlex.join(("--recipe", self.recipe, *self.words))
         return f"{words} {layout_flags(chosen, self.given)}".strip()
 
 
-def read_run(arguments: argparse.Namespace, machine: Machine, shape: ModelShape | None) -> Run:
-    """The recipe that is named, else that of the model, and the other flags over it. The layout of
-    the model's recipe was made for other GPUs: it is searched, but for what flags say of it.
+def read_run(
+    arguments: argparse.Namespace, machine: Machine, shape: ModelShape | None
+) -> PlannedRun:
+    """Read the recipe that is named, else that of the model, and the other flags over it. The
+    layout of the model's recipe was made for other GPUs: it is searched, but for what flags say of
+    it.
     """
     words, is_own = list(arguments.others), arguments.recipe is None and shape is not None
     recipe = recipe_for(arguments.model, shape) if is_own else arguments.recipe or "none"
@@ -201,17 +204,17 @@ def read_run(arguments: argparse.Namespace, machine: Machine, shape: ModelShape 
             for name in set(LAYOUT[section]) - given:
                 settings.get(section, {}).pop(name, None)
     config = StarPOConfig.from_dict(settings)
-    return Run(recipe, words, config, frozenset(given), is_searched)
+    return PlannedRun(recipe, words, config, frozenset(given), is_searched)
 
 
 def searched(
-    shape: ModelShape, run: Run, machine: Machine, num_gpus: int, capacity: float, play: Play
+    shape: ModelShape, run: PlannedRun, machine: Machine, num_gpus: int, capacity: float, play: Play
 ) -> tuple[dict[str, Any], str]:
-    """The layouts that fit, with their seconds and what bounds them, and the list as text."""
+    """Search the layouts that fit: their seconds and bounds as values, and their list as text."""
     found, room = [], capacity * GIB
-    for seconds, one in ranked(shape, run.config, num_gpus, room, machine, play, run.given):
-        phases = cost.step_seconds(machine, shape, one, num_gpus, play)
-        setting = Setting.from_config(one, num_gpus, sharing=play.sharing)
+    for seconds, config in ranked(shape, run.config, num_gpus, room, machine, play, run.given):
+        phases = cost.step_seconds(machine, shape, config, num_gpus, play)
+        setting = Setting.from_config(config, num_gpus, sharing=play.sharing)
         report = examine(shape, setting, capacity)
         found.append((seconds, report | {"bound_by": cost.bound(phases)}))
     layouts = [report | {"predicted_seconds": seconds} for seconds, report in found]
@@ -222,7 +225,7 @@ def priced(
     arguments: argparse.Namespace, machine: Machine, shape: ModelShape, config: StarPOConfig,
     num_gpus: int, capacity: float, play: Play, *, is_searched: bool,
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
-    """What a step costs under a layout, and in words; draws it if asked to."""
+    """Price a step under a layout, as values and as text; draw it if asked to."""
     price = arguments.dollars_per_gpu_hour
     dollars = machine.hardware.dollars if price is None else price
     interval = validation.interval("rl, dense")  # the memory plan knows no mixtures
@@ -236,7 +239,7 @@ def priced(
 
 
 def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """What the flags of `ragen-mega plan` ask for, as values and as text."""
+    """Plan the run that the flags of `ragen-mega plan` describe: values for --json, and text."""
     machine = find_machine(arguments.hardware)
     shape = ModelShape.of(model_config(arguments.model)) if arguments.model else None
     run = read_run(arguments, machine, shape)

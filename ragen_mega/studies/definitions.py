@@ -28,11 +28,11 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Arm:
-    """One setting of what a study varies."""
+    """One setting among those that a study compares."""
 
     name: str
     flags: tuple[str, ...]
-    """Appended to those of the study, which they override."""
+    """Flags of the arm, appended to those of the study, which they override."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Study:
-    """What a study varies, under one preset."""
+    """A study under one preset."""
 
     name: str
     title: str
@@ -58,9 +58,9 @@ class Study:
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...] = ()
     metrics: tuple[str, ...] = ("rollout/success", "rollout/in_group_std", "actor/entropy")
-    """Plotted over the steps."""
+    """Keys of metrics that are plotted over the steps."""
     confounds: tuple[str, ...] = ()
-    """What differs between the arms besides what the study varies; the small preset has no
+    """Differences between the arms besides the one that the study varies; the small preset has no
     avoidable ones.
     """
     notes: str = ""
@@ -72,10 +72,10 @@ class Study:
 
     @classmethod
     def read(cls, path: Path, preset: str | None = None) -> "Study":
-        """The study in a file, under the first preset that it has unless one is named: `title`,
-        `source`, `[small]` and `[paper]` with `recipe` and `flags` (`[paper]` also `confounds`),
-        `[[arms]]` with `name`, `flags` and, where the paper's differ, `paper_flags`; optional
-        `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
+        """Read the study in a file, under the first preset that it has unless one is named:
+        `title`, `source`, `[small]` and `[paper]` with `recipe` and `flags` (`[paper]` also
+        `confounds`), `[[arms]]` with `name`, `flags` and, where the paper's differ, `paper_flags`;
+        optional `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
 
         Raises ValueError, in one line, for anything else.
         """
@@ -118,7 +118,7 @@ class Study:
 
 
 def find(name: str, preset: str | None) -> Study:
-    """The study of this name, or in this file. Raises ValueError if there is none."""
+    """Find the study of this name, or in this file. Raises ValueError if there is none."""
     path = Path(name) if name.endswith(".toml") else STUDIES / f"{name}.toml"
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in STUDIES.glob("*.toml")))
@@ -139,7 +139,7 @@ _OTHERS = (*PRESETS, "claims", "metrics", "notes")
 
 
 def _are(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 _Kind = tuple[Callable[[Any], bool], str]
@@ -174,7 +174,7 @@ def _check_keys(
 
 
 def _words(path: Path, flags: str) -> tuple[str, ...]:
-    """Flags as a shell splits them."""
+    """Split flags as a shell does."""
     try:
         return tuple(shlex.split(flags))
     except ValueError as error:
@@ -207,7 +207,7 @@ class Estimate:
 
 
 def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
-    """Mean over seeds and prompts from the success rate of each, [seeds, prompts].
+    """Estimate the mean over seeds and prompts from the success rate of each, [seeds, prompts].
 
     Seeds and prompts are both samples: another person has other seeds and boards. With S seeds and
     P prompts, independent effects of both and noise, the variance of the mean is estimated by
@@ -241,17 +241,17 @@ def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
 
 
 def _half_width(means: NDArray[np.float64]) -> float:
-    """Half the Student's t interval of the mean of these."""
+    """Compute half the Student's t interval of the mean of these."""
     from scipy import stats  # an optional package
 
     quantile = float(stats.t.ppf((1 + LEVEL) / 2, len(means) - 1))
     return quantile * float(means.std(ddof=1)) / math.sqrt(len(means))
 
 
-def percent(of: Estimate, *, signed: bool = False) -> str:
-    """`61.2% (58.0% to 64.4%)`."""
+def percent(found: Estimate, *, signed: bool = False) -> str:
+    """Write `61.2% (58.0% to 64.4%)`."""
     form = "{:+.1%}" if signed else "{:.1%}"
-    mean = form.format(of.mean)
-    if math.isinf(of.low):
-        return f"{mean} (one {'seed' if of.num_seeds < 2 else 'prompt'}: no interval)"
-    return f"{mean} ({form.format(of.low)} to {form.format(of.high)})"
+    mean = form.format(found.mean)
+    if math.isinf(found.low):
+        return f"{mean} (one {'seed' if found.num_seeds < 2 else 'prompt'}: no interval)"
+    return f"{mean} ({form.format(found.low)} to {form.format(found.high)})"

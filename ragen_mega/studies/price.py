@@ -17,7 +17,7 @@ from ragen_mega.studies.runs import flags_of
 
 
 def predicted(machine: Machine, config: StarPOConfig, ranks: int) -> tuple[Terms, float]:
-    """Timer, or `other` -> predicted seconds of a step; GiB of the GPU that needs most. Raises
+    """Predict (timer, or `other` -> seconds of a step, GiB of the GPU that needs most). Raises
     ValueError for a model whose sizes are not published.
     """
     shape = ModelShape.of(model_config(config.model.load or ""))
@@ -29,8 +29,8 @@ def predicted(machine: Machine, config: StarPOConfig, ranks: int) -> tuple[Terms
 
 
 def run_seconds(config: StarPOConfig, seconds: Mapping[str, float]) -> float:
-    """Seconds of all steps and evaluations of a run, the first before training; an evaluation's
-    episodes count as those of a rollout, of which fewer run at a time.
+    """Add up the seconds of all steps and evaluations of a run, the first before training; an
+    evaluation's episodes count as those of a rollout, of which fewer run at a time.
     """
     first = config.evaluation.eval_prompts * len(config.environment.evaluated)
     episodes = first + sum(config.planned_evaluations(1).values())
@@ -42,7 +42,9 @@ def run_seconds(config: StarPOConfig, seconds: Mapping[str, float]) -> float:
 def write(
     study: Study, machine: Machine, output: Path, *, match: str, ranks: int, num_seeds: int
 ) -> None:
-    """NAME_predicted.md: memory and seconds of a step of every arm, and the price of its runs."""
+    """Write NAME_predicted.md: memory and seconds of a step of every arm, and the price of its
+    runs.
+    """
     low, high, basis = interval("rl, dense")
     price, rows, total = machine.hardware.dollars, [], 0.0
 
