@@ -13,7 +13,7 @@ BANNED = re.compile(
     r"(Of|In|With|From|For) (those|these|that|which|what|it)\b|(That|Those|These) of\b"
     r"|What (stands|is|was|goes|has)\b|Where it\b|Which\b"
 )
-SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*`]*[A-Z])")
+SENTENCE_END = re.compile(r"(?<=[.!?:])[\"')*`]*\s+(?=[\"'(*]*[A-Z0-9`])")
 
 
 def is_written_by_hand(page: Path) -> bool:
@@ -25,8 +25,11 @@ def sentences(page: Path) -> Iterator[str]:
     """Sentences of paragraphs and list items; tables, headings and code blocks have none."""
     for before, token in zip(tokens(page), tokens(page)[1:], strict=False):
         if token.type == "inline" and before.type == "paragraph_open":
-            words = (c.content.replace(" ", "_") if c.type == "code_inline" else c.content or " "
-                     for c in token.children or ())
+            words = (
+                f"`{part.content.replace(' ', '_')}`" if part.type == "code_inline" else part.content or " "
+                for part in token.children or ()
+                if part.type not in ("link_open", "link_close")
+            )
             yield from SENTENCE_END.split("".join(words))
 
 
