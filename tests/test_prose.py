@@ -13,7 +13,7 @@ END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`])")
 
 
 def is_written_by_hand(page: Path) -> bool:
-    is_drawn = page.with_suffix(".svg").exists() or "Written by " in page.read_text()[:300]
+    is_drawn = page.with_suffix(".svg").exists() or "Written by" in page.read_text()[:600]
     return page == ROOT / "README.md" or page.is_relative_to(ROOT / "docs") and not is_drawn
 
 
