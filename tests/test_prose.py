@@ -8,7 +8,7 @@ from tests.test_documentation import PAGES, ROOT, Path, name_of, tokens
 
 MAX_WORDS = 35
 UNCHECKED = {"docs/gpu.md", "docs/benchmarks/README.md"}
-BANNED = re.compile(r"(Of|In|With|From|For) (that|those|what)\b|(That|Those) of\b|What (is|stands)\b")
+BANNED = re.compile(r"(Of|In|With|From|For) (that|those|what)\b|(That|Those) of|What (is|stands)")
 END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`])")
 
 
