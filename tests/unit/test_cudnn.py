@@ -1,5 +1,5 @@
-"""torch's cuDNN is loaded before Transformer Engine looks for one: small libraries of the same names
-stand for cuDNN's.
+"""torch's cuDNN is loaded before Transformer Engine looks for one. Small libraries with the names of
+cuDNN's stand for them.
 """
 
 import shutil
@@ -22,7 +22,7 @@ print(ctypes.CDLL(None).whose())
 
 def build(path: Path, source: str, *flags: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path), *flags]
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o", str(path), *flags]
     subprocess.run([*command, f"-Wl,-soname,{path.name}"], input=source, text=True, check=True)
 
 
@@ -34,7 +34,9 @@ def test_libraries_of_torch_come_before_those_of_the_system(tmp_path: Path) -> N
     for folder, version in ((lib, 1), (system, 2)):
         build(folder / "libcudnn_graph.so.9", f"int whose(void) {{ return {version}; }}")
         graph = str(folder / "libcudnn_graph.so.9")
-        build(folder / "libcudnn_adv.so.9", "int adv(void) { return 0; }", "-Wl,--no-as-needed", graph)
+        build(
+            folder / "libcudnn_adv.so.9", "int adv(void) { return 0; }", "-Wl,--no-as-needed", graph
+        )
         build(folder / "libcudnn_ops.so.9", "int ops(void) { return 0; }")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(other=system / "libcudnn_graph.so.9")],
