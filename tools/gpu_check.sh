@@ -3,7 +3,7 @@
 #     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--site DIR]
 #         [--again] [--small] [PART ...]
 # Parts, in the order of their worth:
-#     versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines sglang
+#     versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines sglang
 #     kernels, te and train run together, all others alone. sglang: a real server against
 #     transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and where
 #     they go, step_all with all trajectories kept; reshard: a weight sync of 7B against the device's
@@ -30,7 +30,7 @@
 set -u
 started="$(date +%s)"
 cd "$(dirname "$0")/.."
-all=(versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines sglang)
+all=(versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines sglang)
 output=gpu_check pack= minutes=7 archives= site= again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in

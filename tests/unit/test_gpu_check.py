@@ -23,7 +23,7 @@ from ragen_mega import config
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines"
+    "versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines"
     " sglang"
 )
 
