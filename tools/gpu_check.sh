@@ -224,7 +224,7 @@ require() { # one line instead of a traceback, and no tests that pass because th
     local module
     for module in "$@"; do
         "$python" -c "import torch, $module" && continue
-        echo "$module cannot be imported here; see tools/doctor.py --for h100"
+        echo "$module cannot be imported here; see ragen-mega doctor --for h100"
         return 1
     done
 }
@@ -317,7 +317,7 @@ fp8() { # three steps of training with FP8, then drift and break-even shapes
 }
 
 train_bandit() { # NAME FLAG...: three steps of the bandit's recipe, unless flags say otherwise
-    "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
+    "$python" -m ragen_mega.commands.launch --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
         --num-steps 3 --eval-prompts 64 $(smaller train) --output "$output/runs" --overwrite \
         --name "$@"
 }
