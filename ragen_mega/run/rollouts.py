@@ -41,7 +41,8 @@ class Rollouts:
     ) -> None:
         """`oldest_needed` names the first step whose stored rollout must stay."""
         self.files = files
-        self._config, self._policy, self._sampling = config, policy, sampling
+        self.sampling = sampling
+        self._config, self._policy = config, policy
         self._engine, self._timers = sampling.engine, timers
         self._oldest_needed, self._say = oldest_needed, say
         self._due: tuple[Tasks, Origin] | None = None  # of the step that was recalled last
@@ -79,7 +80,7 @@ class Rollouts:
         if self.samplers:  # they have looked when the rollout was requested
             return None
         with self._timers.timed("rollout_files"):
-            tasks = self._sampling.tasks.sample(step)
+            tasks = self.sampling.tasks.sample(step)
             weights = fingerprint(self._policy.local_weights())
             origin = origin_of(self._config, tasks, weights, self._engine.weight_version + 1)
             groups = from_main(lambda: self._read(step, origin))
@@ -93,7 +94,7 @@ class Rollouts:
         weights. Raises as `Sampling.sample` does.
         """
         tasks, _ = self._due
-        groups = self._sampling.sample(step, tasks)
+        groups = self.sampling.sample(step, tasks)
         self._timers.sampled_tokens = count_sampled(groups)
         log.add("time", self._policy.sync_metrics())
         return groups
