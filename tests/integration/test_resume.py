@@ -320,7 +320,8 @@ def test_sigterm_of_two_ranks(start: Path, tmp_path: Path) -> None:
     """
     command = [
         sys.executable,
-        str(ROOT / "tools" / "launch.py"),
+        "-m",
+        "ragen_mega.commands.launch",
         "--nproc-per-node",
         "2",
         str(ROOT / "examples" / "pretrain_starpo.sh"),
