@@ -73,12 +73,7 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
     config, _ = read_config(arguments)
     logged = read_row(config.run_directory / METRICS_FILE, arguments.step)
     run, origin = open_replay(config, arguments.step)
-    on_main(lambda: check_rollouts(run, arguments.step))
-    run.rollouts = RecordedRollouts(run.rollouts.files)
-    for step in range(run.step, arguments.step + 1):
-        log = run.log.begin(step)
-        train_step(run, step, log)
-    keys = compare(logged, log.result())
+    keys = compare(logged, repeat(run, arguments.step))
     worst = max((row["difference"] for row in keys.values()), default=0.0)
     return {
         "run": str(config.run_directory),
@@ -90,6 +85,18 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
         "equal": worst <= arguments.tolerance,
         "keys": keys,
     }
+
+
+def repeat(run: Run, last_step: int) -> dict[str, float]:
+    """Repeat the steps up to the last one from the disk; returns its metrics. Raises ValueError if
+    a rollout is missing.
+    """
+    on_main(lambda: check_rollouts(run, last_step))
+    run.rollouts = RecordedRollouts(run.rollouts.files)
+    for step in range(run.step, last_step + 1):
+        log = run.log.begin(step)
+        train_step(run, step, log)
+    return log.result()
 
 
 def check_rollouts(run: Run, last_step: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import ragen_mega.run.run
+import ragen_mega.run.held_out
 from ragen_mega.algorithm.tables import ESTIMATORS, REWARDS
 from ragen_mega.config import LossConfig, TrainConfig, parse
 from ragen_mega.data.packing import pack
