@@ -32,11 +32,12 @@ from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.config.flags import read_settings
 from ragen_mega.config.schema import flag_of
+from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.hardware import HARDWARE, Machine
 from ragen_mega.models.layout_search import FILL, HOST_GIB, LAYOUT, best, ranked, smallest
 from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan, remedies
 from ragen_mega.models.published import SHAPES, model_config
-from ragen_mega.models.shape import FAMILIES, ModelShape, cut_error
+from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.models.time_plan import Play, default_play
 from ragen_mega.report.metrics import write_json
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
-from ragen_mega.models.layout import Slot, expected_tensors, group_by_size, unshard
-from ragen_mega.models.server_cut import engine_name, from_trainer
+from ragen_mega.models.layout import Slot, expected_tensors, group_by_size
+from ragen_mega.models.server_cut import stack_experts
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -224,7 +224,7 @@ def gather(
             shards = [bucket.split(part) for part in gathered.chunk(tp.size())]
         _count(bucket, traffic, start)
         for entry, *pieces in zip(bucket.entries, *shards, strict=True):
-            yield from zip(entry.slot.names, unshard(entry.slot, pieces), strict=True)
+            yield from zip(entry.slot.names, entry.slot.unshard(pieces), strict=True)
 
 
 def aligned(
@@ -246,13 +246,18 @@ def aligned(
             f" tensor_model_parallel_size ({plan.groups.tp.size()}); make them equal or send full"
             " tensors by the gather path"
         )
-    traffic = traffic or Traffic()
+    yield from stack_experts(_server_shards(plan, tensors, traffic or Traffic()))
+
+
+def _server_shards(
+    plan: ReshardPlan, tensors: Mapping[str, Tensor], traffic: Traffic
+) -> Iterator[tuple[Slot, Tensor]]:
     for bucket in plan.buckets:
         start = time.perf_counter()
         pieces = _of_stage(plan, bucket, tensors, traffic)
         _count(bucket, traffic, start)
         for entry, piece in zip(bucket.entries, pieces, strict=True):
-            yield engine_name(entry.slot.names[0]), from_trainer(entry.slot, piece, rollout_tp)
+            yield entry.slot, entry.slot.shard_to_server(piece, plan.groups.tp.size())
 
 
 def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -31,8 +31,9 @@ from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.weights import export_weights, load_weights
+from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.huggingface import load_config
-from ragen_mega.models.shape import FAMILIES, ModelShape
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model

@@ -4,12 +4,14 @@ does not know them.
 
 from dataclasses import replace
 
-from ragen_mega.models.qwen import QWEN2
+from ragen_mega.models.families import dense
+from ragen_mega.models.families.qwen2 import QWEN2
 
 LLAMA = replace(
     QWEN2,
     model_type="llama",
     architecture="LlamaForCausalLM",
-    layer=tuple(one for one in QWEN2.layer if one.key != "self_attention.linear_qkv.bias"),
+    layer=(*dense.ATTENTION, *dense.MLP),
+    overrides={},
 )
 MISTRAL = replace(LLAMA, model_type="mistral", architecture="MistralForCausalLM")
