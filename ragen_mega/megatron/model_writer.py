@@ -14,7 +14,6 @@ from torch import Tensor
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.checkpoint import BACKEND
 from ragen_mega.megatron.checkpoint import VERSION as BACKEND_VERSION
-from ragen_mega.models.cuts import Box
 from ragen_mega.models.layout import Slot, model_slots
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.storage.integrity import describe_file, write_manifest
@@ -39,23 +38,25 @@ class MegatronWriter:
         num_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         held: list[dict[str, Kind]] = [{} for _ in range(num_ranks)]
         headers: list[dict[str, dict]] = [{} for _ in range(num_ranks)]
-        self._ahead: dict[str, list[tuple[int, str, Box]]] = {}
+        self._ahead: dict[str, list[tuple[int, str, tuple[slice, ...]]]] = {}
         for slot in model_slots(shape):
             if len(kinds := {dtypes[name] for name in slot.names}) > 1:
                 raise ValueError(
                     f"{', '.join(slot.names)} are one tensor in megatron format and must"
                     f" have one type, not {', '.join(sorted(map(str, kinds)))}; add --dtype"
                 )
-            lead, boxes = slot.index, self._ahead.setdefault(slot.parameter, [])
-            for box in slot.weight.cut.boxes(slot.whole, parallel.tensor_model_parallel_size):
-                rank = self._first_rank(slot) + box.rank
+            cut, tp = slot.weight.cut, parallel.tensor_model_parallel_size
+            boxes = self._ahead[slot.parameter] = []
+            for tp_rank, box in cut.boxes(slot.whole, tp):
+                rank = self._first_rank(slot) + tp_rank
                 name = f"{len(held[rank]):05d}"
                 boxes.append((rank, name, box))
-                held[rank][name] = (dtypes[slot.names[0]], (1,) * len(lead) + box.shape)
+                size = tuple(part.stop - part.start for part in box)
+                held[rank][name] = (dtypes[slot.names[0]], (1,) * len(slot.index) + size)
                 headers[rank][name] = {
                     "key": ROLE + slot.key,
-                    "offset": lead + box.offset,
-                    "global_shape": slot.stack + box.whole,
+                    "offset": slot.index + tuple(part.start for part in box),
+                    "global_shape": slot.stack + cut.padded(slot.whole, tp),
                 }
         self._files = [
             TensorFile(directory / file_name(rank), tensors, {HEADER: json.dumps(headers[rank])})
@@ -66,10 +67,7 @@ class MegatronWriter:
         """Write a slot from its Hugging Face tensors."""
         whole = slot.shard(tensors, 0, 1)
         for rank, name, box in self._ahead.pop(slot.parameter):
-            part = whole[
-                tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape))
-            ]
-            self._files[rank].write(name, part[(None,) * len(slot.index)])
+            self._files[rank].write(name, whole[box][(None,) * len(slot.index)])
 
     def close(self) -> None:
         """Finish the files and write the manifest of everything then in the directory."""

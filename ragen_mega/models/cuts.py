@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,17 +69,6 @@ def head_rows(sizes: HeadSizes, rank: int, size: int) -> tuple[slice, slice]:
     )
 
 
-class Box(NamedTuple):
-    """A part of a parameter in Megatron's layout on one rank, as checkpoints store it."""
-
-    rank: int
-    """The rank that holds it."""
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    """The shape of all boxes together."""
-
-
 @dataclass(frozen=True)
 class Cut:
     """Each tensor of a parameter is divided evenly along `axis`; a rank holds its parts of them one
@@ -102,16 +91,19 @@ class Cut:
         total = math.prod(self.padded(whole, size))
         return total if self.axis is None else total // size
 
-    def boxes(self, whole: tuple[int, ...], size: int) -> Iterator[Box]:
-        """The boxes that `size` ranks hold of a parameter of the shape `whole` on one rank."""
-        whole = self.padded(whole, size)
-        num_boxes = 1 if self.axis is None else self.num_blocks * size
-        for box in range(num_boxes):
-            offset, shape = [0] * len(whole), list(whole)
-            if self.axis is not None:
-                shape[self.axis] //= num_boxes
-                offset[self.axis] = box * shape[self.axis]
-            yield Box(box % size, tuple(offset), tuple(shape), whole)
+    def boxes(self, whole: tuple[int, ...], size: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
+        """(rank, box) of each part that `size` ranks hold of a parameter of the shape `whole` on
+        one rank, as checkpoints store it.
+        """
+        box = [slice(0, length) for length in self.padded(whole, size)]
+        if self.axis is None:
+            yield 0, tuple(box)
+            return
+        num_boxes = self.num_blocks * size
+        length = box[self.axis].stop // num_boxes
+        for number in range(num_boxes):
+            box[self.axis] = slice(number * length, (number + 1) * length)
+            yield number % size, tuple(box)
 
     def shard(self, tensors: Sequence[Tensor], sizes: HeadSizes, rank: int, size: int) -> Tensor:
         """The trainer's part of rank `rank` of `size`, from full Hugging Face tensors; a view of
@@ -135,13 +127,13 @@ class Cut:
         """SGLang's part of rank `rank` of `size`, from full Hugging Face tensors; a view of them
         where possible. Raises ValueError where SGLang cannot be divided so.
         """
-        for tensor in tensors:
-            if self.axis is not None and tensor.shape[self.axis] % size:
+        for shape in [tensor.shape for tensor in tensors if self.axis is not None]:
+            if self.padded(shape, size)[self.axis] % size:
                 raise ValueError(
                     f"rollout_tensor_parallel_size ({size}) must divide dimension {self.axis} of a"
-                    f" weight of shape {list(tensor.shape)}; choose a divisor"
+                    f" weight of shape {list(shape)}; choose a divisor"
                 )
-        return self.shard(tensors, sizes, rank, size)
+        return self.shard_to_server(self.shard(tensors, sizes, rank, size), sizes, size)
 
     def shard_to_server(self, shard: Tensor, sizes: HeadSizes, size: int) -> Tensor:
         """SGLang's part of the rank of the same number and size, from the trainer's."""
@@ -185,11 +177,6 @@ class VocabularyCut(Cut):
 
     def unshard(self, shards: Sequence[Tensor], sizes: HeadSizes) -> list[Tensor]:
         return [super().unshard(shards, sizes)[0][: sizes.vocab_size]]
-
-    def to_server(
-        self, tensors: Sequence[Tensor], sizes: HeadSizes, rank: int, size: int
-    ) -> Tensor:
-        return _rows(tensors[0], engine_vocab_size(sizes.vocab_size, size) // size, rank)
 
     def shard_to_server(self, shard: Tensor, sizes: HeadSizes, size: int) -> Tensor:
         return _rows(shard, engine_vocab_size(sizes.vocab_size, size) // size, 0)

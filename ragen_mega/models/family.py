@@ -30,27 +30,12 @@ class Weight:
     alias: str = ""
     """Megatron's name where every norm is a module of its own."""
     server: str = ""
-    """SGLang's name if it is not Hugging Face's; without `{e}` it holds all experts."""
+    """SGLang's name if it is not Hugging Face's; of experts, the name of the tensor of all."""
 
     @property
     def is_matrix(self) -> bool:
         """Whether it has rows and columns."""
         return all(len(shape) == 2 for shape in self.tensors.values())
-
-    @property
-    def is_per_expert(self) -> bool:
-        """Whether every expert has its own."""
-        return "{e}" in self.key
-
-    @property
-    def server_name(self) -> str:
-        """SGLang's name."""
-        return self.server or next(iter(self.tensors))
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether SGLang has all experts in one tensor."""
-        return self.is_per_expert and "{e}" not in self.server_name
 
 
 CRITIC_HEAD = Weight("output_layer.weight", REPLICATED, {VALUE_HEAD: (1, "hidden_size")})

@@ -41,7 +41,7 @@ class Slot:
     @property
     def server(self) -> str:
         """The name of SGLang's parameter."""
-        return self._full_name(self.weight.server_name)
+        return self._full_name(self.weight.server or next(iter(self.weight.tensors)))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -173,7 +173,7 @@ def find_slot(
     for weight in shape.family.outer if layer is None else shape.family.layer:
         for key in (weight.key, weight.alias):
             if match := re.fullmatch(re.escape(key).replace(r"\{e\}", r"(\d+)"), name):
-                expert = int(match[1]) if weight.is_per_expert else None
+                expert = int(match[1]) if match.groups() else None
                 return Slot(weight, shape, layer, parameter, expert)
     raise ValueError(
         f"no Hugging Face name for Megatron parameter {parameter!r}; add it to the family"

@@ -62,12 +62,12 @@ def cut_stream(
 
 
 def stack_experts(shards: Iterable[tuple[Slot, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Stream of parameters' shards -> stream of (SGLang's name, shard): experts that have one name
-    are held until the last of them is there, and stacked.
+    """Stream of parameters' shards -> stream of (SGLang's name, shard): experts are held until the
+    last of their layer is there, and stacked.
     """
-    held: dict[str, dict[int | None, Tensor]] = defaultdict(dict)
+    held: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for slot, shard in shards:
-        if not slot.weight.is_stacked:
+        if slot.expert is None:
             yield slot.server, shard
             continue
         held[slot.server][slot.expert] = shard

@@ -98,7 +98,7 @@ class ModelShape:
 
     def experts(self, weight: Weight) -> Sequence[int | None]:
         """The experts that have this parameter of their own; None alone if no experts have it."""
-        return range(dict(self.further)["num_moe_experts"]) if weight.is_per_expert else (None,)
+        return range(dict(self.further)["num_moe_experts"]) if "{e}" in weight.key else (None,)
 
     def shapes(self, weight: Weight) -> list[tuple[int, ...]]:
         """Shapes of the Hugging Face tensors of one parameter."""
