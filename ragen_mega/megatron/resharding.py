@@ -299,9 +299,7 @@ def _unique(entries: Iterable[Entry]) -> list[Entry]:
     """
     first: dict[tuple[str, ...], Entry] = {}
     for entry in sorted(entries, key=Entry.order):
-        is_tied_copy = entry.slot.names == ("lm_head.weight",) and entry.slot.shape.is_tied
-        if not is_tied_copy:
-            first.setdefault(entry.slot.names, entry)
+        first.setdefault(entry.slot.names, entry)
     return list(first.values())
 
 

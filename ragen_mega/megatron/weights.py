@@ -51,24 +51,22 @@ def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None
     """Fill this rank's part of the model. `read(name)` returns a full Hugging Face tensor or None
     if there is none.
 
-    A tied LM head is the embedding. A critic without a stored value head keeps its own. Raises
-    ValueError on a missing or mis-shaped tensor, and if a number is not finite.
+    A critic without a stored value head keeps its own. Raises ValueError on a missing or mis-shaped
+    tensor, and if a number is not finite.
     """
     parameters = dict(model.named_parameters())
     for slot in slots(model):
-        is_tied_head = slot.names == ("lm_head.weight",) and model.shape.is_tied
-        names = ("model.embed_tokens.weight",) if is_tied_head else slot.names
-        tensors = [read(name) for name in names]
-        if names == (VALUE_HEAD,) and tensors[0] is None:
+        tensors = [read(name) for name in slot.names]
+        if slot.names == (VALUE_HEAD,) and tensors[0] is None:
             continue
         found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
         if found != slot.shapes:
             raise ValueError(
-                f"{', '.join(names)} must have the shapes {slot.shapes} that config.json asks for,"
-                f" not {found}; is the checkpoint complete, and of this model?"
+                f"{', '.join(slot.names)} must have the shapes {slot.shapes} that config.json asks"
+                f" for, not {found}; is the checkpoint complete, and of this model?"
             )
         local = slot.shard(tensors, model.tp_group.rank(), model.tp_group.size())
-        check_finite(", ".join(names), local)
+        check_finite(", ".join(slot.names), local)
         with torch.no_grad():
             parameters[slot.parameter].copy_(local)
 

@@ -166,8 +166,10 @@ def find_slot(
     """The slot of a parameter by its name in a model whose first layer is number `layer_offset` of
     all.
     """
-    if is_critic and parameter == CRITIC_HEAD.key:
-        return Slot(CRITIC_HEAD, shape, None, parameter)
+    embedding, _, head = shape.family.outer
+    if parameter == head.key:  # the last stage's copy of the embedding if they are tied
+        head = embedding if shape.is_tied else head
+        return Slot(CRITIC_HEAD if is_critic else head, shape, None, parameter)
     match = _LAYER.fullmatch(parameter)
     layer, name = (int(match[1]) + layer_offset, match[2]) if match else (None, parameter)
     for weight in shape.family.outer if layer is None else shape.family.layer:
