@@ -244,7 +244,7 @@ def test_a_directory_of_llama_is_planned_and_a_mixture_refused(
 ) -> None:
     """Llama 3.1 8B has 8,030,261,248 parameters, as its model card says."""
     values = {
-        "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+        "model_type": "mistral", "num_hidden_layers": 32, "hidden_size": 4096,
         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
         "vocab_size": 128256, "tie_word_embeddings": False,
     }  # fmt: skip
@@ -252,13 +252,15 @@ def test_a_directory_of_llama_is_planned_and_a_mixture_refused(
     model = ("--model", str(tmp_path), "--num-gpus", "8")
     code, result, said = told(capsys, tmp_path / "plan.json", *model)
     assert code == 0 and result["parameters"] == 8_030_261_248
-    assert "a plan only: the trainer does not know models of type llama" in said
+    assert "a plan only: the trainer does not know models of type mistral" in said
     assert f"--recipe qwen3_8b --load {tmp_path}" in result["flags"], "the nearest in size"
-    with pytest.raises(ValueError, match="model_type must be one of qwen2, qwen3, not 'llama'"):
+    with pytest.raises(
+        ValueError, match="model_type must be one of qwen2, qwen3, llama, not 'mistral'"
+    ):
         check_config(model_config(str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     code, said = run_plan(capsys, *model)
-    assert code == 2 and "(or, to plan only, llama, mistral), not 'mixtral'" in said
+    assert code == 2 and "(or, to plan only, mistral), not 'mixtral'" in said
 
 
 def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:

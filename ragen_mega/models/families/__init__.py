@@ -1,12 +1,13 @@
 """One file for each model family: names, cuts, and entries of config.json."""
 
-from ragen_mega.models.families.llama import LLAMA, MISTRAL
+from ragen_mega.models.families.llama import LLAMA
+from ragen_mega.models.families.mistral import MISTRAL
 from ragen_mega.models.families.qwen2 import QWEN2
 from ragen_mega.models.families.qwen3 import QWEN3
 from ragen_mega.models.family import Family
 
-FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3)}
-PLANNED = FAMILIES | {family.model_type: family for family in (LLAMA, MISTRAL)}
+FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3, LLAMA)}
+PLANNED = FAMILIES | {family.model_type: family for family in (MISTRAL,)}
 """Families whose sizes are known: those that can be trained, and further ones for plans."""
 
 

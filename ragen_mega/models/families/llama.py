@@ -1,17 +1,23 @@
-"""Llama and Mistral (arXiv:2302.13971, arXiv:2310.06825), whose sizes a plan can use. The trainer
-does not know them.
+"""Llama 1, 2 and 3 (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783), without the scaled
+positions of Llama 3.1 and later.
 """
 
-from dataclasses import replace
-
 from ragen_mega.models.families import dense
-from ragen_mega.models.families.qwen2 import QWEN2
+from ragen_mega.models.family import Family, Limit
 
-LLAMA = replace(
-    QWEN2,
+_NO_BIAS = Limit(lambda value: value is False, "false", "no released Llama has it")
+
+LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    outer=dense.OUTER,
     layer=(*dense.ATTENTION, *dense.MLP),
-    overrides={},
+    computed=dense.COMPUTED,
+    limits=dense.limits(
+        "LlamaForCausalLM",
+        "the scaling changes the result at every length: load a Llama without rope_scaling",
+    )
+    | {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
+    # It once only divided products, and transformers ignores it.
+    neutral=dense.NEUTRAL | {"pretraining_tp"},
 )
-MISTRAL = replace(LLAMA, model_type="mistral", architecture="MistralForCausalLM")
