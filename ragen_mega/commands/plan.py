@@ -32,12 +32,11 @@ from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.config.flags import read_settings
 from ragen_mega.config.schema import flag_of
-from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.hardware import HARDWARE, Machine
 from ragen_mega.models.layout_search import FILL, HOST_GIB, LAYOUT, best, ranked, smallest
 from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan, remedies
 from ragen_mega.models.published import SHAPES, model_config
-from ragen_mega.models.shape import ModelShape, cut_error
+from ragen_mega.models.shape import ModelShape, check_config, cut_error
 from ragen_mega.models.time_plan import Play, default_play
 from ragen_mega.report.metrics import write_json
 
@@ -346,9 +345,10 @@ def main(arguments: argparse.Namespace) -> int:
             write_json(arguments.json, result)
         return 0
     machine = find_machine(arguments.hardware)
-    shape = ModelShape.of(model_config(arguments.model)) if arguments.model else None
-    run = read_run(arguments, machine, shape)
-    shape = shape or ModelShape.of(model_config(run.config.model.load or ""))
+    hf = model_config(arguments.model) if arguments.model else None
+    run = read_run(arguments, machine, hf and ModelShape.of(hf))
+    hf = hf or model_config(run.config.model.load or "")
+    shape = ModelShape.of(hf)
     num_gpus = arguments.num_gpus or planned_gpus(run.recipe) or 8
     capacity = arguments.gpu_memory_gb or machine.hardware.gpu_gib
     play = default_play(
@@ -358,11 +358,10 @@ def main(arguments: argparse.Namespace) -> int:
         sharing=arguments.sharing,
     )
     lines = [plan_cost.workload_text(plan_cost.workload(run.config, play))]
-    if shape.model_type not in FAMILIES:
-        lines.append(
-            f"a plan only: the trainer does not know models of type {shape.model_type}, but"
-            f" {' and '.join(FAMILIES)}"
-        )
+    try:
+        check_config(hf)
+    except ValueError as error:
+        lines.append(f"a plan only, the trainer refuses the model: {error}")
     result: dict[str, Any] = {"fits": True}
     chosen: StarPOConfig | None = run.config
     if arguments.search:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragen_mega.models.families import FAMILIES, PLANNED, find_family
+from ragen_mega.models.families import FAMILIES, find_family
 from ragen_mega.models.family import Family, Weight
 
 if TYPE_CHECKING:
@@ -45,18 +45,13 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ModelShape:
-        """From the entries of a config.json, whether or not the model can be trained. Raises
-        ValueError if one is missing or the model is of a kind whose sizes are not known.
+        """From the entries of a config.json, whether or not the trainer supports them all. Raises
+        ValueError if one is missing or the family is unknown.
         """
-        if values.get("model_type") not in PLANNED:
-            others = ", ".join(name for name in PLANNED if name not in FAMILIES)
-            raise ValueError(
-                f"model_type must be one of {', '.join(FAMILIES)} (or, to plan only, {others}), not"
-                f" {values.get('model_type')!r}; pick another --load"
-            )
+        family = find_family(values.get("model_type"))
         try:
             return cls(
-                model_type=values["model_type"],
+                model_type=family.model_type,
                 num_layers=values["num_hidden_layers"],
                 hidden_size=values["hidden_size"],
                 num_heads=values["num_attention_heads"],
@@ -69,10 +64,7 @@ class ModelShape:
                 rms_norm_eps=values.get("rms_norm_eps", 1e-6),
                 # transformers 5 has moved it into a dictionary
                 rope_theta=(values.get("rope_parameters") or values).get("rope_theta", 1e4),
-                further=tuple(
-                    (name, values[entry])
-                    for name, entry in PLANNED[values["model_type"]].sizes.items()
-                ),
+                further=tuple((name, values[entry]) for name, entry in family.sizes.items()),
             )
         except KeyError as error:
             raise ValueError(f"config.json lacks {error}; use the model's own file") from None
@@ -84,7 +76,7 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        return PLANNED[self.model_type]
+        return FAMILIES[self.model_type]
 
     @property
     def q_size(self) -> int:

@@ -19,6 +19,7 @@ SCALED = {"head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_thet
 CASES = {
     "llama untied": ("llama", {"tie_word_embeddings": False} | SCALED),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": None} | SCALED),
 }
 
 

@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -39,7 +40,14 @@ from ragen_mega.report.console import Console
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
 
-CLASSES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+CLASSES = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+}
+OWN = {"qwen3": {"head_dim": 12}, "mistral": {"sliding_window": None}}
+"""Entries in which a family's model differs from the others."""
 SIZES = dict(
     vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
@@ -64,8 +72,7 @@ def convert(source: Path, target: Path, dtype: str | None = None) -> Path:
 
 
 def model_config(family: str, **changes) -> PretrainedConfig:
-    extra = {"head_dim": 12} if family == "qwen3" else {}
-    return CLASSES[family](**SIZES | extra | changes)
+    return CLASSES[family](**SIZES | OWN.get(family, {}) | changes)
 
 
 def write_model(directory: Path, family: str = "qwen2", **changes) -> Path:
@@ -166,6 +173,9 @@ REFUSED: dict[str, tuple] = {
     ),
     "biases in Qwen3": (
         edit_config(attention_bias=True), "attention_bias .* must be false", "qwen3",
+    ),
+    "window of Mistral": (
+        edit_config(sliding_window=4), "sliding_window .* must be null, not 4", "mistral",
     ),
     "biases in Llama": (edit_config(mlp_bias=True), "mlp_bias .* must be false", "llama"),
     "scaled positions of Llama 3.1": (

@@ -6,9 +6,7 @@ from ragen_mega.models.families.qwen2 import QWEN2
 from ragen_mega.models.families.qwen3 import QWEN3
 from ragen_mega.models.family import Family
 
-FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3, LLAMA)}
-PLANNED = FAMILIES | {family.model_type: family for family in (MISTRAL,)}
-"""Families whose sizes are known: those that can be trained, and further ones for plans."""
+FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL)}
 
 
 def find_family(model_type: object) -> Family:

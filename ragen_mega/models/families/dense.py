@@ -78,8 +78,8 @@ def is_default_rope(value: Any) -> bool:
     return kinds == {"default"} and is_base and share == 1.0 and not rest
 
 
-def limits(architecture: str, rope_remedy: str) -> dict[str, Limit]:
-    """Entries that a dense decoder of this class is computed with at some values only;
+def limits(architecture: str, rope_remedy: str = "load another model") -> dict[str, Limit]:
+    """The entries of a dense decoder of this class that are supported for some values only;
     `rope_remedy` is for a model whose positions are scaled.
     """
     return {
