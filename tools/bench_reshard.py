@@ -153,7 +153,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     def stream(path: str) -> Iterator[tuple[str, Tensor]]:
         traffic[path] = Traffic()
         if path == "aligned":
-            return aligned(plan, tensors, rollout_tp, traffic[path])
+            return aligned(plan, tensors, traffic[path])
         return cut_stream(gather(plan, tensors, traffic[path]), hf, engine_rank, rollout_tp)
 
     paths = ["gather", "aligned"] if rollout_tp == groups.tp.size() else ["gather"]

@@ -126,6 +126,6 @@ def export_shards(
         assert part.rank == groups.tp.rank(), (
             "engines and tensor-parallel groups are the same consecutive ranks"
         )
-        yield from aligned(plan, parameters, part.size, traffic)
+        yield from aligned(plan, parameters, traffic)
     else:
         yield from cut_stream(gather(plan, parameters, traffic), model.hf, *part)
