@@ -9,7 +9,6 @@ MergedColumnParallelLinear), layers/vocab_parallel_embedding.py. Nothing of SGLa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -85,11 +84,6 @@ class Cut:
     def padded(self, whole: tuple[int, ...], size: int) -> tuple[int, ...]:
         """The shape of `size` ranks' parts together, from the shape on one rank."""
         return whole
-
-    def num_elements(self, whole: tuple[int, ...], size: int) -> int:
-        """Elements of one rank's part of a parameter that has the shape `whole` on one rank."""
-        total = math.prod(self.padded(whole, size))
-        return total if self.axis is None else total // size
 
     def boxes(self, whole: tuple[int, ...], size: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
         """(rank, box) of each part that `size` ranks hold of a parameter of the shape `whole` on

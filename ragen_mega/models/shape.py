@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,8 @@ class ModelShape:
 
     def num_elements(self, weight: Weight, tp: int = 1) -> int:
         """Elements of one parameter on a tensor-parallel rank, rows of padding among them."""
-        return weight.cut.num_elements(self.whole(weight), tp)
+        total = math.prod(weight.cut.padded(self.whole(weight), tp))
+        return total if weight.cut.axis is None else total // tp
 
     def layer_sizes(self, tp: int = 1) -> list[int]:
         """Elements of the parameters of a layer on a tensor-parallel rank, in the order of
