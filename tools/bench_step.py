@@ -69,7 +69,7 @@ FLAGS = (
         " only the shape counts",
         TARGET_MODEL,
     ),
-    flag("--steps", "per run; the first two do not count", 4),
+    flag("--steps", "per run; the first two do not count", 6),
     flag("--num-groups", "initial states a step", 8),
     flag("--group-size", "trajectories of each", 16),
     flag("--response-length", "sampled tokens a turn", 68),
