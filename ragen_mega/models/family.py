@@ -70,12 +70,10 @@ class Family:
     neutral: frozenset[str]
     """Entries that do not affect what a policy computes."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of megatron-core's TransformerConfig in which the family is not as a dense decoder
-    without biases.
-    """
+    """Fields of megatron-core's TransformerConfig with a value of the family."""
     sizes: Mapping[str, str] = field(default_factory=dict)
-    """Further such fields whose values are sizes in config.json -> their entries there. The number
-    of experts is `num_moe_experts`.
+    """Further fields of it -> the entries of config.json that hold their values, which are sizes.
+    `num_moe_experts` is the number of experts.
     """
 
     def check(self, values: Mapping[str, Any]) -> None:

@@ -69,7 +69,7 @@ NEUTRAL = frozenset(
 )
 
 
-def is_default_rope(value: Any) -> bool:
+def _is_default_rope(value: Any) -> bool:
     """RoPE of arXiv:2104.09864 in all channels, without scaling or sections."""
     rest = dict(value)
     kinds = {rest.pop(name, "default") for name in ("rope_type", "type")}
@@ -90,7 +90,7 @@ def limits(architecture: str, rope_remedy: str = "load another model") -> dict[s
         "hidden_act": Limit(lambda value: value == "silu", "'silu'"),
         "tie_word_embeddings": Limit(lambda value: value in (True, False), "true or false"),
         "rope_parameters": Limit(
-            is_default_rope,
+            _is_default_rope,
             "of rope_type 'default' with a rope_theta and nothing else",
             rope_remedy,
         ),
