@@ -7,7 +7,6 @@ import pytest
 from tests.test_documentation import PAGES, ROOT, Path, name_of, tokens
 
 MAX_WORDS = 35
-UNCHECKED = {"docs/gpu.md", "docs/benchmarks/README.md"}
 BANNED = re.compile(r"(Of|In|With|From|For) (that|those|what)\b|(That|Those) of|What (is|stands)")
 END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`])")
 
@@ -27,4 +26,4 @@ def test_sentences_are_short_and_begin_with_a_subject(page: Path) -> None:
             pieces = {"code_inline": "`code`", "softbreak": " "}
             text = "".join(pieces.get(part.type, part.content) for part in parts)
             wrong = [s for s in END.split(text) if len(s.split()) > MAX_WORDS or BANNED.match(s)]
-            assert not wrong or name_of(page) in UNCHECKED, f"{name_of(page)}: {wrong}"
+            assert not wrong, f"{name_of(page)}: {wrong}"

@@ -3,7 +3,7 @@
 #     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--site DIR]
 #         [--again] [--small] [PART ...]
 # Parts, in the order of their worth:
-#     versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines sglang
+#     versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines sglang
 #     kernels, te and train run together, all others alone. sglang: a real server against
 #     transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and where
 #     they go, step_all with all trajectories kept; reshard: a weight sync of 7B against the device's
@@ -30,7 +30,7 @@
 set -u
 started="$(date +%s)"
 cd "$(dirname "$0")/.."
-all=(versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines sglang)
+all=(versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines sglang)
 output=gpu_check pack= minutes=7 archives= site= again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -224,7 +224,7 @@ require() { # one line instead of a traceback, and no tests that pass because th
     local module
     for module in "$@"; do
         "$python" -c "import torch, $module" && continue
-        echo "$module cannot be imported here; see tools/doctor.py --for h100"
+        echo "$module cannot be imported here; see ragen-mega doctor --for h100"
         return 1
     done
 }
@@ -317,7 +317,7 @@ fp8() { # three steps of training with FP8, then drift and break-even shapes
 }
 
 train_bandit() { # NAME FLAG...: three steps of the bandit's recipe, unless flags say otherwise
-    "$python" tools/launch.py --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
+    "$python" -m ragen_mega.commands.launch --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
         --num-steps 3 --eval-prompts 64 $(smaller train) --output "$output/runs" --overwrite \
         --name "$@"
 }

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ragen_mega.commands.command_line import JSON, command, flag, read_settings, relaunch
+from ragen_mega.commands.command_line import JSON, command, flag, relaunch
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
@@ -33,6 +33,7 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
+from ragen_mega.report.provenance import read_settings
 from ragen_mega.report.step_metrics import staleness
 from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer

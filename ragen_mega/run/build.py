@@ -30,9 +30,9 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.directory import content_digest
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
-from ragen_mega.models.memory_plan import Setting, check_fits
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.memory import Setting, check_fits
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
 from ragen_mega.report.provenance import describe_start, known_config

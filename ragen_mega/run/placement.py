@@ -215,7 +215,7 @@ class Colocated:
             raise OutOfMemory(
                 f"out of memory in phase {self.phase.name} (rank {distributed.rank()}: {device}; of"
                 f" it models: {held or 'none'}); {remedy}lower --kv-cache-tokens,"
-                " --max-context-length or --num-groups, and see tools/plan.py for what fits; the"
+                " --max-context-length or --num-groups, and see ragen-mega plan for what fits; the"
                 f" error was: {' '.join(str(error).split())[-_MAX_REASON:]}"
             ) from error
 

@@ -36,6 +36,7 @@ from ragen_mega.report.step_metrics import (
     observe,
     staleness,
 )
+from ragen_mega.report.terminal import command_line
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
@@ -549,7 +550,7 @@ class Run:
         on_main(lambda: self.logger.write_summary(self.summary))
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
-        self.console.say(f"to read it: ragen-mega view {self.logger.directory}")
+        self.console.say(f"to read it: {command_line(f'view {self.logger.directory}')}")
 
     def save(self, success: float | None = None) -> None:
         """Write a checkpoint in the background; `success` is that of an evaluation at this step.

@@ -20,8 +20,8 @@ from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import Machine
 from ragen_mega.models.huggingface import random_weights
-from ragen_mega.models.memory_plan import Setting, activations, workspace
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.memory import Setting, activations, workspace
 from ragen_mega.run.build import build as assemble
 from ragen_mega.train import starpo
 from tests.cuda.test_steps import TINY, TRANSFORMER_ENGINE

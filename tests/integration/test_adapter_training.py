@@ -126,7 +126,7 @@ class Long:
 
 @contextmanager
 def served(environment: str, folder: Path, port: int = 0) -> Iterator[str]:
-    """Its name while tools/serve_environment.py serves it from a folder."""
+    """Its name while ragen-mega serve-environment serves it from a folder."""
     command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
     flags = ["--environment", environment, "--port", str(port)]
     log = folder / "server.log"  # a pipe that nobody empties would stop the server

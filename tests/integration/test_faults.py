@@ -19,6 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ragen_mega.commands import replay
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
@@ -207,7 +208,19 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
     flags = [*FLAGS, "--load", str(start_of(output)), "--num-steps", "2", "--overwrite"]
     run = launch(tmp_path, "two", 2, *flags)
     before, out = digest(run), tmp_path / "out.json"
-    command = [sys.executable, ROOT / "tools/replay.py", "--run", run, "--step", "1", "--json", out]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        PROGRAM,
+        "replay",
+        "--run",
+        run,
+        "--step",
+        "1",
+        "--json",
+        out,
+    ]
     alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(command, capture_output=True, text=True, env=alone, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -408,7 +408,7 @@ def test_many_sessions_keep_apart() -> None:
 def served_by_the_tool(
     environment: str, folder: Path, *others: str, port: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """Name of the environment, and the process of tools/serve_environment.py."""
+    """Name of the environment, and the process of ragen-mega serve-environment."""
     command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
     flags = ["--environment", environment, "--port", str(port), "--max-sessions", "300", *others]
     log = folder / f"{len(list(folder.glob('*.log')))}.log"

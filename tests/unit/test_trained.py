@@ -12,7 +12,6 @@ from ragen_kernels.compiled import QUERIES, ROWS
 from ragen_kernels.trained import Paths, forest_attention, rms_norm, swiglu
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.flop_counter import FlopCounterMode
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.forest import Forest
@@ -22,7 +21,6 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.layers import PackedForest
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.models.time_plan import Sizes
 from tools.parity import make_batch, random_model
 
 EPSILON = 1e-6
@@ -182,19 +180,3 @@ def test_the_last_layer_may_leave_out_what_nobody_uses(
     for one, other in itertools.zip_longest(part, whole):
         bound = 1e-5 * max(1.0, float(other.abs().max()))
         torch.testing.assert_close(one, other, rtol=0, atol=bound)
-
-
-@pytest.mark.parametrize("shared_prefixes", ["on", "off"])
-def test_work_is_what_torch_counts(shared_prefixes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products of an update; attention, which is not torch's, apart."""
-    reference, parallel = random_model("qwen2"), ParallelConfig()
-    hf, train = reference.config, TrainConfig(shared_prefixes=shared_prefixes)
-    critic = MegatronCritic(hf, initialize(parallel), parallel, train, LossConfig())
-    critic.load_weights(reference.state_dict().get)
-    batch, cost = make_batch(reference), Sizes.cost.fget
-    with FlopCounterMode(display=False) as counter:
-        critic.update(batch)
-    monkeypatch.setattr(Sizes, "cost", property(lambda self: cost(self)._replace(per_pair=0)))
-    positions, flops = critic.trainer.count_work(batch)
-    value_head = 6 * positions * hf.hidden_size
-    assert flops + value_head == counter.get_total_flops()

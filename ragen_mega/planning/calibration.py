@@ -22,23 +22,25 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from ragen_mega.commands.command_line import PROGRAM, run_ranks
-from ragen_mega.commands.plan_validation import solve
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data import distributed
-from ragen_mega.models.hardware import HARDWARE, Constants, Hardware, Machine
+from ragen_mega.data.launcher import PROGRAM, run_ranks
 from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import (
+from ragen_mega.planning.hardware import HARDWARE, Constants, Hardware, Machine
+from ragen_mega.planning.time import (
     FP32,
+    PHASES,
     Cut,
     Play,
     Sizes,
+    by_timer,
     decode_step,
     product,
     step_seconds,
     width_factor,
 )
+from ragen_mega.planning.validation import solve
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance
@@ -46,7 +48,7 @@ from ragen_mega.run.timers import seconds_of
 from ragen_mega.storage.run_directory import FINAL_EXPORT
 
 Reading = tuple[Any, float]
-"""(What was computed, its seconds.)"""
+"""(Computation, its seconds.)"""
 SHARE = 0.9
 """Share of the peak that the best measurement is taken to reach, where no data sheet has it."""
 PRODUCTS = {
@@ -112,26 +114,19 @@ CONFIGURATIONS: Mapping[str, tuple[int, str]] = {
     "TP 2 PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 """Name -> ranks and flags of the runs that the constants were not fitted on."""
-PHASES = {
-    "rollout": ("rollout",),
-    "sync": ("sync",),
-    "advantages": ("old log-probabilities", "reference", "values"),
-    "update": ("update critic", "update actor"),
-}
-"""Timers of a run -> phases of the predictor."""
 WARMUP = 2
 """First steps, which do not count."""
 
 
 def shortest(work: Callable[..., object], *arguments: object, repetitions: int = 7) -> float:
-    """Seconds of `work` with these arguments, undisturbed by other load."""
+    """Measure the seconds of `work` with these arguments, undisturbed by other load."""
     job = partial(work, *arguments)
     job()
     return min(seconds_of(job) for _ in range(repetitions))
 
 
 def measure_products(device: str, dtype: torch.dtype) -> list[Reading]:
-    """Matrix products by shape."""
+    """Measure matrix products by shape."""
     made = partial(torch.randn, device=device, dtype=dtype)
     return [
         ((rows, inner, columns), shortest(torch.matmul, made(rows, inner), made(inner, columns)))
@@ -140,8 +135,8 @@ def measure_products(device: str, dtype: torch.dtype) -> list[Reading]:
 
 
 def measure_attention(device: str, dtype: torch.dtype) -> float:
-    """Operations a second of causal attention, forward, those of the lower half counted, as if
-    heads were 128 wide.
+    """Measure the operations a second of causal attention, forward, those of the lower half
+    counted, as if heads were 128 wide.
     """
     length, heads, width = (1024, 4, 32) if device == "cpu" else (4096, 32, 128)
     q, k, v = torch.randn(3, 1, heads, length, width, device=device, dtype=dtype)
@@ -150,7 +145,7 @@ def measure_attention(device: str, dtype: torch.dtype) -> float:
 
 
 def measure_copies(device: str) -> float:
-    """Bytes a second of a pass that reads two large arrays and writes one."""
+    """Measure the bytes a second of a pass that reads two large arrays and writes one."""
     size = 1 << (24 if device == "cpu" else 28)
     left, right = torch.ones(2, size, device=device)
     out = torch.empty_like(left)
@@ -158,7 +153,7 @@ def measure_copies(device: str) -> float:
 
 
 def measure_launch(device: str, dtype: torch.dtype) -> float:
-    """Seconds that the forward pass of a layer takes however small it is."""
+    """Measure the seconds that the forward pass of a layer takes however small it is."""
     seconds = []
     for layers in (1, 5):
         model = AutoModel.from_config(small(layers)).to(device, dtype)
@@ -169,7 +164,7 @@ def measure_launch(device: str, dtype: torch.dtype) -> float:
 
 
 def measure_decoding() -> list[Reading]:
-    """Decode steps of the embedded engine, which computes on the processor."""
+    """Measure decode steps of the embedded engine, which computes on the processor."""
     # Only here, for they bring a compiler (numba).
     from ragen_mega.engines.embedded.decoder import Decoder
     from ragen_mega.engines.embedded.kv_cache import KVCache
@@ -194,8 +189,8 @@ def measure_decoding() -> list[Reading]:
 
 
 def measure_collectives(device: str) -> tuple[float, float]:
-    """(seconds of a small all-reduce, bytes a second of a large one in each direction)
-    among up to four ranks of this machine; with one GPU those of the H100's data sheet.
+    """Measure (seconds of a small all-reduce, bytes a second of a large one in each direction)
+    among up to four ranks of this machine; with one GPU return those of the H100's data sheet.
     """
     ranks = min(4, torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1)
     if ranks < 2:
@@ -208,7 +203,9 @@ def measure_collectives(device: str) -> tuple[float, float]:
 
 
 def collectives_rank(out: Path) -> None:
-    """What each rank of `measure_collectives` runs; the first writes the seconds."""
+    """Time the all-reduces of `measure_collectives` on this rank; the first rank writes the
+    seconds.
+    """
     distributed.start()
     device = distributed.device()
     seconds = []
@@ -231,7 +228,7 @@ def solved(
     readings: Sequence[Reading],
     predict: Callable[[Machine, Any], float],
 ) -> Machine:
-    """`machine` with its constants fitted to the readings."""
+    """Fit these constants of `machine` to the readings."""
 
     def misses(constants: Constants) -> list[float]:
         changed = replace(machine, constants=constants)
@@ -241,8 +238,9 @@ def solved(
 
 
 def with_sheet(hardware: Hardware, constants: Constants, device: str) -> tuple[Hardware, Constants]:
-    """A measured GPU with what one process on it cannot measure: other precisions, links to other
-    nodes and to the host of the nearest row of the table, published seconds of what a host does.
+    """Complete a measured GPU by what one process on it cannot measure: other precisions, links to
+    other nodes and to the host of the nearest row of the table, published seconds of the host's
+    work.
     """
     known = [name for name in HARDWARE if name in device]
     row = HARDWARE[max(known, key=len) if known else "A100"]
@@ -258,7 +256,7 @@ def with_sheet(hardware: Hardware, constants: Constants, device: str) -> tuple[H
 
 
 def measured_machine() -> tuple[Machine, dict[str, Any]]:
-    """This machine, and the readings."""
+    """Measure this machine; returns it and the readings."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, itemsize = (torch.bfloat16, 2) if device == "cuda" else (torch.float32, 4)
     cores = 0 if device == "cuda" else len(os.sched_getaffinity(0))
@@ -287,14 +285,16 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     machine = Machine(hardware, constants)
     cut = Cut(itemsize=itemsize)
     machine = solved(
-        machine, ("product", "tile"), products, lambda one, what: product(one, *what, cut)
+        machine, ("product", "tile"), products, lambda machine, what: product(machine, *what, cut)
     )
     decoding = measure_decoding() if device == "cpu" else []
     if decoding:
 
-        def step(one: Machine, what: tuple[float, ...]) -> float:
+        def step(machine: Machine, what: tuple[float, ...]) -> float:
             sizes = Sizes.of(ModelShape.of(small(int(what[0]))))
-            return sum(decode_step(one, sizes, tp=1, batch=what[1], context=what[2], itemsize=FP32))
+            return sum(
+                decode_step(machine, sizes, tp=1, batch=what[1], context=what[2], itemsize=FP32)
+            )
 
         names = ("decode_memory", "decode_product", "decode_layer", "decode_sequence")
         machine = solved(machine, names, decoding, step)
@@ -314,7 +314,7 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
 
 
 def played(rows: Sequence[Mapping[str, float]], config: StarPOConfig) -> Play:
-    """What the trajectories of a run's steps were like, by the medians of its metrics."""
+    """Describe the trajectories of a run's steps by the medians of its metrics."""
     rows = [row for row in rows if "update/tokens_per_second" in row]  # those that trained
 
     def median(value: Callable[[Mapping[str, float]], float]) -> float:
@@ -336,8 +336,8 @@ def played(rows: Sequence[Mapping[str, float]], config: StarPOConfig) -> Play:
         sharing=1 / median(lambda row: row.get("actor/computed_share", 1.0)),
         window=config.rollout.context_window,
     )
-    told = max(1.0, median(length) - play.length) / (play.texts * play.seen)
-    play = replace(play, prompt_tokens=told)
+    prompt = max(1.0, median(length) - play.length) / (play.texts * play.seen)
+    play = replace(play, prompt_tokens=prompt)
     # the engine is asked for all that the policy sees at every turn
     computed = play.asked * (1 - median(lambda row: row.get("engine/cached_share", 0.0)))
     return replace(play, prefilled=min(1.0, computed / play.read))
@@ -345,7 +345,7 @@ def played(rows: Sequence[Mapping[str, float]], config: StarPOConfig) -> Play:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps of a training run took and played, WARMUP left out."""
+    """Seconds and trajectories of the steps of a training run, WARMUP left out."""
 
     config: StarPOConfig
     shape: ModelShape
@@ -369,16 +369,13 @@ class Steps:
         return cls(config, shape, ranks, played(rows, config), measured)
 
     def predicted(self, machine: Machine) -> dict[str, float]:
-        """The same by the predictor; the tokens of a turn are those that were sampled."""
+        """Predict the same seconds; the tokens of a turn are those that were sampled."""
         phases = step_seconds(machine, self.shape, self.config, self.ranks, self.play)
-        return {
-            phase: sum(sum(phases.get(part, {}).values()) for part in parts)
-            for phase, parts in PHASES.items()
-        }
+        return by_timer(phases)
 
 
 def with_host(machine: Machine, runs: Sequence[Steps]) -> Machine:
-    """`machine` with what its processor spends besides arithmetic, fitted to the phases of runs."""
+    """Fit the constants of the processor's work besides arithmetic to the phases of runs."""
     readings = [
         ((run, phase), run.measured[phase])
         for run in runs
@@ -390,12 +387,12 @@ def with_host(machine: Machine, runs: Sequence[Steps]) -> Machine:
 
     return solved(
         replace(machine, constants=guess), HOST, readings,
-        lambda one, what: what[0].predicted(one)[what[1]],
+        lambda machine, what: what[0].predicted(machine)[what[1]],
     )  # fmt: skip
 
 
 def compare(machine: Machine, name: str) -> list[dict[str, Any]]:
-    """Train one of CONFIGURATIONS; predicted beside measured seconds, phase by phase."""
+    """Train one of CONFIGURATIONS; list predicted beside measured seconds, phase by phase."""
     ranks, words = CONFIGURATIONS[name]
     run = Steps.of(ranks, [*BASE, *words.split()])
     guess = run.predicted(machine)
@@ -405,7 +402,7 @@ def compare(machine: Machine, name: str) -> list[dict[str, Any]]:
 
 
 def calibrate(path: Path, check_steps: bool) -> dict[str, Any]:
-    """Measure, write what `--hardware` reads, and print it; compare with runs if asked to."""
+    """Measure, write the file that `--hardware` reads, and print it; compare with runs if asked."""
     started, load = time.monotonic(), os.getloadavg()[0]
     machine, readings = measured_machine()
     report = {
@@ -438,8 +435,8 @@ def calibrate(path: Path, check_steps: bool) -> dict[str, Any]:
 
 
 def median_errors(compared: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Phase, or `step` -> median relative error over the runs. Syncs of these models take
-    milliseconds and are left out.
+    """Compute for each phase, and `step`, the median relative error over the runs. Syncs of these
+    models take milliseconds and are left out.
     """
     misses = [(row["phase"], abs(row["predicted"] / row["measured"] - 1)) for row in compared]
     return {
@@ -449,7 +446,7 @@ def median_errors(compared: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def small(layers: int) -> PretrainedConfig:
-    """The model whose decode steps are measured."""
+    """Configure the model whose decode steps are measured."""
     return AutoConfig.for_model(
         "qwen2", hidden_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=384, vocab_size=512,

@@ -45,7 +45,7 @@ buckets.
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What besides the shape decides the memory of a rank."""
+    """The settings besides the model's shape that decide the memory of a rank."""
 
     parallel: ParallelConfig
     num_ranks: int
@@ -67,7 +67,9 @@ class Setting:
 
     @classmethod
     def from_config(cls, config: StarPOConfig, num_ranks: int, *, sharing: float = 1.0) -> Setting:
-        """That of a run on `num_ranks` GPUs. Raises ValueError if the layout does not fit them."""
+        """Read the settings of a run on `num_ranks` GPUs. Raises ValueError if the layout does not
+        fit them.
+        """
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
         num_engines = rollout.num_engines(num_ranks, num_ranks)
@@ -109,7 +111,9 @@ class ModelState(NamedTuple):
 def state_of(
     shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool, dp_rank: int = 0
 ) -> ModelState:
-    """Bytes of a pipeline stage's parameters, float32 gradient buffers and Adam state. Exact."""
+    """Compute the bytes of a pipeline stage's parameters, float32 gradient buffers and Adam state.
+    Exact.
+    """
     layout = setting.parallel
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     is_last, is_tied = stage == pp - 1, shape.is_tied and not is_critic
@@ -139,14 +143,16 @@ def state_of(
 
 
 def bucket_elements(dp: int) -> int:
-    """Elements from which megatron-core closes a bucket of gradients that it reduces by itself."""
+    """Return the elements from which megatron-core closes a bucket of gradients that it reduces by
+    itself.
+    """
     return max(40_000_000, 1_000_000 * dp)
 
 
 def _distributed_buffer(
     buckets: Sequence[Sequence[int]], dp: int, dp_rank: int, bucket_size: int | None
 ) -> tuple[int, int]:
-    """(elements of a contiguous buffer with its padding, elements of parameters that a
+    """Lay out a contiguous buffer: (its elements with padding, elements of parameters that a
     data-parallel rank updates), from the sizes of the parameters that may share a bucket.
 
     As `_ParamAndGradBuffer` of megatron-core lays it out: from the last parameter to the first; a
@@ -176,7 +182,7 @@ def _padded(length: int, multiple: int) -> int:
 
 
 def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
-    """Bytes per position that one layer saves for the backward pass, by part, without
+    """Count the bytes per position that one layer saves for the backward pass, by part, without
     recomputation.
     """
     layout, item = setting.parallel, setting.itemsize
@@ -205,8 +211,8 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
 
 
 def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
-    """Bytes that all microbatches in flight on a pipeline stage have saved at their peak, the loss
-    not included.
+    """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
+    the loss not included.
     """
     layout, tokens = setting.parallel, setting.max_tokens
     pp = layout.pipeline_model_parallel_size
@@ -229,7 +235,7 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
-    """Further bytes that a backward pass needs at a time: an upper estimate.
+    """Estimate from above the further bytes that a backward pass needs at a time.
 
     One layer's recomputed activations and gradients of all of them, the largest gradient of a
     weight before it is added to its float32 buffer; on the policy's last stage, at another time,
@@ -252,8 +258,8 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
 
 
 def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """(weights, key-value cache) of the engine on a GPU of its group; none of the embedded engine,
-    which uses the CPU.
+    """Count the bytes of (weights, key-value cache) of the engine on a GPU of its group; none for
+    the embedded engine, which uses the CPU.
     """
     if setting.engine == "embedded":
         return 0, 0
@@ -266,7 +272,7 @@ def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
 def stage_phases(
     shape: ModelShape, setting: Setting, stage: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """(phase, what -> bytes) of a rank of a pipeline stage, at the phase's peak."""
+    """List (phase, term -> bytes) of a rank of a pipeline stage, at the phase's peak."""
     layout, offload = setting.parallel, setting.parallel.offload
     sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, setting.dp
     names = ("actor", "critic") if setting.has_critic else ("actor",)
@@ -307,7 +313,7 @@ def stage_phases(
 
 
 def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
-    """Phase -> what -> bytes, on the rank that needs most in that phase."""
+    """Plan phase -> term -> bytes, on the rank that needs most in that phase."""
     # No stage between the first and the last has more layers or microbatches in flight than the
     # first, nor a vocabulary.
     stages = [
@@ -321,9 +327,9 @@ def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Bytes of host memory of the rank that needs most: what is offloaded, the reference policy,
-    the engine's weights if a copy is kept, and a checkpoint on its way to the disk, which one
-    data-parallel rank writes for all. An export goes tensor by tensor.
+    """Count the bytes of host memory of the rank that needs most: offloaded tensors, the reference
+    policy, the engine's weights if a copy is kept, and a checkpoint on its way to the disk, which
+    one data-parallel rank writes for all. An export goes tensor by tensor.
     """
     layout = setting.parallel
     whole = replace(setting, parallel=replace(layout, use_distributed_optimizer=False))
@@ -344,7 +350,7 @@ def host_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> None:
-    """Raise ValueError, with what would help, unless every phase fits into `device_bytes`."""
+    """Raise ValueError, with remedies, unless every phase fits into `device_bytes`."""
     for phase, terms in plan(shape, setting).items():
         if (total := sum(terms.values())) > device_bytes:
             largest = [
@@ -358,7 +364,7 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> None:
 
 
 def remedies(setting: Setting, phase: str) -> list[str]:
-    """What may make a phase fit, the cheapest first."""
+    """List remedies for a phase that does not fit, the cheapest first."""
     layout = setting.parallel
     if not phase.startswith("train"):
         unload = ["set --offload rollout"] if layout.offload == "none" else []

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from ragen_mega.environments.reference_players import wilson_interval
 
+STUDIES = Path(str(files("ragen_mega.config") / "studies"))
 PRESETS = ("small", "paper")
 LEVEL = 0.95
 ROUNDING = 1e-9
@@ -26,18 +28,11 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Arm:
-    """One setting of what a study varies."""
+    """One setting among those that a study compares."""
 
     name: str
     flags: tuple[str, ...]
-    """Appended to those of the study, which they override."""
-    ranks: int | None = None
-    """Ranks of its runs (default: what the command line says)."""
-    seeds: int | None = None
-    """How many of the seeds it has runs of, the first ones (default: all)."""
-    model: str = ""
-    """In a scaling study what is trained; `layout` is how it is laid out."""
-    layout: str = ""
+    """Flags of the arm, appended to those of the study, which they override."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Study:
-    """What a study varies, under one preset."""
+    """A study under one preset."""
 
     name: str
     title: str
@@ -63,14 +58,12 @@ class Study:
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...] = ()
     metrics: tuple[str, ...] = ("rollout/success", "rollout/in_group_std", "actor/entropy")
-    """Plotted over the steps."""
+    """Keys of metrics that are plotted over the steps."""
     confounds: tuple[str, ...] = ()
-    """What differs between the arms besides what the study varies; the small preset has no
+    """Differences between the arms besides the one that the study varies; the small preset has no
     avoidable ones.
     """
     notes: str = ""
-    target: float | None = None
-    """Success whose cost a scaling study states; None for a study that is none."""
 
     @property
     def page(self) -> str:
@@ -79,14 +72,10 @@ class Study:
 
     @classmethod
     def read(cls, path: Path, preset: str | None = None) -> "Study":
-        """The study in a file, under the first preset that it has unless one is named: `title`,
-        `source`, `[small]` and `[paper]` with `recipe` and `flags` (`[paper]` also `confounds`),
-        `[[arms]]` with `name`, `flags` and, where the paper's differ, `paper_flags`; optional
-        `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
-
-        A scaling study has `target` and, for arms, every pair of `[[models]]` and `[[layouts]]`,
-        each with `name`, `flags`, `ranks` (1; those of a pair are their product) and `seeds` (all).
-        The first layout is the one in which models are compared.
+        """Read the study in a file, under the first preset that it has unless one is named:
+        `title`, `source`, `[small]` and `[paper]` with `recipe` and `flags` (`[paper]` also
+        `confounds`), `[[arms]]` with `name`, `flags` and, where the paper's differ, `paper_flags`;
+        optional `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
 
         Raises ValueError, in one line, for anything else.
         """
@@ -94,15 +83,13 @@ class Study:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
-        scales = "models" in data
-        parts = ("models", "layouts", "target") if scales else ("arms",)
-        _check_keys(path, "a study", data, required=("title", "source", *parts), others=_OTHERS)
+        _check_keys(path, "a study", data, ("title", "source", "arms"), _OTHERS)
         preset = preset or next((name for name in PRESETS if name in data), PRESETS[0])
         if preset not in data:
             raise ValueError(f"{path} has no preset [{preset}]; it has {_presets(data)}")
         part = data[preset]
         _check_keys(path, f"[{preset}]", part, ("recipe",), ("flags", "confounds"))
-        arms = _pairs(path, data) if scales else _arms(path, data, preset)
+        arms = _arms(path, data, preset)
         names = [arm.name for arm in arms]
         if len(set(names)) < len(names) or not all(map(_is_plain, names)):
             raise ValueError(
@@ -127,8 +114,16 @@ class Study:
             metrics=tuple(data.get("metrics", cls.metrics)),
             confounds=tuple(part.get("confounds", ())),
             notes=data.get("notes", ""),
-            target=data.get("target"),
         )
+
+
+def find(name: str, preset: str | None) -> Study:
+    """Find the study of this name, or in this file. Raises ValueError if there is none."""
+    path = Path(name) if name.endswith(".toml") else STUDIES / f"{name}.toml"
+    if not path.exists():
+        known = ", ".join(sorted(file.stem for file in STUDIES.glob("*.toml")))
+        raise ValueError(f"there is no study {name}; give a .toml file or one of {known}")
+    return Study.read(path, preset)
 
 
 def _arms(path: Path, data: Mapping[str, Any], preset: str) -> list[Arm]:
@@ -140,48 +135,22 @@ def _arms(path: Path, data: Mapping[str, Any], preset: str) -> list[Arm]:
     return arms
 
 
-def _pairs(path: Path, data: Mapping[str, Any]) -> list[Arm]:
-    """Every model under every layout."""
-    for kind in ("models", "layouts"):
-        for one in data[kind]:
-            _check_keys(path, f"one of {kind}", one, ("name", "flags"), ("ranks", "seeds"))
-    return [
-        Arm(
-            f"{model['name']}-{layout['name']}",
-            _words(path, model["flags"]) + _words(path, layout["flags"]),
-            ranks=model.get("ranks", 1) * layout.get("ranks", 1),
-            seeds=layout.get("seeds", model.get("seeds")),
-            model=model["name"],
-            layout=layout["name"],
-        )
-        for model in data["models"]
-        for layout in data["layouts"]
-    ]
-
-
 _OTHERS = (*PRESETS, "claims", "metrics", "notes")
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
 def _are(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 _Kind = tuple[Callable[[Any], bool], str]
 _TEXT: _Kind = (lambda value: isinstance(value, str), "a string")
-_COUNT: _Kind = (_is_count, "a whole number of at least 1")
 _TABLES: _Kind = (lambda value: _are(dict, value) and bool(value), "at least one table, as [[...]]")
 _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(PRESETS, (lambda value: isinstance(value, dict), "a table")),
-    **dict.fromkeys(("arms", "models", "layouts"), _TABLES),
-    **dict.fromkeys(("ranks", "seeds"), _COUNT),
+    "arms": _TABLES,
     "claims": (partial(_are, dict), "tables, as [[claims]]"),
     "metrics": (lambda value: _are(str, value) and bool(value), "at least one string in a list"),
     "confounds": (partial(_are, str), "strings in a list"),
-    "target": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a rate up to 1"),
 }
 """Key of a study file -> (whether a value is right, what is); all others are strings."""
 
@@ -205,7 +174,7 @@ def _check_keys(
 
 
 def _words(path: Path, flags: str) -> tuple[str, ...]:
-    """Flags as a shell splits them."""
+    """Split flags as a shell does."""
     try:
         return tuple(shlex.split(flags))
     except ValueError as error:
@@ -238,7 +207,7 @@ class Estimate:
 
 
 def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
-    """Mean over seeds and prompts from the success rate of each, [seeds, prompts].
+    """Estimate the mean over seeds and prompts from the success rate of each, [seeds, prompts].
 
     Seeds and prompts are both samples: another person has other seeds and boards. With S seeds and
     P prompts, independent effects of both and noise, the variance of the mean is estimated by
@@ -272,17 +241,17 @@ def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
 
 
 def _half_width(means: NDArray[np.float64]) -> float:
-    """Half the Student's t interval of the mean of these."""
+    """Compute half the Student's t interval of the mean of these."""
     from scipy import stats  # an optional package
 
     quantile = float(stats.t.ppf((1 + LEVEL) / 2, len(means) - 1))
     return quantile * float(means.std(ddof=1)) / math.sqrt(len(means))
 
 
-def percent(of: Estimate, *, signed: bool = False) -> str:
-    """`61.2% (58.0% to 64.4%)`."""
+def percent(found: Estimate, *, signed: bool = False) -> str:
+    """Write `61.2% (58.0% to 64.4%)`."""
     form = "{:+.1%}" if signed else "{:.1%}"
-    mean = form.format(of.mean)
-    if math.isinf(of.low):
-        return f"{mean} (one {'seed' if of.num_seeds < 2 else 'prompt'}: no interval)"
-    return f"{mean} ({form.format(of.low)} to {form.format(of.high)})"
+    mean = form.format(found.mean)
+    if math.isinf(found.low):
+        return f"{mean} (one {'seed' if found.num_seeds < 2 else 'prompt'}: no interval)"
+    return f"{mean} ({form.format(found.low)} to {form.format(found.high)})"

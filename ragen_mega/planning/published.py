@@ -11,8 +11,9 @@ SHAPES = json.loads(files(__package__).joinpath("model_shapes.json").read_text()
 
 
 def model_config(model: str, **changes: int) -> PretrainedConfig:
-    """The configuration of a directory with a config.json, or of a name in SHAPES, in any letter
-    case or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct. Raises ValueError for anything else.
+    """Read the configuration of a directory with a config.json, or of a name in SHAPES, in any
+    letter case or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct. Raises ValueError for anything
+    else.
     """
     if (Path(model) / "config.json").is_file():
         return AutoConfig.from_pretrained(model, trust_remote_code=False, **changes)

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragen_mega.commands.plan_machine import find_machine
-from ragen_mega.models.hardware import Constants, Machine
-from ragen_mega.models.published import SHAPES
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import (
+from ragen_mega.planning.hardware import Constants, Machine, find_machine
+from ragen_mega.planning.published import SHAPES
+from ragen_mega.planning.time import (
     BF16,
     FP32,
     Cut,
@@ -35,7 +34,7 @@ from ragen_mega.models.time_plan import (
 )
 from ragen_mega.report.markdown import table
 
-ROWS = Path(str(files("ragen_mega.models") / "published_steps.json"))
+ROWS = Path(str(files("ragen_mega.planning") / "published_steps.json"))
 FITTED = {
     "training": (
         "product", "product_fp8", "memory", "launch", "adapter", "collective", "link", "update",
@@ -54,7 +53,7 @@ USUAL = Constants(
     decode_host=2e-3, decode_layer=20e-6, decode_reduce=10e-6, decode_sequence=35e-6,
     decode_expert=0.7, decode_routed=0.06, routing=0.9, overhead=3e-6, sync=2.5e9,
 )  # fmt: skip
-"""Where fitting starts and what it is regularised towards: usual values on NVIDIA's GPUs."""
+"""Start of the fit and target of its regularisation: usual values on NVIDIA's GPUs."""
 BOUNDS = {"training": 0.20, "decode": 0.10, "rl": 0.35}
 """Kind -> the median absolute error that we want on the judged half, but for UNBOUND classes."""
 UNBOUND = ("decode, mixture",)
@@ -67,7 +66,7 @@ MEASURED = {
     "decode": ("tokens_per_second",),
     "rl": ("rollout", "forward", "update", "sync", "step", "mfu"),
 }
-"""Kind -> what may be measured in it."""
+"""Kind -> quantities that its rows may have measured."""
 SIZES: Mapping[str, Mapping[str, float]] = {
     "training": {"gpus": 1, "sequence": 1, "sequences_per_microbatch": 1, "batch": 1},
     "decode": {"tp": 1, "batch": 1, "prompt_tokens": 1.0, "output_tokens": 1.0},
@@ -86,16 +85,16 @@ OPTIONS: Mapping[str, Mapping[str, float]] = {
         "environment_seconds": 0.0, "padding": 0.0,
     },
 }  # fmt: skip
-"""Kind -> what its rows may have besides, with the value that its absence means."""
+"""Kind -> further entries of its rows, with the value that their absence means."""
 LEAST = {
     "forward_passes": 0.0, "prompt_tokens": 0.0, "backward": 1.0, "environment_seconds": 0.0,
     "padding": 0.0,
 }  # fmt: skip
 """Numbers with a least value; others are above 0."""
 RECOMPUTE = ("none", "attention", "selective", "full")
-MODEL = {one.name: one.default for one in fields(Sizes)}
-CUT = {one.name: one.default for one in fields(Cut) if one.name != "dp"}
-"""What a model, and the cut of a row, may have, with the value that its absence means."""
+MODEL = {field.name: field.default for field in fields(Sizes)}
+CUT = {field.name: field.default for field in fields(Cut) if field.name != "dp"}
+"""Entries of a model, and of the cut of a row, with the value that their absence means."""
 UNITS = {
     "training": "tokens/s or TFLOP/s of a GPU",
     "decode": "tokens/s of an engine",
@@ -129,7 +128,7 @@ class Point:
 def check_keys(
     what: str, given: object, required: Collection[str], others: Collection[str]
 ) -> Mapping[str, Any]:
-    """`given` if it is an object with these entries. Raises ValueError otherwise."""
+    """Return `given` if it is an object with these entries. Raises ValueError otherwise."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{what} must be an object, not {given!r}; write it as one")
     known = (*required, *others)
@@ -164,10 +163,10 @@ def check_value(name: str, value: object, usual: object, *, least: float | None 
 
 
 def check_row(kind: str, row: Mapping[str, Any], models: Mapping[str, Sizes]) -> None:
-    """Raise ValueError unless a row can be predicted."""
+    """Raise ValueError for a row that cannot be predicted."""
     cut = () if kind == "decode" else ("cut",)
-    said = ("hardware", "source", "note", *OPTIONS[kind])
-    check_keys("a row", row, ("id", "model", *SIZES[kind], *cut, "measured"), said)
+    optional = ("hardware", "source", "note", *OPTIONS[kind])
+    check_keys("a row", row, ("id", "model", *SIZES[kind], *cut, "measured"), optional)
     if row["model"] not in models:
         raise ValueError(
             f"model must be one of {', '.join(models)}, not {row['model']!r}; add its sizes to"
@@ -208,8 +207,8 @@ def check_row(kind: str, row: Mapping[str, Any], models: Mapping[str, Sizes]) ->
 
 
 def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str, Sizes]]:
-    """Kind -> the rows of a file, checked, and its models. Raises ValueError, which names the row
-    and the entry, for a file of another form.
+    """Read kind -> the rows of a file, checked, and its models. Raises ValueError, which names the
+    row and the entry, for a file of another form.
     """
     where, models = "the file", dict[str, Sizes]()
     required = [name for name, usual in MODEL.items() if usual is MISSING]
@@ -242,8 +241,8 @@ def read_rows(path: Path) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str,
 
 
 def read_points(path: Path) -> list[Point]:
-    """The rows of a file, in its order; every other number of a kind judges, and all of rows that
-    say so. Rows that cannot be predicted are left out. Raises ValueError for a file of another
+    """Read the rows of a file, in its order; every other number of a kind judges, and all of rows
+    that say so. Rows that cannot be predicted are left out. Raises ValueError for a file of another
     form.
     """
     points, (rows, models) = [], read_rows(path)
@@ -257,7 +256,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def predicted(point: Point, constants: Constants) -> float:
-    """The prediction of a number, in its unit."""
+    """Predict a number, in its unit."""
     row = point.row
     machine = find_machine(row.get("hardware", "H100"), constants)
     if point.kind == "decode":
@@ -293,18 +292,18 @@ def predicted(point: Point, constants: Constants) -> float:
 
 
 def sampling(machine: Machine, point: Point) -> float:
-    """Seconds in which the engines of a published step play its trajectories. GPUs that only sample
-    may play those of several steps at once, each followed by another one: then what as many
-    more trajectories add is the time of as many steps, without their first and last moments.
+    """Predict the seconds in which the engines of a published step play its trajectories. GPUs that
+    only sample may play those of several steps at once, each followed by another one: then what as
+    many more trajectories add is the time of as many steps, without their first and last moments.
     """
     row, tp, apart = point.row, point.row["engine_tp"], point.row.get("rollout_gpus", 0)
     is_fp8, ahead = row.get("engine_fp8", False), row.get("staleness", 1)
     turns = row.get("turns", 1)
-    told, sampled, most = (
+    prompt, sampled, most = (
         row[name] / turns for name in ("prompt_tokens", "mean_tokens", "max_tokens")
     )
     waits = row.get("environment_seconds", 0.0)
-    play = Play(turns, told, sampled, most, environment_seconds=waits)
+    play = Play(turns, prompt, sampled, most, environment_seconds=waits)
     share = ENGINE_SHARE["separate" if apart else "colocated"]
     # tokens whose keys and values fit beside the weights
     sizes = point.sizes
@@ -324,8 +323,8 @@ def sampling(machine: Machine, point: Point) -> float:
 
 
 def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
-    """Phase -> seconds of a published step of reinforcement learning. Where some GPUs only sample
-    it takes as long as the slower side, and the weights' way between them.
+    """Predict phase -> seconds of a published step of reinforcement learning. Where some GPUs only
+    sample it takes as long as the slower side, and the weights' way between them.
     """
     row, sizes, tp = point.row, point.sizes, point.row["engine_tp"]
     length = row["mean_tokens"] + row["prompt_tokens"]
@@ -363,20 +362,22 @@ def solve(
     *,
     weight: float = 0.0,
 ) -> Constants:
-    """`start` with those constants of these names, within their ranges, under which `misses`,
-    logarithms of predicted over published, are nearest to 0; outliers have little
-    influence. `weight` pulls the constants towards `start`.
+    """Fit those constants of `start` that these names list, within their ranges, so that `misses`,
+    logarithms of predicted over published, are nearest to 0; outliers have little influence.
+    `weight` pulls the constants towards `start`.
     """
     from scipy.optimize import least_squares  # an optional package
 
-    ranges = [one.metadata for name in names for one in fields(Constants) if one.name == name]
-    high = np.log([one["high"] for one in ranges])
-    low = np.log([max(1e-6 * one["high"], one["low"]) for one in ranges])
+    ranges = [field.metadata for name in names for field in fields(Constants) if field.name == name]
+    high = np.log([limits["high"] for limits in ranges])
+    low = np.log([max(1e-6 * limits["high"], limits["low"]) for limits in ranges])
     usual = np.clip(np.log([max(1e-12, getattr(start, name)) for name in names]), low, high)
 
     def changed(logarithms: NDArray[np.float64]) -> Constants:
         values = np.exp(np.clip(logarithms, low, high))
-        values = np.clip(values, [one["low"] for one in ranges], [one["high"] for one in ranges])
+        values = np.clip(
+            values, [limits["low"] for limits in ranges], [limits["high"] for limits in ranges]
+        )
         return replace(start, **dict(zip(names, map(float, values))))
 
     def cost(values: NDArray[np.float64]) -> list[float]:
@@ -387,12 +388,12 @@ def solve(
 
 
 def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
-    """Constants that come nearest to the points that may be fitted, to two digits."""
+    """Fit the constants to the points that may be fitted, to two digits."""
     for kind, names in FITTED.items():
         chosen = [point for point in points if point.kind == kind and point.is_fitted]
 
         def misses(constants: Constants, chosen: Sequence[Point] = chosen) -> list[float]:
-            return [math.log(predicted(one, constants) / one.measured) for one in chosen]
+            return [math.log(predicted(point, constants) / point.measured) for point in chosen]
 
         found = solve(start, names, misses, weight=WEIGHT)
         start = replace(start, **{name: float(f"{getattr(found, name):.2g}") for name in names})
@@ -400,14 +401,16 @@ def fit(points: Sequence[Point], start: Constants = USUAL) -> Constants:
 
 
 def class_of(point: Point) -> str:
-    """Kind of a point, of model, and in training the precision of its products."""
+    """Name the class of a point: its kind, the kind of model, and in training the precision of its
+    products.
+    """
     model = "mixture" if point.sizes.num_experts else "dense"
     precision = "FP8" if point.row.get("cut", {}).get("fp8") else "bfloat16"
     return f"{point.kind}, {model}" + (f", {precision}" if point.kind == "training" else "")
 
 
 def scored(points: Sequence[Point], constants: Constants) -> list[dict[str, Any]]:
-    """Predicted beside published. `times` is how many times the predicted seconds it took."""
+    """List predicted beside published. `times` is how many times the predicted seconds it took."""
     rows = []
     for point in points:
         value, seen = predicted(point, constants), point.measured
@@ -429,7 +432,7 @@ def scored(points: Sequence[Point], constants: Constants) -> list[dict[str, Any]
 
 
 def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What rows that judge say: medians of |predicted / published - 1| and with its sign, and the
+    """Summarize rows that judge: medians of |predicted / published - 1| and with its sign, and the
     interval of `times` that holds COVERED of them.
     """
     times = sorted(row["times"] for row in rows)
@@ -444,22 +447,26 @@ def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def interval(name: str) -> tuple[float, float, str]:
-    """Factors of a prediction between which our rows that judge a class (kind, model) lie, as far
-    as COVERED, and which rows these are: of the whole kind where fewer than FEW judge the class.
+    """Return the factors of a prediction between which our rows that judge a class (kind, model)
+    lie, as far as COVERED, and the name of these rows: of the whole kind where fewer than FEW judge
+    the class.
     """
     kind = name.partition(",")[0]
-    points = [one for one in read_points(ROWS) if one.kind == kind and not one.is_fitted]
-    of_class, told = [one for one in points if class_of(one) == name], f"judged numbers of {name}"
+    points = [point for point in read_points(ROWS) if point.kind == kind and not point.is_fitted]
+    of_class, basis = (
+        [point for point in points if class_of(point) == name],
+        f"judged numbers of {name}",
+    )
     if len(of_class) < FEW:
-        told = f"judged numbers of {kind}, for there are only {len(of_class)} of {name}"
+        basis = f"judged numbers of {kind}, for there are only {len(of_class)} of {name}"
         of_class = points
-    said = errors_of(scored(of_class, Constants()))
-    return *said["interval"], f"{said['covered']:.0%} of {len(of_class)} {told}"
+    errors = errors_of(scored(of_class, Constants()))
+    return *errors["interval"], f"{errors['covered']:.0%} of {len(of_class)} {basis}"
 
 
 def report(path: Path) -> dict[str, Any]:
-    """Predicted beside published, row by row, and the medians of each kind and class. The constants
-    are fitted on half of our own rows; rows of another file all judge.
+    """Compare predicted with published, row by row, and list the medians of each kind and class.
+    The constants are fitted on half of our own rows; rows of another file all judge.
     """
     constants = fit(read_points(ROWS))
     is_own = path.resolve() == ROWS.resolve()
@@ -491,22 +498,22 @@ def report(path: Path) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The report as text."""
+    """Write the report as text."""
     heads = (
         (
-            kind, f"{one['judged']:.0%} of {one['num_judged']}",
-            "none" if one["fitted"] is None else f"{one['fitted']:.0%}",
-            f"{one['bound']:.0%}", "yes" if one["judged"] <= one["bound"] else "no",
+            kind, f"{found['judged']:.0%} of {found['num_judged']}",
+            "none" if found["fitted"] is None else f"{found['fitted']:.0%}",
+            f"{found['bound']:.0%}", "yes" if found["judged"] <= found["bound"] else "no",
         )
-        for kind, one in result["medians"].items()
+        for kind, found in result["medians"].items()
     )  # fmt: skip
     columns = ("kind", "median error, judged", "fitted", "wanted", "met")
     classes = (
         (
-            name, f"{one['judged']:.0%} of {one['num_judged']}", f"{one['signed']:+.0%}",
-            "{:.2f} to {:.2f}".format(*one["interval"]), f"{one['covered']:.0%}",
+            name, f"{found['judged']:.0%} of {found['num_judged']}", f"{found['signed']:+.0%}",
+            "{:.2f} to {:.2f}".format(*found["interval"]), f"{found['covered']:.0%}",
         )
-        for name, one in result["classes"].items()
+        for name, found in result["classes"].items()
     )  # fmt: skip
     head = ("class", "median error", "with its sign", "seconds, times predicted", "of the rows")
     lines = [table(columns, heads), "", table(head, classes), ""]
@@ -527,10 +534,10 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += ["Not predicted:", "", table(("row", "model", "reason"), cells), ""]
     fitted = {name for names in FITTED.values() for name in names}
     values = (
-        (one.name, f"{result['constants'][one.name]:.3g}",
-         f"{one.metadata['low']:g} to {one.metadata['high']:g}",
-         "fitted" if one.name in fitted else "usual")
-        for one in fields(Constants)
+        (field.name, f"{result['constants'][field.name]:.3g}",
+         f"{field.metadata['low']:g} to {field.metadata['high']:g}",
+         "fitted" if field.name in fitted else "usual")
+        for field in fields(Constants)
     )  # fmt: skip
     lines += ["Constants:", "", table(("constant", "value", "range", "origin"), values)]
     return "\n".join(lines)

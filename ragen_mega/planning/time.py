@@ -19,9 +19,9 @@ from statistics import NormalDist
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.balance import Cost
-from ragen_mega.models.hardware import Machine
-from ragen_mega.models.memory_plan import Setting, state_of
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.hardware import Machine
+from ragen_mega.planning.memory import Setting, state_of
 
 BF16, FP32 = 2, 4
 ADAM_BYTES = 34
@@ -35,7 +35,14 @@ connection between processes, with its copies (docs/benchmarks/placement.md).
 SPREAD = 0.5
 """Assumed standard deviation of the logarithm of the tokens per turn."""
 Terms = dict[str, float]
-"""What -> seconds."""
+"""Term -> seconds."""
+PHASES = {
+    "rollout": ("rollout",),
+    "sync": ("sync",),
+    "advantages": ("old log-probabilities", "reference", "values"),
+    "update": ("update critic", "update actor"),
+}
+"""Timers of a run -> phases of the predictor."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    """Of one expert in a mixture."""
+    """Width of a feed-forward part; of one expert in a mixture."""
     vocab_size: int
     is_tied: bool = False
     num_experts: int = 0
@@ -60,7 +67,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: ModelShape) -> Sizes:
-        """The sizes of a model that the trainer knows."""
+        """Read the sizes of a model that the trainer knows."""
         return cls(
             shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads,
             shape.head_dim, shape.ffn_size, shape.vocab_size, shape.is_tied,
@@ -103,12 +110,12 @@ class Sizes:
         """FLOPs, forward and backward, of a token, of its attention to one token, and of the LM
         head for it.
         """
-        attention = 12 * self.attending * self.num_heads * self.head_dim
-        return Cost(6 * self.active, attention, 6 * self.head)
+        channels = self.attending * self.num_heads * self.head_dim
+        return Cost.of_model(self.active, channels, self.head)
 
     def flops(self, length: float, labels: float = 1.0) -> float:
-        """FLOPs per token, forward and backward, in trajectories of `length` (causal attention),
-        of whose tokens a share are labels.
+        """Count the FLOPs per token, forward and backward, in trajectories of `length` (causal
+        attention), of whose tokens a share are labels.
         """
         cost = self.cost
         return cost.per_token + labels * cost.per_label + cost.per_pair * length / 2
@@ -134,8 +141,8 @@ class Cut:
     graphs: bool = False
     """A whole step is one CUDA graph, which needs no host, and an exchange of tokens sorts them."""
     recompute: str = "none"
-    """What is computed again: none, attention (Megatron's selective), selective (the feed-forward
-    part) or full.
+    """Part that is computed again: none, attention (Megatron's selective), selective (the
+    feed-forward part) or full.
     """
     itemsize: int = BF16
 
@@ -146,8 +153,8 @@ class Cut:
 
 
 def product(machine: Machine, rows: float, inner: float, columns: float, cut: Cut) -> float:
-    """Seconds of [rows, inner] x [inner, columns]: its operations, those that fill and empty the
-    pipeline of each tile, and its operands once.
+    """Compute the seconds of [rows, inner] x [inner, columns]: its operations, those that fill and
+    empty the pipeline of each tile, and its operands once.
     """
     hardware, reached = machine.hardware, machine.constants
     peak = hardware.peak(cut.itemsize, fp8=cut.fp8)
@@ -162,14 +169,16 @@ def product(machine: Machine, rows: float, inner: float, columns: float, cut: Cu
 
 
 def width_factor(head_dim: int) -> float:
-    """Operations a second of attention, relative to heads of 128: the exponentials of a narrow
-    head take as long (figures 5 and 6 of arXiv:2407.08608).
+    """Return the operations a second of attention, relative to heads of 128: the exponentials of a
+    narrow head take as long (figures 5 and 6 of arXiv:2407.08608).
     """
     return 1.5 * head_dim / (head_dim + 64)
 
 
 def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float) -> Terms:
-    """Seconds of a layer's forward pass over `tokens` positions in trajectories of `length`."""
+    """Compute the seconds of a layer's forward pass over `tokens` positions in trajectories of
+    `length`.
+    """
     hardware, reached = machine.hardware, machine.constants
     tokens, h, tp = tokens / cut.cp, sizes.hidden_size, cut.tp
     heads, keys = (n * sizes.head_dim / tp for n in (sizes.num_heads, sizes.num_kv_heads))
@@ -219,14 +228,14 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
 
 
 def distinct(places: int, drawn: float) -> float:
-    """How many of `places` are met by as many even draws, on average."""
+    """Return how many of `places` as many even draws reach, on average."""
     return places * (1 - (1 - 1 / places) ** drawn)
 
 
 def head(machine: Machine, sizes: Sizes, cut: Cut, tokens: float) -> float:
-    """Seconds of the forward pass of LM head and loss of so many labels: a read and a write of
-    logits as they are and 3.5 passes in float32, a third of what Megatron's loss takes there and
-    back.
+    """Compute the seconds of the forward pass of LM head and loss of so many labels: a read and a
+    write of logits as they are and 3.5 passes in float32, a third of what Megatron's loss takes
+    there and back.
     """
     tokens, vocab = tokens / cut.cp, sizes.vocab_size / cut.tp
     moved = tokens * vocab * (2 * cut.itemsize + 3.5 * FP32)
@@ -245,24 +254,25 @@ def passes(
     backward: float = 2.0,
     labels: float = 1.0,
 ) -> Terms:
-    """Seconds of `micros` microbatches of `tokens` positions through the pipeline. `backward` is
-    the cost of a product's backward pass in forward passes: 0 for log-probabilities, 1 if the
-    weights have no gradients. The LM head computes `labels` times as many tokens, 0 of a critic.
+    """Compute the seconds of `micros` microbatches of `tokens` positions through the pipeline.
+    `backward` is the cost of a product's backward pass in forward passes: 0 for log-probabilities,
+    1 if the weights have no gradients. The LM head computes `labels` times as many tokens, 0 of a
+    critic.
     """
-    one = layer(machine, sizes, cut, tokens, length)
+    single = layer(machine, sizes, cut, tokens, length)
     mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
     share = mlp / (mlp + sizes.attention_weights)
-    whole = sum(one.values())
-    around = share * (whole - one["attention"])
-    parts = {"none": 0.0, "attention": one["attention"], "selective": around, "full": whole}
+    whole = sum(single.values())
+    around = share * (whole - single["attention"])
+    parts = {"none": 0.0, "attention": single["attention"], "selective": around, "full": whole}
     again = parts[cut.recompute] / whole * bool(backward)
     layers = sizes.num_layers / cut.pp * micros  # on average: stages may differ by some
-    factors = dict.fromkeys(one, 1 + backward)
+    factors = dict.fromkeys(single, 1 + backward)
     factors["attention"] = 1 + 2.5 * bool(backward)
     factors["element-wise"] = 1 + 2.0 * bool(backward)
     for name in ("tensor parallelism", "expert parallelism"):
         factors[name] = 2.0 if backward else 1.0
-    terms = {name: layers * factors[name] * seconds for name, seconds in one.items()}
+    terms = {name: layers * factors[name] * seconds for name, seconds in single.items()}
     terms["recomputation"] = layers * again * whole
     # adapters, whose weights alone have gradients, are as many products again
     started = machine.constants.launch * (2 if backward == 1 else 1)
@@ -294,8 +304,8 @@ def passes(
 
 
 def idle_share(cores: int, cut: Cut) -> float:
-    """Share of a pipeline's bubble in which nothing computes: where ranks share `cores`, those that
-    have work compute faster while others wait for theirs.
+    """Return the share of a pipeline's bubble in which nothing computes: where ranks share `cores`,
+    ranks that have work compute faster while others wait for theirs.
     """
     stage = cut.num_gpus / cut.pp
     if not cores or cut.pp == 1 or cut.num_gpus <= cores:
@@ -304,7 +314,7 @@ def idle_share(cores: int, cut: Cut) -> float:
 
 
 def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
-    """Seconds of an optimizer step besides the passes: the reduction of gradients over
+    """Compute the seconds of an optimizer step besides the passes: the reduction of gradients over
     data-parallel ranks beside the last backward pass and, where each rank updates its share, the
     gathering of parameters beside the first forward pass, as far as these passes, of `hidden`
     seconds together, do not hide them; and Adam.
@@ -343,8 +353,8 @@ def training(
     trained: float = 1.0,
     labels: float = 1.0,
 ) -> Terms:
-    """Seconds of one optimizer step on `micros` microbatches of every data-parallel rank; `trained`
-    is the share of the weights that have gradients.
+    """Compute the seconds of one optimizer step on `micros` microbatches of every data-parallel
+    rank; `trained` is the share of the weights that have gradients.
     """
     common = {"tokens": tokens, "length": length, "micros": micros, "backward": backward}
     terms = passes(machine, sizes, cut, **common, labels=labels)
@@ -370,7 +380,7 @@ def training(
 
 
 def untuned(machine: Machine, terms: Terms) -> Terms:
-    """`terms` of training, and what a layout loses that nobody has tuned: steps of reinforcement
+    """Add to `terms` of training the loss of a layout that nobody has tuned: steps of reinforcement
     learning differ in lengths and routing, and are not tuned as benchmarks of training are.
     """
     return terms | {"untuned layout": (machine.constants.untuned - 1) * sum(terms.values())}
@@ -387,10 +397,10 @@ def decode_step(
     itemsize: int = BF16,
     ep: int = 1,
 ) -> tuple[float, float, float, float]:
-    """Seconds in which an engine samples a token for each of `batch` sequences of `context` tokens
-    on average: (weights and the fixed cost of a step, keys and values, cost of the sequences,
-    two all-reduces a layer). With `ep` experts lie whole on as many of its `tp` GPUs, and all wait
-    for the GPU that most tokens go to.
+    """Compute the seconds in which an engine samples a token for each of `batch` sequences of
+    `context` tokens on average: (weights and the fixed cost of a step, keys and values, cost of the
+    sequences, two all-reduces a layer). With `ep` experts lie whole on as many of its `tp` GPUs,
+    and all wait for the GPU that most tokens go to.
     """
     hardware, reached = machine.hardware, machine.constants
     bandwidth = reached.decode_memory * hardware.memory
@@ -424,14 +434,14 @@ def decode_step(
 def prompt_token(
     machine: Machine, sizes: Sizes, *, tp: int, fp8: bool = False, itemsize: int = BF16
 ) -> float:
-    """Seconds in which an engine reads a token of a prompt."""
+    """Compute the seconds in which an engine reads a token of a prompt."""
     peak = machine.constants.product * machine.hardware.peak(itemsize, fp8=fp8)
     return 2 * sizes.active / tp / peak
 
 
 @dataclass(frozen=True)
 class Play:
-    """What the trajectories of a step are like."""
+    """The trajectories of a step, as far as its seconds depend on them."""
 
     turns: int = 1
     prompt_tokens: float = 128.0
@@ -452,8 +462,8 @@ class Play:
     """
 
     def lengths(self, count: int) -> list[float]:
-        """Tokens of `count` turns with the given mean: even quantiles of a log-normal distribution
-        cut at the limit, in an order that mixes them.
+        """Draw the tokens of `count` turns with the given mean: even quantiles of a log-normal
+        distribution cut at the limit, in an order that mixes them.
         """
         if self.response_tokens >= self.max_response or self.spread == 0:
             return [min(self.response_tokens, self.max_response)] * count
@@ -527,12 +537,12 @@ def rollout(
     room: float = math.inf,
     ep: int = 1,
 ) -> tuple[tuple[str, float], ...]:
-    """Seconds in which one engine plays `sessions` trajectories at their own pace, from event to
-    event: a turn ends, an environment has answered. As many play at once as `room`, the tokens
-    whose keys and values it can hold, has room for on average; the next one begins when one ends.
-    The terms are those of `decode_step`, the time of prompts (all that the policy sees again each
-    turn unless the radix cache is `cached`, which does not help once a window slides), and the time
-    in which every trajectory waits for its environment.
+    """Simulate the seconds in which one engine plays `sessions` trajectories at their own pace,
+    from event to event: a turn ends, an environment has answered. As many play at once as `room`,
+    the tokens whose keys and values it can hold, has room for on average; the next one begins when
+    one ends. The terms are those of `decode_step`, the time of prompts (all that the policy sees
+    again each turn unless the radix cache is `cached`, which does not help once a window slides),
+    and the time in which every trajectory waits for its environment.
     """
     reached = machine.constants
     per_token = prompt_token(machine, sizes, tp=tp, fp8=fp8, itemsize=itemsize)
@@ -596,7 +606,7 @@ def rollout(
 
 
 def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
-    """The layout and precision in which a run trains."""
+    """Read the layout and precision in which a run trains."""
     layout = config.parallel
     return Cut(
         tp=layout.tensor_model_parallel_size,
@@ -613,8 +623,8 @@ def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
 def hand_over(
     machine: Machine, shape: ModelShape, setting: Setting, num_samplers: int
 ) -> tuple[Terms, Terms]:
-    """Seconds in which as many ranks that only sample get the weights (0: all ranks do both): those
-    of ranks that train, and those of ranks that sample.
+    """Compute the seconds in which as many ranks that only sample get the weights (0: all ranks do
+    both): seconds of ranks that train, and seconds of ranks that sample.
     """
     reached, layout = machine.constants, setting.parallel
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
@@ -634,8 +644,9 @@ def hand_over(
 
 
 def waited(phases: Mapping[str, Terms], staleness: int) -> Terms:
-    """What ranks that train see of "rollout", which others play and get the weights for: rollout t
-    begins when it has those of step t - `staleness`, and step t when it has rollout t.
+    """Compute the part of "rollout" that ranks which train wait for, where others play it and get
+    the weights for it: rollout t begins when it has those of step t - `staleness`, and step t when
+    it has rollout t.
     """
     played = sum(phases["rollout"].values())
     own = sum(sum(terms.values()) for terms in phases.values()) - played
@@ -645,7 +656,7 @@ def waited(phases: Mapping[str, Terms], staleness: int) -> Terms:
 
 
 def offloaded(shape: ModelShape, setting: Setting) -> int:
-    """Bytes that a rank moves to the host in a step, and back."""
+    """Count the bytes that a rank moves to the host in a step, and back."""
     layout, roles = setting.parallel, range(1 + setting.has_critic)
     states = [state_of(shape, setting, 0, is_critic=bool(role)) for role in roles]
     moved = sum(state.parameters + state.optimizer for state in states)
@@ -654,15 +665,15 @@ def offloaded(shape: ModelShape, setting: Setting) -> int:
 
 
 def computed_length(config: StarPOConfig, play: Play) -> float:
-    """Tokens of a trajectory that a pass of the trainer computes, on average."""
+    """Return the tokens of a trajectory that a pass of the trainer computes, on average."""
     return play.length / (play.sharing if config.shares_prefixes else 1.0)
 
 
 def step_seconds(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> dict[str, Terms]:
-    """Phase -> what -> seconds of a step of StarPO, in the order in which they happen. The filter
-    is assumed to keep the share that it names, all groups if it names none.
+    """Predict phase -> term -> seconds of a step of StarPO, in the order in which they happen. The
+    filter is assumed to keep the share that it names, all groups if it names none.
 
     With placement separate these are the seconds of ranks that train: of a rollout that others play
     meanwhile only those that they wait for. Raises ValueError for a split that cannot be.
@@ -738,8 +749,16 @@ def step_seconds(
     return phases
 
 
+def by_timer(phases: Mapping[str, Terms]) -> Terms:
+    """Sum predicted seconds under the timers of a run (keys of PHASES)."""
+    return {
+        timer: sum(sum(phases.get(part, {}).values()) for part in parts)
+        for timer, parts in PHASES.items()
+    }
+
+
 def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:
-    """The trajectories that are assumed: `response` tokens per turn, or half of its limit;
+    """Assume the trajectories of a run: `response` tokens per turn, or half of its limit;
     observations fill the longest trajectory, or the longest window of it. A trajectory ends when
     its context is full. Raises ValueError for a response above the limit.
     """

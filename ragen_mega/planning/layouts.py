@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.models.hardware import HARDWARE, Machine
-from ragen_mega.models.memory_plan import GIB, Setting, host_bytes, plan
 from ragen_mega.models.shape import ModelShape, cut_error
-from ragen_mega.models.time_plan import Play, default_play, step_seconds
+from ragen_mega.planning.hardware import HARDWARE, Machine
+from ragen_mega.planning.memory import GIB, Setting, host_bytes, plan
+from ragen_mega.planning.time import Play, default_play, step_seconds
 
 DEFAULT = Machine(HARDWARE["H100"])
 """The machine that recipes are made for."""
@@ -34,8 +34,8 @@ LAYOUT = {
 def layouts(
     shape: ModelShape, config: StarPOConfig, num_ranks: int, fixed: Collection[str] = ()
 ) -> Iterator[StarPOConfig]:
-    """`config` under every layout of the GPUs that the model can be cut into, whether it fits or
-    not: TP and engine within a node, PP, recomputation, offloading, tokens of a microbatch. What
+    """Lay `config` out in every way into which the model can be cut on these GPUs, whether it fits
+    or not: TP and engine within a node, PP, recomputation, offloading, tokens of a microbatch. What
     `fixed` names of LAYOUT stays as it is.
     """
     now = {
@@ -83,7 +83,7 @@ def layouts(
 
 
 def peak_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Bytes of the phase that needs most."""
+    """Return the bytes of the phase that needs most."""
     return max(sum(terms.values()) for terms in plan(shape, setting).values())
 
 
@@ -94,7 +94,9 @@ def fits(
     gpu_bytes: float,
     sharing: float = 1.0,
 ) -> bool:
-    """Whether every phase fits into `gpu_bytes`, and the host's part into `HOST_GIB` per GPU."""
+    """Return whether every phase fits into `gpu_bytes`, and the host's part into `HOST_GIB` per
+    GPU.
+    """
     setting = Setting.from_config(config, num_ranks, sharing=sharing)
     peak = peak_bytes(shape, setting)
     return peak <= gpu_bytes and host_bytes(shape, setting) <= HOST_GIB * GIB
@@ -109,18 +111,18 @@ def ranked(
     play: Play | None = None,
     fixed: Collection[str] = (),
 ) -> Iterator[tuple[float, StarPOConfig]]:
-    """(predicted seconds of a step, configuration) of every layout that fits, the fastest first;
-    among equals the one with less model parallelism.
+    """Order the layouts that fit by (predicted seconds of a step, configuration), the fastest
+    first; among equals the one with less model parallelism.
     """
     play = play or default_play(config)
     timed = []
-    for position, one in enumerate(layouts(shape, config, num_ranks, fixed)):
-        phases = step_seconds(machine, shape, one, num_ranks, play)
+    for position, candidate in enumerate(layouts(shape, config, num_ranks, fixed)):
+        phases = step_seconds(machine, shape, candidate, num_ranks, play)
         seconds = sum(sum(terms.values()) for terms in phases.values())
-        timed.append((seconds, position, one))
-    for seconds, _, one in sorted(timed, key=lambda item: item[:2]):
-        if fits(shape, one, num_ranks, gpu_bytes, play.sharing):
-            yield seconds, one
+        timed.append((seconds, position, candidate))
+    for seconds, _, candidate in sorted(timed, key=lambda item: item[:2]):
+        if fits(shape, candidate, num_ranks, gpu_bytes, play.sharing):
+            yield seconds, candidate
 
 
 def best(
@@ -132,19 +134,20 @@ def best(
     play: Play | None = None,
     fixed: Collection[str] = (),
 ) -> StarPOConfig | None:
-    """The layout that a recipe takes: of those that fit into `FILL` of a GPU and are within
-    `MARGIN` of the fastest the one with the fewest pipeline stages, then the fastest. None if none
-    fits.
+    """Choose the layout of a recipe: of those that fit into `FILL` of a GPU and are within `MARGIN`
+    of the fastest the one with the fewest pipeline stages, then the fastest. None if none fits.
     """
     found: StarPOConfig | None = None
     limit = None
-    for seconds, one in ranked(shape, config, num_ranks, FILL * gpu_bytes, machine, play, fixed):
+    for seconds, candidate in ranked(
+        shape, config, num_ranks, FILL * gpu_bytes, machine, play, fixed
+    ):
         limit = MARGIN * seconds if limit is None else limit
         if seconds > limit:
             break
-        stages = one.parallel.pipeline_model_parallel_size
+        stages = candidate.parallel.pipeline_model_parallel_size
         if found is None or stages < found.parallel.pipeline_model_parallel_size:
-            found = one
+            found = candidate
     return found
 
 
@@ -155,9 +158,9 @@ def smallest(
     sharing: float = 1.0,
     fixed: Collection[str] = (),
 ) -> StarPOConfig | None:
-    """The layout that needs least of a GPU, whether it fits or not; None if there is none."""
+    """Choose the layout that needs least of a GPU, fitting or not; None if there is none."""
 
-    def peak(one: StarPOConfig) -> int:
-        return peak_bytes(shape, Setting.from_config(one, num_ranks, sharing=sharing))
+    def peak(candidate: StarPOConfig) -> int:
+        return peak_bytes(shape, Setting.from_config(candidate, num_ranks, sharing=sharing))
 
     return min(layouts(shape, config, num_ranks, fixed), key=peak, default=None)

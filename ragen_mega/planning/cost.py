@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.models.hardware import Machine
-from ragen_mega.models.layout_search import fits
-from ragen_mega.models.memory_plan import GIB
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Play, Sizes, Terms, computed_length, step_seconds
+from ragen_mega.planning.hardware import Machine
+from ragen_mega.planning.layouts import fits
+from ragen_mega.planning.memory import GIB
+from ragen_mega.planning.time import Play, Sizes, Terms, computed_length, step_seconds
 from ragen_mega.report.plots import headless_pyplot
 
 STEPS = 100
@@ -20,27 +20,29 @@ WORTH = 0.02
 """Share of a step that a change must save to be listed."""
 NAMED = 3
 READING = {"weights": "reading weights", "key-value cache": "reading keys and values"}
-"""What terms of a rollout are called where they stand alone: nothing is sent there."""
+"""Names of a rollout's terms where they stand alone: nothing is sent there."""
 
 
 def total(phases: Mapping[str, Terms]) -> float:
-    """Seconds of a step."""
+    """Sum the seconds of a step."""
     return sum(sum(terms.values()) for terms in phases.values())
 
 
 def bound(phases: Mapping[str, Terms]) -> tuple[str, str]:
-    """(the longest phase, what takes most of it)."""
+    """Find (the longest phase, its largest term)."""
     longest = max(phases, key=lambda phase: sum(phases[phase].values()))
     return longest, max(phases[longest], key=lambda term: phases[longest][term])
 
 
 def named(phase: str, term: str) -> str:
-    """A term as a reader sees it."""
+    """Name a term as a reader sees it."""
     return READING.get(term, term) if phase == "rollout" else term
 
 
 def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
-    """Flags that a run might set next -> the run with them, where its other flags allow them."""
+    """List flags that a run might set next, with the run under them, where its other flags allow
+    them.
+    """
     layout, sampled, fp8 = config.parallel, config.rollout, bool(machine.hardware.fp8)
     is_served, tp = sampled.rollout_engine == "sglang", 2 * sampled.rollout_tensor_parallel_size
     tokens, room = 2 * config.train.max_tokens_per_microbatch, sampled.kv_cache_tokens
@@ -95,7 +97,9 @@ def advice(
     capacity: float,
     play: Play,
 ) -> list[tuple[str, float]]:
-    """(flags, seconds that they save) of changes that still fit into `capacity` GiB, best first."""
+    """List (flags, seconds that they save) of changes that still fit into `capacity` GiB, best
+    first.
+    """
     now = total(step_seconds(machine, shape, config, num_gpus, play))
     trainers = config.parallel.num_trainers(num_gpus)
     saved = []
@@ -111,7 +115,7 @@ def advice(
 
 
 def workload(config: StarPOConfig, play: Play) -> dict[str, Any]:
-    """What a step plays and trains on, and in which precision: what its seconds are for."""
+    """Describe the trajectories, updates and precisions of a step, for which its seconds hold."""
     sampled, kept = config.rollout, config.filter.num_kept(config.rollout.num_groups)
     trajectories = sampled.num_groups * sampled.group_size
     trains, samples = ("bfloat16" if config.parallel.bf16 else "float32",) * 2
@@ -138,18 +142,18 @@ def workload(config: StarPOConfig, play: Play) -> dict[str, Any]:
     }
 
 
-def workload_text(said: Mapping[str, Any]) -> str:
-    """`workload` in two lines."""
-    times = said["updates_per_rollout"]
-    share = "keeps" if said["groups_kept"] else "is taken to keep"
+def workload_text(work: Mapping[str, Any]) -> str:
+    """Write `workload` in two lines."""
+    times = work["updates_per_rollout"]
+    share = "keeps" if work["groups_kept"] else "is taken to keep"
     return (
-        f"a step plays {said['trajectories']} trajectories ({said['groups']} groups of"
-        f" {said['group_size']}, {said['environments']}) of {said['turns']} turns and"
-        f" {said['tokens_per_trajectory']:.0f} tokens, {said['sampled_per_trajectory']:.0f} of them"
-        f" sampled: {said['tokens']:.0f} tokens a step\n"
-        f"the filter {said['filter']} {share} {said['trajectories_trained']} trajectories, trained"
-        f" on {'once' if times == 1 else f'{times} times'} ({said['estimator']}) in"
-        f" {said['training']}; sampled by {said['sampling']}"
+        f"a step plays {work['trajectories']} trajectories ({work['groups']} groups of"
+        f" {work['group_size']}, {work['environments']}) of {work['turns']} turns and"
+        f" {work['tokens_per_trajectory']:.0f} tokens, {work['sampled_per_trajectory']:.0f} of them"
+        f" sampled: {work['tokens']:.0f} tokens a step\n"
+        f"the filter {work['filter']} {share} {work['trajectories_trained']} trajectories, trained"
+        f" on {'once' if times == 1 else f'{times} times'} ({work['estimator']}) in"
+        f" {work['training']}; sampled by {work['sampling']}"
     )
 
 
@@ -162,15 +166,15 @@ def cost(
     dollars: float,
     interval: tuple[float, float, str],
 ) -> dict[str, Any]:
-    """Seconds by phase and term, rates, GPU-hours and money of STEPS steps, with an interval: the
-    least and the most times that it may be, and what says so. `update_mfu` counts the tokens that
-    updates compute, against the peak of the precision `mfu_of` of their products.
+    """Compute seconds by phase and term, rates, GPU-hours and money of STEPS steps, with an
+    interval: the least and the most times that it may be, and its basis. `update_mfu` counts the
+    tokens that updates compute, against the peak of the precision `mfu_of` of their products.
     """
     phases = step_seconds(machine, shape, config, num_gpus, play)
     seconds = total(phases)
     hours = STEPS * seconds * num_gpus / 3600
-    said = workload(config, play)
-    trained = said["trajectories_trained"] * said["updates_per_rollout"]
+    work = workload(config, play)
+    trained = work["trajectories_trained"] * work["updates_per_rollout"]
     computed = computed_length(config, play)
     flops = Sizes.of(shape).flops(play.text_length, play.sampled / computed)
     flops *= trained * computed
@@ -180,14 +184,14 @@ def cost(
     is_fp8, is_half = config.parallel.fp8 != "none", config.parallel.bf16
     peak = machine.hardware.peak(2 if is_half else 4, fp8=is_fp8)
     return {
-        "workload": said,
+        "workload": work,
         "hardware": machine.hardware.name,
         "phases_seconds": phases,
         "seconds": seconds,
         "interval": interval,
         "interval_seconds": [times * seconds for times in interval[:2]],
         "bound_by": {"phase": phase, "term": term},
-        "tokens_per_second_per_gpu": said["tokens"] / seconds / num_gpus,
+        "tokens_per_second_per_gpu": work["tokens"] / seconds / num_gpus,
         "update_mfu": flops / updating / trainers / peak,
         "mfu_of": "FP8" if is_fp8 else "bfloat16" if is_half else "float32",
         "steps": STEPS,
@@ -200,7 +204,7 @@ def cost(
 def described(
     result: Mapping[str, Any], helps: list[tuple[str, float]], *, is_searched: bool
 ) -> str:
-    """The cost as text. `is_searched`: no other layout is much faster."""
+    """Write the cost as text. `is_searched`: no other layout is much faster."""
     seconds, phases = result["seconds"], result["phases_seconds"]
     lines = [f"{'phase':<24}{'seconds':>9}{'share':>7}  mostly"]
     for phase, terms in phases.items():

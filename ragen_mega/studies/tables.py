@@ -12,15 +12,16 @@ import numpy as np
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
 from ragen_mega.report.plots import headless_pyplot
-from ragen_mega.report.study import Estimate, Study, estimate, percent
+from ragen_mega.studies.definitions import Estimate, Study, estimate, percent
+from ragen_mega.studies.runs import IDENTITY
 
 PLAYERS = ("random", "optimum")
 MATCHED = {"steps": "optimizer steps", "tokens": "sampled trajectories"}
-"""What --match gives all arms the same of."""
+"""Value of --match -> the amount that all arms share."""
 
 
 def collect(study: Study, folder: Path, seeds: Sequence[int]) -> dict[str, dict[int, dict]]:
-    """Arm -> seed -> summary with `cost`, of the runs that have finished."""
+    """Collect arm -> seed -> summary with `cost`, of the runs that have finished."""
     found: dict[str, dict[int, dict]] = {arm.name: {} for arm in study.arms}
     for arm in study.arms:
         for seed in seeds:
@@ -37,12 +38,13 @@ def collect(study: Study, folder: Path, seeds: Sequence[int]) -> dict[str, dict[
 
 
 def rates(runs: dict[int, dict], name: str, seeds: Sequence[int]) -> np.ndarray:
-    """[seeds, prompts] success on an evaluated set."""
+    """Return success [seeds, prompts] on an evaluated set."""
     return np.array([runs[seed]["sets"][name]["prompt_success"] for seed in seeds])
 
 
 def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
-    """For every evaluated set: each arm, its paired difference to the first arm, and the claims.
+    """Compare on every evaluated set: each arm, its paired difference to the first arm, and the
+    claims.
 
     Raises ValueError if runs were evaluated on different numbers of a set's prompts, which cannot
     be paired.
@@ -58,10 +60,10 @@ def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
             if name in run["sets"]
         }
         if len(set(sizes.values())) > 1:
-            (one, few), *_, (other, many) = sorted(sizes.items(), key=lambda size: size[1])
+            (first, few), *_, (last, many) = sorted(sizes.items(), key=lambda size: size[1])
             raise ValueError(
-                f"runs of a study are compared prompt by prompt, and of {name} {one} has {few} and"
-                f" {other} {many}; give all arms and runs the same --eval-prompts"
+                f"runs of a study are compared prompt by prompt, and of {name} {first} has {few}"
+                f" and {last} {many}; give all arms and runs the same --eval-prompts"
             )
         arms = {
             arm: estimate(rates(runs, name, list(runs)))
@@ -88,19 +90,21 @@ def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
 
 
 def players(runs: dict[int, dict], name: str) -> dict[str, float | None]:
-    """Player -> success on an evaluated set under an arm's rules, which all of its runs have."""
-    one = next(iter(runs.values()))["sets"][name]
-    return {player: one[player] for player in PLAYERS}
+    """Return player -> success on an evaluated set under an arm's rules, which all of its runs
+    have.
+    """
+    evaluated = next(iter(runs.values()))["sets"][name]
+    return {player: evaluated[player] for player in PLAYERS}
 
 
-def shared_players(of: Mapping[str, Any]) -> dict[str, float | None] | None:
-    """The players of all arms of a set; None where arms differ in rules and so in players."""
-    first, *others = of["players"].values()
+def shared_players(evaluated: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """Return the players that all arms of a set share; None where arms differ in rules."""
+    first, *others = evaluated["players"].values()
     return first if all(other == first for other in others) else None
 
 
 def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> Estimate | None:
-    """Success of arm `a` minus that of `b` on the seeds and prompts that both have."""
+    """Estimate the success of arm `a` minus that of `b` on the seeds and prompts that both have."""
     shared = sorted(set(found[a]) & set(found[b]))
     if not shared:
         return None
@@ -110,7 +114,7 @@ def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> 
 def markdown(
     study: Study, result: dict[str, Any], found: dict, place: dict, match: str, mixed: bool
 ) -> str:
-    """The report as text."""
+    """Write the report as text."""
     parts = [
         f"# {study.title}",
         f"After {study.source}. Preset `{study.preset}`, recipe `{study.recipe}`"
@@ -126,8 +130,8 @@ def markdown(
         parts.append("**Runs of different code or of another version of this study are mixed.**")
     if study.confounds:
         parts.append("Confounds of this preset: " + "; ".join(study.confounds) + ".")
-    for name, of in result["sets"].items():
-        parts += [f"## {name}", set_table(study, name, of, found)]
+    for name, evaluated in result["sets"].items():
+        parts += [f"## {name}", set_table(study, name, evaluated, found)]
     if result["claims"]:
         rows = [
             (claim.says, claim.set, f"{claim.better} - {claim.worse}", *judged(less))
@@ -147,21 +151,21 @@ def markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def set_table(study: Study, name: str, of: Mapping[str, Any], found: dict) -> str:
-    """A row for every arm on one evaluated set; the players below where all arms share them, else
-    beside each arm.
+def set_table(study: Study, name: str, evaluated: Mapping[str, Any], found: dict) -> str:
+    """Write a row for every arm on one evaluated set; the players below where all arms share them,
+    else beside each arm.
     """
-    shared, rows = shared_players(of), []
-    for arm, mean in of["arms"].items():
+    shared, rows = shared_players(evaluated), []
+    for arm, mean in evaluated["arms"].items():
         runs = found[arm].values()
-        less = of["differences"].get(arm)
+        less = evaluated["differences"].get(arm)
         rows.append(
             (
                 arm,
                 percent(mean),
                 ", ".join(f"{run['sets'][name]['success']:.1%}" for run in runs),
                 "" if less is None else f"{percent(less, signed=True)}, {less.verdict}",
-                *([] if shared else map(_rate, of["players"][arm].values())),
+                *([] if shared else map(_rate, evaluated["players"][arm].values())),
                 f"{np.mean([run['cost']['tokens'] for run in runs]) / 1e6:.2f}",
                 f"{np.mean([run['cost']['seconds'] for run in runs]) / 60:.1f}",
             )
@@ -178,7 +182,7 @@ def _rate(value: float | None) -> str:
 
 
 def judged(less: Estimate | None) -> tuple[str, str]:
-    """A measured difference, and what it says of a claim that it is positive."""
+    """Return a measured difference, and its verdict on a claim that it is positive."""
     if less is None:
         return "-", "not run"
     verdict = {"higher": "reproduced", "lower": "contradicted"}.get(less.verdict, less.verdict)
@@ -186,7 +190,7 @@ def judged(less: Estimate | None) -> tuple[str, str]:
 
 
 def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
-    """Each metric of the study over the steps: the mean of an arm's seeds, and their range."""
+    """Draw each metric of the study over the steps: the mean of an arm's seeds, and their range."""
     pyplot = headless_pyplot()
     figure, grid = pyplot.subplots(
         1, len(study.metrics), figsize=(4.2 * len(study.metrics), 3.4), layout="constrained"
@@ -212,17 +216,16 @@ def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def write(
-    study: Study,
-    found: dict[str, dict[int, dict]],
-    output: Path,
-    place: dict,
-    match: str,
-    mixed: bool,
-) -> None:
-    """NAME.md, NAME.json and NAME.svg of the runs that `collect` found. In the JSON every arm has
-    its players; those of a set are null where arms differ.
+def write(study: Study, folder: Path, output: Path, seeds: Sequence[int], *, mixed: bool) -> None:
+    """Write NAME.md, NAME.json and NAME.svg (NAME_paper of that preset) of the runs in `folder`
+    that have finished. In the JSON every arm has its players; those of a set are null where arms
+    differ. Raises ValueError if no run has finished.
     """
+    found = collect(study, folder, seeds)
+    if not any(found.values()):
+        raise ValueError(f"no run of {folder} has finished; there is nothing to report")
+    recorded = json.loads((folder / IDENTITY).read_text())
+    place, match = recorded["place"], recorded["match"]
     result = compare(study, found)
     output.mkdir(parents=True, exist_ok=True)
     text = markdown(study, result, found, place, match, mixed)
@@ -230,14 +233,19 @@ def write(
     report = {"study": asdict(study), "place": place, "match": match, "is_mixed": mixed}
     report["sets"] = {
         name: {
-            **(shared_players(of) or dict.fromkeys(PLAYERS)),
-            "arms": {arm: asdict(mean) | of["players"][arm] for arm, mean in of["arms"].items()},
-            "differences": {arm: less and asdict(less) for arm, less in of["differences"].items()},
+            **(shared_players(evaluated) or dict.fromkeys(PLAYERS)),
+            "arms": {
+                arm: asdict(mean) | evaluated["players"][arm]
+                for arm, mean in evaluated["arms"].items()
+            },
+            "differences": {
+                arm: less and asdict(less) for arm, less in evaluated["differences"].items()
+            },
         }
-        for name, of in result["sets"].items()
+        for name, evaluated in result["sets"].items()
     }
     report["runs"] = {
-        f"{arm}-seed{seed}": {name: of["success"] for name, of in run["sets"].items()}
+        f"{arm}-seed{seed}": {name: evaluated["success"] for name, evaluated in run["sets"].items()}
         for arm, runs in found.items()
         for seed, run in runs.items()
     }

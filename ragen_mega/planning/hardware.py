@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 
 NODE = 8
@@ -32,28 +34,28 @@ class Hardware:
     host_link: float
     """Bytes a second to or from host memory."""
     dollars: float
-    """For an hour of one GPU, on demand; a default, prices differ by a factor of three."""
+    """Price of an hour of one GPU, on demand; a default, prices differ by a factor of three."""
     source: str
     node: int = NODE
     cores: int = 0
-    """Where ranks compute on the processor: how many of them have a core each. Then starting a
+    """Ranks that have a core each, where ranks compute on the processor. Then starting a
     kernel is work too, and no rank waits for a device. 0: every rank has a GPU.
     """
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be."""
-        for one in fields(self):
-            value, may_be_none = getattr(self, one.name), one.name in ("fp8", "cores")
-            if one.type == "str":
+        """Raise ValueError for an impossible number."""
+        for entry in fields(self):
+            value, may_be_none = getattr(self, entry.name), entry.name in ("fp8", "cores")
+            if entry.type == "str":
                 continue
             is_number = isinstance(value, (int, float)) and math.isfinite(value)
             if not is_number or value < 0 or not (value or may_be_none):
                 raise ValueError(
-                    f"{one.name} of hardware {self.name} must be a positive number, not {value!r}"
+                    f"{entry.name} of hardware {self.name} must be a positive number, not {value!r}"
                 )
 
     def peak(self, itemsize: int, *, fp8: bool = False) -> float:
-        """Operations a second of products of numbers of so many bytes, or in FP8."""
+        """Return the operations a second of products of numbers of so many bytes, or in FP8."""
         if fp8:
             return self.fp8
         return self.bf16 if itemsize == 2 else self.fp32
@@ -197,12 +199,12 @@ _TABLE = (
         f"H20 as vendors' manuals state it; {_OWN_PRICE}",
     ),
 )
-HARDWARE: Mapping[str, Hardware] = MappingProxyType({one.name: one for one in _TABLE})
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _TABLE})
 
 
 def find_hardware(name: str) -> Hardware:
-    """The row of this name, case-insensitive. Raises ValueError if there is none."""
-    rows = {row.lower(): one for row, one in HARDWARE.items()}
+    """Find the row of this name, case-insensitive. Raises ValueError if there is none."""
+    rows = {known.lower(): row for known, row in HARDWARE.items()}
     if name.lower() not in rows:
         raise ValueError(
             f"--hardware must be one of {', '.join(HARDWARE)}, not {name!r}; take the nearest, or"
@@ -212,14 +214,15 @@ def find_hardware(name: str) -> Hardware:
 
 
 def constant(value: float, low: float, high: float) -> float:
-    """A field of `Constants` with the range in which it keeps its meaning."""
+    """Make a field of `Constants` with the range in which it keeps its meaning."""
     return field(default=value, metadata={"low": low, "high": high})
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What share of the peaks programs reach, and what they lose besides. Fitted to published steps
-    or by a calibration; outside of its range a constant would mean something else.
+    """The shares of the peaks that programs reach, and the seconds that they lose besides. Fitted
+    to published steps or by a calibration; outside of its range a constant would mean something
+    else.
     """
 
     product: float = constant(0.72, 0.1, 0.95)
@@ -302,25 +305,25 @@ class Constants:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a constant out of its range."""
-        for one in fields(self):
-            value = getattr(self, one.name)
-            low, high = one.metadata["low"], one.metadata["high"]
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            low, high = entry.metadata["low"], entry.metadata["high"]
             if not low <= value <= high:
                 raise ValueError(
-                    f"constant {one.name} must be from {low:g} to {high:g}, not {value:g}; the"
+                    f"constant {entry.name} must be from {low:g} to {high:g}, not {value:g}; the"
                     " measurement was disturbed: repeat it on an idle machine"
                 )
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of GPU and what programs reach on it."""
+    """A kind of GPU and the shares of its peaks that programs reach."""
 
     hardware: Hardware
     constants: Constants = Constants()
 
     def shared_by(self, num_ranks: int) -> Machine:
-        """The machine of each rank where more of them than cores take turns."""
+        """Return the machine of each rank where more ranks than cores take turns."""
         cores = self.hardware.cores
         if not cores or num_ranks <= cores:
             return self
@@ -340,12 +343,30 @@ class Machine:
         )
 
     def link(self, num_ranks: int, stride: int = 0) -> float:
-        """Bytes a second of a collective among ranks that lie `num_ranks` apart at most. If every
-        `stride`-th rank takes part, those of a node share what comes in through their network
-        cards; without a stride each has its own bytes to exchange.
+        """Return the bytes a second of a collective among ranks that lie `num_ranks` apart at most.
+        If every `stride`-th rank takes part, those of a node share what comes in through their
+        network cards; without a stride each has its own bytes to exchange.
         """
         hardware = self.hardware
         if num_ranks <= hardware.node:
             return self.constants.link * hardware.nvlink
         cards = max(1, hardware.node // stride) if stride else 1
         return self.constants.link * min(hardware.nvlink, cards * hardware.network)
+
+
+def find_machine(name: str, constants: Constants | None = None) -> Machine:
+    """Find a row of the table under `constants` (default: those of the published steps), or read
+    what --calibrate wrote; a file without constants gets those. Raises ValueError for neither.
+    """
+    usual = constants or Constants()
+    if not name.endswith(".json"):
+        return Machine(find_hardware(name), usual)
+    try:
+        values = json.loads(Path(name).read_text())
+        measured = values.get("constants")
+        hardware = Hardware(**values["hardware"])
+        return Machine(hardware, usual if measured is None else Constants(**measured))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--hardware {name} must be a file that --calibrate wrote ({error}); write it again"
+        ) from None

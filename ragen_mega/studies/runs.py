@@ -19,19 +19,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ragen_mega.commands.command_line import PROGRAM, ranks_command
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.recorded import read_recorded
+from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.packing import count_minibatches
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
-from ragen_mega.report.study import Arm, Study
+from ragen_mega.studies.definitions import Arm, Study
 
 IDENTITY = "study.json"
+BESIDE = ("commands", "planning", "studies")
+"""Folders of the package that change no result of a run."""
 
 
 def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
-    """The flags of one arm's training, without seed and name."""
+    """List the flags of one arm's training, without seed and name."""
     flags = ["--recipe", study.recipe, *study.flags, *arm.flags]
     if match == "none":
         return flags
@@ -41,23 +43,23 @@ def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
     return [*flags, "--num-steps", str(max(1, round(wanted / amount(parse(flags)))))]
 
 
-def check_ranks(study: Study, arms: Sequence[Arm], match: str, ranks: int) -> None:
-    """Raises ValueError, with the arm's name, for a layout that does not fit an arm's ranks."""
-    for arm in arms:
+def check_ranks(study: Study, match: str, ranks: int) -> None:
+    """Raise ValueError, with the arm's name, for a layout that does not fit an arm's ranks."""
+    for arm in study.arms:
         try:
-            parse(flags_of(study, arm, match)).parallel.num_trainers(arm.ranks or ranks)
+            parse(flags_of(study, arm, match)).parallel.num_trainers(ranks)
         except ValueError as error:
             raise ValueError(f"arm {arm.name}: {error}; or give --ranks") from None
 
 
 def trajectories(config: StarPOConfig) -> float:
-    """Trajectories sampled in a step."""
+    """Count the trajectories sampled in a step."""
     return config.rollout.num_groups * config.rollout.group_size
 
 
 def optimizer_steps(config: StarPOConfig) -> float:
-    """Optimizer steps in a step of StarPO, if no group is constant. Raises ValueError if the filter
-    keeps no fixed number of groups.
+    """Count the optimizer steps in a step of StarPO, if no group is constant. Raises ValueError if
+    the filter keeps no fixed number of groups.
     """
     kept = config.filter.num_kept(config.rollout.num_groups)
     if kept is None:
@@ -74,15 +76,15 @@ def optimizer_steps(config: StarPOConfig) -> float:
 
 @cache
 def code_digest() -> str:
-    """Digest of all code and data that a run depends on, committed or not, as this process found
-    them: what it claims a folder with and what it compares with others is one digest.
+    """Compute the digest of all code and data that a run depends on, committed or not, as this
+    process found them: one digest claims a folder and is compared with others.
     """
     digest = hashlib.sha256()
     for package in ("ragen_mega", "ragen_kernels"):
         root = Path(find_spec(package).origin).parent
         for path in sorted(root.rglob("*")):
             place = path.relative_to(root)
-            if path.suffix in (".py", ".flags", ".jsonl") and place.parts[0] != "commands":
+            if path.suffix in (".py", ".flags", ".jsonl") and place.parts[0] not in BESIDE:
                 digest.update(f"{package}/{place}".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -92,8 +94,8 @@ def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool, ranks: 
     there are several. Raises ValueError if it holds runs of others and `mixed` does not accept
     that.
     """
-    told = {"code": code_digest(), "study": asdict(study), "match": match, "ranks": ranks}
-    now = json.loads(json.dumps(told | {"place": provenance(), "is_mixed": False}))
+    known = {"code": code_digest(), "study": asdict(study), "match": match, "ranks": ranks}
+    now = json.loads(json.dumps(known | {"place": provenance(), "is_mixed": False}))
     path = folder / IDENTITY
     if path.exists():
         before = {"ranks": ranks} | json.loads(path.read_text())  # an old record says none
@@ -116,9 +118,9 @@ def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool, ranks: 
 def recorded(
     folder: Path, study: Study, match: str | None, *, mixed: bool
 ) -> tuple[Study, str, bool]:
-    """What a report is of: the study and `match` with which the folder's runs were made, further
-    flags included, and whether there are several. Nothing is run, so that the code may be newer
-    than the runs, and their record stays as it is.
+    """Read the study and `match` with which the folder's runs were made, further flags included,
+    and whether they are several. Nothing is run, so that the code may be newer than the runs, and
+    their record stays as it is.
 
     Raises ValueError if there is no record, or one of another study or `match` (None: any) and
     `mixed` does not accept that.
@@ -130,8 +132,8 @@ def recorded(
             " --output and --preset of its runs"
         )
     record = json.loads(path.read_text())
-    told = {"study": asdict(study), "match": match or record["match"]}
-    now = record | json.loads(json.dumps(told))
+    known = {"study": asdict(study), "match": match or record["match"]}
+    now = record | json.loads(json.dumps(known))
     flags = record["study"]["flags"]
     if flags[: len(study.flags)] == now["study"]["flags"]:  # the others were given by --flags
         now["study"]["flags"] = flags
@@ -147,8 +149,8 @@ def recorded(
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Why runs of two records cannot be compared, each with both values. A study may get another
-    text, and arms more.
+    """List why runs of two records cannot be compared, each with both values. A study may get
+    another text, and arms more.
     """
     old, new = before["study"], now["study"]
     pairs = {key: (before.get(key), now.get(key)) for key in ("code", "match", "ranks")}
@@ -164,7 +166,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def found_seeds(study: Study, folder: Path) -> list[int]:
-    """Seeds that any arm has a run of in this folder, in ascending order."""
+    """List the seeds that any arm has a run of in this folder, in ascending order."""
     named = (
         run.name.removeprefix(f"{arm.name}-seed")
         for arm in study.arms
@@ -174,9 +176,9 @@ def found_seeds(study: Study, folder: Path) -> list[int]:
 
 
 def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:
-    """The command that begins or goes on with one run."""
+    """Write the command that begins or goes on with one run."""
     name = ("--output", folder, "--name", f"{arm.name}-seed{seed}", "--seed", seed, "--resume")
-    return ranks_command(arm.ranks or ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
+    return ranks_command(ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,30 +192,28 @@ class Job:
     """Another run whose warm start it takes if that is there by then."""
 
     def words(self) -> list[str]:
-        """The command as it is to be run now."""
+        """Return the command as it is to be run now."""
         if self.source is None or not has_warm_start(self.source):
             return [*self.command]
         return [*self.command, "--warm-start-from", str(self.source)]
 
 
 def has_warm_start(run: Path) -> bool:
-    """Whether a run has made its warm start, which it has before it writes metrics."""
+    """Return whether a run has made its warm start, which it has before it writes metrics."""
     return (run / METRICS_FILE).exists()
 
 
 def find_jobs(
-    study: Study, arms: Sequence[Arm], seeds: Sequence[int], folder: Path, match: str, ranks: int
+    study: Study, seeds: Sequence[int], folder: Path, match: str, ranks: int
 ) -> list[Job]:
-    """The runs that have not finished: first those that make a warm start, then those that can take
-    it from one of them or from another study of the same code beside `folder`; of either kind whole
-    comparisons first.
+    """List the runs that have not finished: first those that make a warm start, then those that can
+    take it from one of them or from another study of the same code beside `folder`; of either kind
+    whole comparisons first.
     """
     jobs: list[Job] = []
     makers = warm_starts_beside(folder)
     for seed in seeds:
-        for arm in arms:
-            if seed - seeds[0] >= (arm.seeds or len(seeds)):
-                continue
+        for arm in study.arms:
             run = folder / f"{arm.name}-seed{seed}"
             config = parse([*flags_of(study, arm, match), "--seed", str(seed)])
             maker = run  # a loaded model is its own start
@@ -227,14 +227,14 @@ def find_jobs(
 
 
 def warm_starts_beside(folder: Path) -> dict[str, Path]:
-    """Key -> a run that has made this warm start, of studies of the same code in the same place;
-    which runs of a mixed one are of that code is not known.
+    """Map a key to a run that has made this warm start, over studies of the same code in the same
+    place; which runs of a mixed study are of that code is not known.
     """
     found: dict[str, Path] = {}
     code = code_digest()
     for path in sorted(folder.parent.glob(f"*/{IDENTITY}")):
-        told = json.loads(path.read_text())
-        if path.parent == folder or told["code"] != code or told["is_mixed"]:
+        record = json.loads(path.read_text())
+        if path.parent == folder or record["code"] != code or record["is_mixed"]:
             continue
         for run in filter(has_warm_start, sorted(path.parent.iterdir())):
             config = StarPOConfig.from_dict(read_recorded(run))
@@ -244,7 +244,7 @@ def warm_starts_beside(folder: Path) -> dict[str, Path]:
 
 
 def warm_start_key(config: StarPOConfig) -> str:
-    """Equal for runs that have the same warm start."""
+    """Make a key that is equal for runs with the same warm start."""
     settings, train, environment = config.to_dict(), config.train, config.environment
     world = settings["environment"] | {"eval_environments": None, "environment_timeout": None}
     world["environment_options"] = {name: environment.options(name) for name in environment.shares}
@@ -262,11 +262,11 @@ _POLL_SECONDS = 0.05
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: as Ctrl-C, with another exit code."""
+    """A stop by SIGTERM: as Ctrl-C, with another exit code."""
 
 
 class Runner:
-    """Works through jobs, some at a time."""
+    """A queue of jobs of which some run at a time."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -335,7 +335,7 @@ class Runner:
                 self._close(job.name, f"failed ({status}): {_told(job.log)}" if status else None)
 
     def _close(self, name: str, failure: str | None) -> None:
-        """A run is over; `failure` says what went wrong, if anything. The lock is held."""
+        """Count a run that is over; `failure` says why it failed, if it did. The lock is held."""
         self.done += 1
         if failure:
             self.failed.append(name)
@@ -349,6 +349,6 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def _told(log: Path) -> str:
-    """The last line of a log, whatever bytes a run or a library has written to it."""
+    """Read the last line of a log, whatever bytes a run or a library has written to it."""
     last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
     return f"{last}; all of it in {log}"
