@@ -10,7 +10,7 @@ import pytest
 
 from ragen_mega.config import parse, read_flags
 from ragen_mega.config.cli import RECIPES as FOLDER
-from ragen_mega.models.shape import ModelShape, check_config
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning import answer as tool
 from ragen_mega.planning.layouts import (
     DEFAULT,
