@@ -30,7 +30,7 @@ from ragen_mega.data import distributed
 from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
-from ragen_mega.megatron.layers import drop_quantised_weights, leaves_out
+from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import QwenModel, model_inputs
 from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
@@ -249,22 +249,14 @@ class Trainer:
 
     def count_work(self, batch: TokenBatch) -> tuple[int, int]:
         """Positions that this data-parallel rank computes in a pass over the batch, and the FLOPs
-        of all layers for them, forward and backward. Of nodes that the last layer leaves out it
-        computes queries, keys and values.
+        of all layers for them, forward and backward.
         """
-        sizes, positions, flops = Sizes.of(self.module.shape), 0, 0
-        cost, num_layers = sizes.cost, sizes.num_layers
-        qkv = 6 * sizes.hidden_size * (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
+        positions, flops, cost = 0, 0, Sizes.of(self.module.shape).cost
         batch = batch.by_segment()
         for micro in self._microbatches(batch, self._parts(batch)):
-            packed, seen = model_inputs(micro)["packed_seq_params"], micro.forest.depths() + 1
+            seen = micro.forest.depths() + 1
             positions += len(seen)
             flops += cost.per_token * len(seen) + cost.per_pair * int(seen.sum())
-            if leaves_out(self.module.config) and packed.wanted is not None:
-                seen[packed.wanted] = 0
-                per_node = cost.per_token // num_layers - qkv
-                flops -= per_node * int((seen > 0).sum())
-                flops -= cost.per_pair // num_layers * int(seen.sum())
         return positions, flops
 
     def _parts(self, batch: TokenBatch) -> list[Part]:
