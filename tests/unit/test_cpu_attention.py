@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.forest import Forest
-from ragen_mega.megatron.cpu.attention import BLOCK, QUERIES, forest_attention
+from ragen_mega.megatron.cpu.attention import KEYS, QUERIES, forest_attention
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.models.time_plan import Sizes
@@ -56,7 +56,7 @@ def test_attention_over_a_forest(
 
 def test_attention_to_keys_that_all_point_away() -> None:
     """Scores of -89 must not make places without a key infinite, as exp(89) is nearly."""
-    num_nodes, d, direction = BLOCK + QUERIES + 1, 4, torch.tensor([178.8**0.5, 0.0, 0.0, 0.0])
+    num_nodes, d, direction = KEYS + QUERIES + 1, 4, torch.tensor([178.8**0.5, 0.0, 0.0, 0.0])
     q, k = (sign * direction + drawn(num_nodes, 1, d, scale=0.01).float() for sign in (1.0, -1.0))
     v, upstream = drawn(num_nodes, 1, d).float(), drawn(num_nodes, d).float()
     ours = [x.clone().requires_grad_() for x in (q, k, v)]
