@@ -47,14 +47,13 @@ class PackedForest(PackedSeqParams):
     """
 
     forest: Forest | None = None
+
     @classmethod
     def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
         """Arguments of the layers for the nodes of a forest."""
         longest = max(len(chain.path) for chain in forest.chains)
         whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
-        return cls(
-            "thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest
-        )
+        return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
 
     @cached_property
     def schedule(self) -> Schedule:

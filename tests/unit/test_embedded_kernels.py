@@ -7,10 +7,10 @@ import pytest
 from numba.core import caching
 from numpy.typing import NDArray
 
-from ragen_mega import jit
+from ragen_mega.data import jit
+from ragen_mega.data.jit import in_parts
 from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kernels import BLOCK, VOCABULARY_BLOCK
-from ragen_mega.jit import in_parts
 
 Reals = NDArray[np.float64]
 REALS = (np.float32, np.float64)
@@ -100,8 +100,10 @@ class Batch:
         """Keys and values [kv_heads, positions, d] that the token sees, read block by block."""
         blocks = self.blocks[self.table[self.rows[token]]].astype(np.float64)
         end = self.positions[token] + 1
-        keys, values = (np.concatenate(x.swapaxes(2, 3), axis=1)[:, :end] for x in
-                        (blocks[:, :, 0], blocks[:, :, 1]))
+        keys, values = (
+            np.concatenate(x.swapaxes(2, 3), axis=1)[:, :end]
+            for x in (blocks[:, :, 0], blocks[:, :, 1])
+        )
         return keys, values
 
 

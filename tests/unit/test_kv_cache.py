@@ -43,8 +43,12 @@ def test_rows_keep_what_they_have_written_whoever_shares_it(seed: int) -> None:
             cache.reserve(np.array([slot]), np.array([len(rows[slot])]))
             blocks, inside = (x[start:] for x in places(cache, slot, len(rows[slot])))
             for number, layer in enumerate(cache.layers):
-                layer[blocks, :, 0, :, inside] = np.array(rows[slot][start:])[:, None, None] + number
-                layer[blocks, :, 1, :, inside] = -np.array(rows[slot][start:])[:, None, None] - number
+                layer[blocks, :, 0, :, inside] = (
+                    np.array(rows[slot][start:])[:, None, None] + number
+                )
+                layer[blocks, :, 1, :, inside] = (
+                    -np.array(rows[slot][start:])[:, None, None] - number
+                )
         elif action == "cut":
             length = generator.randint(0, len(rows[slot]))
             cache.cut(slot, length)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_mega.data.jit import Integers, Reals, in_parts
 from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kv_cache import KVCache
-from ragen_mega.jit import Integers, Reals, in_parts
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
 

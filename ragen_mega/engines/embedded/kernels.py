@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from ragen_mega.jit import ANY_ORDER, EXACT, Integers, Reals, jit
+from ragen_mega.data.jit import ANY_ORDER, EXACT, Integers, Reals, jit
 
 BLOCK = 32
 """Positions in one block of the cache."""

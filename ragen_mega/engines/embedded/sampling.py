@@ -10,9 +10,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from ragen_mega.data.jit import Integers, Reals, in_parts
 from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kernels import VOCABULARY_BLOCK
-from ragen_mega.jit import Integers, Reals, in_parts
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:

@@ -1,10 +1,11 @@
 """Attention over a forest as an autograd function of loops compiled for a processor, in float32 or
-float64: it gathers nothing, and computes no score behind a query.
+float64: it gathers nothing, and scores few keys behind a query.
 
-Source: rows of scores that fit into the cache, whose probabilities the backward pass computes
-again, as in FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2); exp as in Cephes (expf). The
-helpers are those of `engines/embedded/kernels.py`, a second time because of numba's cache; `jit.py`
-has the reason.
+Source: scores that fit into the cache, whose probabilities the backward pass computes again, as in
+FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2); exp as in Cephes (expf), as in
+`engines/embedded/kernels.py`, a second time because of numba's cache (see `data/jit.py`). The
+queries that read a head's keys together stand as columns, so that the softmax and its gradient are
+the same operation in every column.
 """
 
 import math
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ragen_mega.data.forest import Forest
-from ragen_mega.jit import EXACT, Integers, Reals, in_parts, jit
+from ragen_mega.data.jit import EXACT, Integers, Reals, in_parts, jit
 
 QUERIES = 32
 """Queries of a chain that read a head's keys together, about; a column of scores each."""
@@ -81,7 +82,6 @@ class _ForestAttention(Function):
         arrays = _arrays(*ctx.saved_tensors, d_output, *gradients)
         in_parts(attend_forest_backward, arrays[1].shape[1], *ctx.chains, ctx.scale, *arrays)
         return *gradients, None, None
-
 
 
 _AT = types.intp
@@ -175,7 +175,9 @@ class _Product:
                         factors = self._spread(factor, kinds[j])
                         term = builder.fmul(numbers, factors, flags=("contract",))
                         total = builder.load(sums[i, j, odd])
-                        builder.store(builder.fadd(total, term, flags=("contract",)), sums[i, j, odd])
+                        builder.store(
+                            builder.fadd(total, term, flags=("contract",)), sums[i, j, odd]
+                        )
         for (i, at), (j, start) in product(enumerate(rows), enumerate(starts)):
             total = builder.fadd(builder.load(sums[i, j, 0]), builder.load(sums[i, j, 1]))
             place = builder.add(self.y_at, builder.mul(self.y_step, at))
@@ -345,7 +347,11 @@ def attend_forest_backward(
     rows, d_rows = np.zeros((most + 1) * d, q.dtype), np.zeros((most + 1) * d, q.dtype)
     queries, d_outs = np.empty(most * d, q.dtype), np.empty(most * d, q.dtype)
     p, ds = np.empty(KEYS * most, q.dtype), np.empty(KEYS * most, q.dtype)
-    tops, means, sums = np.zeros(most, q.dtype), np.zeros(most, q.dtype), np.empty(most * d, q.dtype)
+    tops, means, sums = (
+        np.zeros(most, q.dtype),
+        np.zeros(most, q.dtype),
+        np.empty(most * d, q.dtype),
+    )
     for g in range(first, last):
         for c in range(len(lengths)):
             before = lengths[c] - starts[c + 1]
