@@ -46,7 +46,7 @@ setup(
     package_data={
         "ragen_mega.environments.worlds": ["*/boards/*.jsonl"],
         "ragen_mega.config": ["recipes/*.flags", "studies/*.toml", "constraints*.txt"],
-        "ragen_mega.models": ["*.json"],
+        "ragen_mega.planning": ["*.json"],
         "ragen_mega.report.viewer": ["viewer.*"],
     },
     entry_points={"console_scripts": ["ragen-mega = ragen_mega.commands.program:main"]},

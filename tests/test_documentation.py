@@ -181,7 +181,7 @@ def flags_of(script: str) -> set[str]:
     """
     if script in (TRAINING, "ragen-mega train"):
         return TRAINING_FLAGS
-    if script == "tools/launch.py":
+    if script == "ragen-mega launch":
         return {*FOREIGN_FLAGS, *TRAINING_FLAGS}
     if script.startswith("ragen-mega --"):
         return {"--help", "--version"}

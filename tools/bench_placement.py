@@ -35,8 +35,9 @@ from bench_step import ended
 from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
 from random_models import write_checkpoint
 
-from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ModelConfig
+from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics
 from ragen_mega.warm_start.small_model import small_model
 

@@ -37,10 +37,11 @@ from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.commands.command_line import command, flag, run_ranks
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import check_checksums, check_names, checksums
+from ragen_mega.data.launcher import run_ranks
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, check_model, transformer_config
 from ragen_mega.megatron.resharding import (

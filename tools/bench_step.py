@@ -6,7 +6,7 @@ updates, phase by phase.
 
 The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic,
 32 trajectories per optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a
-run of its own through tools/launch.py on one rank: StarPO-S keeps the quarter of the groups with
+run of its own through ragen-mega launch on one rank: StarPO-S keeps the quarter of the groups with
 the widest spread of returns (0.25), 1 trains on all. Flags after -- go to the training
 program.
 
@@ -43,10 +43,11 @@ import torch
 from benchmark import OUTPUTS, provenance, publish, spread, table
 from random_models import model_config, write_checkpoint
 
-from ragen_mega.commands.command_line import PROGRAM, command, flag, ranks_command
-from ragen_mega.models.hardware import HARDWARE
+from ragen_mega.commands.command_line import command, flag
+from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Sizes
+from ragen_mega.planning.hardware import HARDWARE
+from ragen_mega.planning.time import Sizes
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.run_directory import FINAL_EXPORT
@@ -65,11 +66,11 @@ FLAGS = (
     *OUTPUTS,
     flag(
         "--model",
-        "a name in ragen_mega/models/model_shapes.json, or a directory with a config.json, of which"
-        " only the shape counts",
+        "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json, of"
+        " which only the shape counts",
         TARGET_MODEL,
     ),
-    flag("--steps", "per run; the first two do not count", 4),
+    flag("--steps", "per run; the first two do not count", 6),
     flag("--num-groups", "initial states a step", 8),
     flag("--group-size", "trajectories of each", 16),
     flag("--response-length", "sampled tokens a turn", 68),

@@ -40,7 +40,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from ragen_mega.commands.command_line import JSON, PROGRAM, command, flag, ranks_command
+from ragen_mega.commands.command_line import JSON, command, flag
+from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.rollout.summary import summarize

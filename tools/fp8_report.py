@@ -319,7 +319,7 @@ def choose_recipes(asked: Sequence[str] | None, machine: Machine) -> list[str]:
     if machine.capability is None or machine.transformer_engine is None:
         raise ValueError(
             "the FP8 report needs a CUDA GPU and Transformer Engine; run it on one after pip"
-            " install --no-build-isolation -e '.[h100]' (tools/doctor.py --for h100 says what is"
+            " install --no-build-isolation -e '.[h100]' (ragen-mega doctor --for h100 says what is"
             " missing)"
         )
     for name in asked or ():

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 from bench_step import NUM_TURNS, TARGET_MODEL, training_flags
 
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.models.hardware import Machine, find_hardware
-from ragen_mega.models.memory_plan import GIB, Setting, plan
-from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Cut, Sizes, default_play, product, step_seconds
+from ragen_mega.planning.hardware import Machine, find_hardware
+from ragen_mega.planning.memory import GIB, Setting, plan
+from ragen_mega.planning.published import model_config
+from ragen_mega.planning.time import Cut, Sizes, default_play, product, step_seconds
 
 GPUS = ("H100", "H200")
 COPY = 0.9

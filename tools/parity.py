@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ragen_mega.commands.command_line import JSON, command, flag, run_ranks
+from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
+from ragen_mega.data.launcher import run_ranks
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.report.metrics import write_json

@@ -1,4 +1,4 @@
-"""What all commands share: flags, one-line errors, run directories, started ranks.
+"""Parts that all commands share: flags, one-line errors, folders of reports.
 
 Only the standard library is imported at the top, because doctor.py has to work where nothing else
 is installed.
@@ -9,17 +9,13 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ragen_mega.data.launcher import forget_foreign_ranks, is_rank
+from ragen_mega.data.launcher import PROGRAM, forget_foreign_ranks, is_rank, ranks_command
 
-PROGRAM = "ragen_mega.commands.program"
-"""The module that is `ragen-mega`."""
 Flag = tuple[str, dict[str, Any]]
 
 
@@ -105,39 +101,6 @@ def command(
     return decorate
 
 
-def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[str]:
-    """The command that runs `script`, a file or the name of a module, on that many ranks of this
-    machine.
-    """
-    kind = () if isinstance(script, Path) else ("--module",)
-    # --nnodes, because platforms set torchrun's variable for it, PET_NNODES.
-    # `--`, because torchrun would take flags of the script for abbreviations of its own.
-    words = ("--nnodes", 1, "--nproc-per-node", num_ranks, *kind, "--", script, *flags)
-    # -P: no file of the working directory may stand in for a module.
-    return [sys.executable, "-P", "-m", "ragen_mega.commands.launch", *map(str, words)]
-
-
-def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
-    """Run `script` on that many ranks to its end, silently. If it fails, exit with the end of its
-    output and its exit code. Ctrl-C ends the ranks.
-    """
-    words = ranks_command(num_ranks, script, *flags)
-    with subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as launcher:
-        try:
-            _, said = launcher.communicate()
-        except KeyboardInterrupt:
-            for _ in range(2):  # after the second one it kills a rank that hangs
-                launcher.terminate()
-                time.sleep(0.5)
-            launcher.communicate()
-            raise
-    if launcher.returncode:
-        print(said[-6000:], end="", file=sys.stderr)
-        raise SystemExit(launcher.returncode)
-
-
 def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:
     """Become command `name` on that many ranks of this machine; nothing if one is enough, or if
     this is a rank already. Raises ValueError where others than torchrun promise ranks.
@@ -145,17 +108,3 @@ def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:
     forget_foreign_ranks()
     if num_ranks > 1 and not is_rank():
         os.execv(sys.executable, ranks_command(num_ranks, PROGRAM, name, *argv))
-
-
-def read_settings(
-    run: Path, step: int = sys.maxsize
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Section -> flag -> value under which a run trained that step (its last one); flags that are
-    newer than the run have their defaults. Also the recorded start that the step belongs to,
-    None for an older run. Raises ValueError if the directory holds no run.
-    """
-    from ragen_mega.config.recorded import read_recorded
-    from ragen_mega.report.provenance import settings_at, with_defaults
-
-    settings, start = settings_at(read_recorded(run), step)
-    return with_defaults(settings), start

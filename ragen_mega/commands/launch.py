@@ -2,7 +2,7 @@
 its GPU where that can be, signals passed on to them, and silent about failures that a rank has
 explained.
 
-    python tools/launch.py [torchrun flags] [--module] script [flags of the script]
+    ragen-mega launch [torchrun flags] [--module] script [flags of the script]
 
 `torchrun script ...` does the same with torchrun's own report after the error of a rank, and gives
 ranks 30 seconds to stop. On several nodes the nodes find each other by --nnodes, --node-rank,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "Train": {
         "train": ("train", "train an agent; one rank for each GPU of this machine"),
+        "launch": ("launch", "ranks of a script, on this machine or several, as torchrun does"),
         "view": ("view", "read runs in a browser: curves, trajectories token by token, time"),
         "replay": ("replay", "repeat a step of a run from its files and compare"),
     },
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name in known:
         command = importlib.import_module(f"ragen_mega.commands.{known[name]}")
         sys.argv = [f"ragen-mega {name}", *flags]  # what --help calls it
-        command.main(flags)
+        if status := command.main(flags):
+            raise SystemExit(status)
     else:
         close = importlib.import_module("ragen_mega.data.registry").did_you_mean(name, known)
         print(f"error: no command {name!r}{close}; ragen-mega --help lists all", file=sys.stderr)

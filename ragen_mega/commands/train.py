@@ -15,9 +15,8 @@ import sys
 from collections.abc import Sequence
 from itertools import takewhile
 
-from ragen_mega.commands.command_line import PROGRAM, ranks_command
 from ragen_mega.config.cli import DEFAULT_RECIPE
-from ragen_mega.data.launcher import is_rank
+from ragen_mega.data.launcher import PROGRAM, is_rank, ranks_command
 from ragen_mega.report.console import fail
 from ragen_mega.run.check import check_flags
 

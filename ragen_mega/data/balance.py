@@ -1,5 +1,7 @@
 """What trajectories cost to compute, and even shares of that work for ranks and microbatches."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +18,14 @@ class Cost(NamedTuple):
     """Attention of one token to another or to itself."""
     per_label: int
     """The LM head, for a token that is trained on."""
+
+    @classmethod
+    def of_model(cls, matrices: int, channels: int, head: int) -> Cost:
+        """The cost of a model whose layers have so many elements of matrices and channels of
+        queries in all, and whose LM head has so many elements: a product takes two operations an
+        element forward and four backward, attention two such products for each channel.
+        """
+        return cls(6 * matrices, 12 * channels, 6 * head)
 
     def of(self, length: int, labels: int = 0) -> int:
         """Of a text of `length` tokens, each of which attends to all before it."""

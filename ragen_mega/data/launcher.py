@@ -1,12 +1,19 @@
-"""What started this process: torchrun, below the launch script or by itself, or nobody that ranks
-are told of.
+"""How ranks are started, and what started this process: torchrun, below our launcher or by itself,
+or nobody that ranks are told of.
 """
+
+from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
+PROGRAM = "ragen_mega.commands.program"
+"""The module that is `ragen-mega`."""
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The variables that name the interface on which ranks listen."""
 _OF_A_RANK = (
@@ -24,19 +31,6 @@ def is_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def as_rank(index: int, num_ranks: int, folder: Path | str) -> dict[str, str]:
-    """The variables that tell a process what torchrun would: that it is this rank of a job on one
-    machine, whose ranks meet in `folder`.
-    """
-    return {
-        "TORCHELASTIC_RUN_ID": "forks",
-        "TORCHELASTIC_ERROR_FILE": str(Path(folder) / str(index) / "error.json"),
-        "RANK": str(index),
-        "LOCAL_RANK": str(index),
-        "WORLD_SIZE": str(num_ranks),
-    }
-
-
 def forget_foreign_ranks() -> None:
     """Remove from the environment what a platform says of ranks, unless torchrun said it.
 
@@ -48,7 +42,7 @@ def forget_foreign_ranks() -> None:
     if (rank, size) != ("0", "1"):
         raise ValueError(
             f"RANK ({rank}) and WORLD_SIZE ({size}) must be set by torchrun, which has not started"
-            " this process; unset both, or start ranks by torchrun, tools/launch.py or"
+            " this process; unset both, or start ranks by torchrun, ragen-mega launch or"
             " examples/pretrain_starpo.sh"
         )
     for name in _OF_A_RANK:
@@ -84,3 +78,36 @@ def loopback() -> str:
             " run `ip link set lo up` as root"
         )
     return found[0]
+
+
+def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[str]:
+    """The command that runs `script`, a file or the name of a module, on that many ranks of this
+    machine.
+    """
+    kind = () if isinstance(script, Path) else ("--module",)
+    # --nnodes, because platforms set torchrun's variable for it, PET_NNODES.
+    # `--`, because torchrun would take flags of the script for abbreviations of its own.
+    words = ("--nnodes", 1, "--nproc-per-node", num_ranks, *kind, "--", script, *flags)
+    # -P: no file of the working directory may stand in for a module.
+    return [sys.executable, "-P", "-m", "ragen_mega.commands.launch", *map(str, words)]
+
+
+def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
+    """Run `script` on that many ranks to its end, silently. If it fails, exit with the end of its
+    output and its exit code. Ctrl-C ends the ranks.
+    """
+    words = ranks_command(num_ranks, script, *flags)
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            _, said = launcher.communicate()
+        except KeyboardInterrupt:
+            for _ in range(2):  # after the second one it kills a rank that hangs
+                launcher.terminate()
+                time.sleep(0.5)
+            launcher.communicate()
+            raise
+    if launcher.returncode:
+        print(said[-6000:], end="", file=sys.stderr)
+        raise SystemExit(launcher.returncode)

@@ -27,6 +27,7 @@ from torch import Tensor
 from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
+from ragen_mega.data.balance import Cost
 from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
@@ -36,7 +37,6 @@ from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
-from ragen_mega.models.time_plan import Sizes
 
 MOST_NODES = {"on": 1.0, "auto": 0.97, "off": 0.0}
 """Share of the positions below which the distinct ones alone are computed: a forest costs a little.
@@ -69,7 +69,12 @@ class Trainer:
         self.groups = groups
         self.max_tokens = train.max_tokens_per_microbatch
         self.alignment = token_alignment(parallel)
-        self.cost = Sizes.of(module.shape).cost
+        shape = module.shape
+        self.cost = Cost.of_model(
+            shape.num_layers * sum(shape.linear_sizes()),
+            shape.num_layers * shape.q_size,
+            shape.vocab_size * shape.hidden_size,
+        )
         self.most_nodes = MOST_NODES[train.shared_prefixes if parallel.fp8 == "none" else "off"]
         self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
         # Muon needs the gradients of whole matrices.
@@ -246,18 +251,6 @@ class Trainer:
         totals[index], whole[positions] = found[: len(index)], found[len(index) :].float()
         values = _on_all_ranks(whole, batch.loss_mask)
         return *distributed.sum_over_ranks(totals).split([num_metrics, 1, 1]), values
-
-    def count_work(self, batch: TokenBatch) -> tuple[int, int]:
-        """Positions that this data-parallel rank computes in a pass over the batch, and the FLOPs
-        of all layers for them, forward and backward.
-        """
-        positions, flops, cost = 0, 0, Sizes.of(self.module.shape).cost
-        batch = batch.by_segment()
-        for micro in self._microbatches(batch, self._parts(batch)):
-            seen = micro.forest.depths() + 1
-            positions += len(seen)
-            flops += cost.per_token * len(seen) + cost.per_pair * int(seen.sum())
-        return positions, flops
 
     def _parts(self, batch: TokenBatch) -> list[Part]:
         """This data-parallel rank's microbatches."""

@@ -95,8 +95,8 @@ def _read_config(flag: str, path: Path) -> dict:
         model_type = values.get("model_type")
     except FileNotFoundError:
         what = (
-            f"is a checkpoint of a run; give the run's directory huggingface, or convert it: python"
-            f" tools/convert_checkpoint.py --from {path} --to DIRECTORY --format huggingface"
+            f"is a checkpoint of a run; give the run's directory huggingface, or convert it:"
+            f" ragen-mega convert --from {path} --to DIRECTORY --format huggingface"
             if (path / "state.json").exists()
             else "holds no config.json; give the directory of a Hugging Face model"
         )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import read_recorded
 from ragen_mega.report.hardware import device, versions
 
 REPOSITORY = Path(__file__).parents[2]
@@ -137,3 +138,14 @@ def settings_at(
             section, name = key.split(".")
             settings[section][name] = old
     return settings, starts[-1] if starts else None
+
+
+def read_settings(
+    run: Path, step: int = sys.maxsize
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """Section -> flag -> value under which a run trained that step (its last one); flags that are
+    newer than the run have their defaults. Also the recorded start that the step belongs to,
+    None for an older run. Raises ValueError if the directory holds no run.
+    """
+    settings, start = settings_at(read_recorded(run), step)
+    return with_defaults(settings), start

@@ -1,6 +1,10 @@
-"""Text of worlds, models and judges on a terminal."""
+"""Text of worlds, models and judges on a terminal, and commands as they can be typed there."""
 
+import os
 import re
+import shutil
+import sys
+from pathlib import Path
 
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1: escape sequences begin so
@@ -13,3 +17,13 @@ def printable(text: str) -> str:
     the window, write to the clipboard or reorder what a person reads.
     """
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def command_line(words: str) -> str:
+    """`ragen-mega WORDS` for a shell, after the activation of this environment where the shell does
+    not find the program.
+    """
+    activate = Path(sys.executable).with_name("activate")
+    is_found = shutil.which("ragen-mega") is not None or not activate.exists()
+    before = "" if is_found else f"source {os.path.relpath(activate)}; "
+    return f"{before}ragen-mega {words}"

@@ -29,9 +29,9 @@ from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.directory import content_digest
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
-from ragen_mega.models.memory_plan import Setting, check_fits
 from ragen_mega.models.server_cut import check_cpu_cut, head_rows
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.memory import Setting, check_fits
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
 from ragen_mega.report.provenance import describe_start, known_config
@@ -165,11 +165,11 @@ def build_run(
         lock=lock,
         models=model_digests(config) if distributed.is_main() else {},
     )
-    if run.samplers:
-        run.samplers.begin(base)
+    if samplers := run.rollouts.samplers:
+        samplers.begin(base)
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
-    run.repeat_from(run.step)
+    run.log.repeat_from(run.step)
     if checkpoint is None:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
         run.step_version = run.engine.weight_version

@@ -45,7 +45,7 @@ def open_model(
     verify: bool | None = None,
 ) -> ModelReader:
     """The model in a directory of Hugging Face's format, or of the one that
-    tools/convert_checkpoint.py writes.
+    ragen-mega convert writes.
 
     Raises ValueError unless everything that its config.json asks for is supported, its tensors
     are exactly those that this config (and `hf`, if given) describes, and it is undamaged. A critic
@@ -148,7 +148,7 @@ class HuggingFaceReader:
         else:
             raise ValueError(
                 f"no model.safetensors or model.safetensors.index.json in {directory}; give a"
-                " Hugging Face checkpoint directory or one that tools/convert_checkpoint.py wrote"
+                " Hugging Face checkpoint directory or one that ragen-mega convert wrote"
             )
 
     @staticmethod
@@ -218,7 +218,7 @@ class HuggingFaceReader:
 
 
 class MegatronReader:
-    """The actor in pieces: a checkpoint of a run, or a directory that tools/convert_checkpoint.py
+    """The actor in pieces: a checkpoint of a run, or a directory that ragen-mega convert
     wrote.
     """
 

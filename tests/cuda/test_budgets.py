@@ -20,8 +20,8 @@ from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import Machine
 from ragen_mega.models.huggingface import random_weights
-from ragen_mega.models.memory_plan import Setting, activations, workspace
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.memory import Setting, activations, workspace
 from ragen_mega.run.build import build as assemble
 from ragen_mega.train import starpo
 from tests.cuda.test_steps import TINY, TRANSFORMER_ENGINE
@@ -201,7 +201,7 @@ def test_a_whole_step_waits_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     flags = f"{TRANSFORMER_ENGINE} --kl-kind k3 --kl-coef 0.01 --diagnose-interval 1 --num-steps 2"
     command = [*TINY, *flags.split(), "--save-interval", "0", "--output", str(tmp_path)]
     run = assemble(parse([*command, "--name", "run"]))
-    timed, ended = run.timed, dict[str, int]()
+    timed, ended = run.timers.timed, dict[str, int]()
 
     @contextmanager
     def noted(name: str) -> Iterator[None]:
@@ -209,7 +209,7 @@ def test_a_whole_step_waits_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             yield
         ended[name] = native.counts()["synchronizations"]
 
-    monkeypatch.setattr(run, "timed", noted)
+    monkeypatch.setattr(run.timers, "timed", noted)
     try:
         with run:
             starpo(run)

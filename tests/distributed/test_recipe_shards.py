@@ -20,17 +20,18 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ragen_mega.commands.plan import RECIPES, planned_gpus
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config.cli import RECIPES
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
 from ragen_mega.megatron.resharding import ReshardPlan
 from ragen_mega.megatron.weights import slots
 from ragen_mega.models.layout import Slot, unshard
-from ragen_mega.models.memory_plan import Setting, engine_bytes, state_of
-from ragen_mega.models.published import model_config
 from ragen_mega.models.server_cut import cut_stream, engine_name, from_trainer
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.answer import planned_gpus
+from ragen_mega.planning.memory import Setting, engine_bytes, state_of
+from ragen_mega.planning.published import model_config
 
 Held = list[tuple[Slot, Tensor]]
 NAMES = sorted(path.stem for path in RECIPES.glob("qwen*.flags"))

@@ -35,7 +35,7 @@ GROUPS = {
 they took several times as long.
 """
 PARTS = (
-    "versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines"
+    "versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines"
     " sglang"
 ).split()
 SOON = ["reshard"]

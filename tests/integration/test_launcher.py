@@ -29,7 +29,7 @@ from tests.support.sockets import is_loopback, listening
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/pretrain_starpo.sh"
 RECIPES = ROOT / "ragen_mega/config/recipes"
-LAUNCH = (sys.executable, str(ROOT / "tools/launch.py"))
+LAUNCH = (sys.executable, "-P", "-m", "ragen_mega.commands.launch")
 PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
 
 

@@ -18,12 +18,12 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.models.memory_plan import Setting, activations, state_of
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.memory import Setting, activations, state_of
 from tests.support.forked_ranks import on_ranks
 from tools.parity import make_batch, random_model
 
-SHAPES = Path(__file__).parents[2] / "ragen_mega/models/model_shapes.json"
+SHAPES = Path(__file__).parents[2] / "ragen_mega/planning/model_shapes.json"
 # parameters without a second copy of tied embeddings, as the model cards and checkpoint files count
 # them
 PUBLISHED = {

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.data.launcher import PROGRAM
+
 ROOT = Path(__file__).parents[2]
 WORLD = """
 import random
@@ -192,7 +194,7 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     summary = summary[mine]
     assert summary["optimum"] is None and 0 < summary["random"] < 0.5
     evaluated = execute(
-        folder, sys.executable, str(ROOT / "tools/evaluate.py"), "--load", "out/mine",
+        folder, sys.executable, "-P", "-m", PROGRAM, "evaluate", "--load", "out/mine",
         "--environment", f"{mine},bandit", "--num-prompts", "4", "--samples-per-prompt", "2",
         "--json", "evaluated.json",
     )  # fmt: skip

@@ -106,7 +106,8 @@ def test_policy_rows_of_every_objective(backend, name):
         case, objective = from_logits(case, dtype), OBJECTIVES[name]
         truth = unfused_truth(case, objective)
         loss, stats, d_logits = lose_rows(backend.device, case, objective, dtype)
-        assert relative_error(loss, truth.loss) < 1e-5
+        # its terms are up to 1 and may cancel
+        torch.testing.assert_close(loss.cpu().double(), truth.loss, rtol=1e-5, atol=1e-6)
         assert relative_error(d_logits, truth.d_logits) < ROUNDING[dtype]
         assert not d_logits[:, 650:].any()
         assert_stats(stats, truth.stats, 1e-5)

@@ -17,7 +17,6 @@ from multiprocessing.context import ForkProcess as Process
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from ragen_mega.data.launcher import as_rank
 from ragen_mega.megatron.initialize import shutdown
 
 _FORK = multiprocessing.get_context("fork")
@@ -31,7 +30,13 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
 
     def rank(index: int) -> None:
         faulthandler.register(signal.SIGUSR1, file=2)  # see join_ranks
-        os.environ.update(as_rank(index, num_ranks, folder))
+        os.environ |= {  # what torchrun would tell
+            "TORCHELASTIC_RUN_ID": "forks",
+            "TORCHELASTIC_ERROR_FILE": f"{folder}/{index}/error.json",
+            "RANK": str(index),
+            "LOCAL_RANK": str(index),
+            "WORLD_SIZE": str(num_ranks),
+        }
         work()
 
     shutdown()  # what a test before has started in this process

@@ -1,4 +1,4 @@
-"""`tools/plan.py` in this process."""
+"""`ragen-mega plan` in this process."""
 
 import pytest
 

@@ -13,7 +13,7 @@ from ragen_mega.data.forest import PrefixOrder
 from ragen_mega.data.packing import costs_of, microbatches, pack, shares
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory, offsets_of
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import Sizes
+from ragen_mega.planning.time import Sizes
 
 SHAPE = ModelShape("qwen2", 2, 64, 4, 2, 16, 128, 500, True, 1e-6, 1e4)
 COST = Cost(3, 2, 5)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.commands.baselines import text
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget, StepResult
 from ragen_mega.environments.reference_players import Baselines, baselines, optimal_actions
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments):
-    command = [sys.executable, str(ROOT / "tools/baselines.py"), *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", PROGRAM, "baselines", *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT)}
     )

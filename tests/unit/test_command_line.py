@@ -7,21 +7,15 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import math
 from pathlib import Path
 
 import pytest
 
-from ragen_mega.commands.command_line import (
-    JSON,
-    command,
-    flag,
-    parse,
-    read_settings,
-    run_ranks,
-)
+from ragen_mega.commands.command_line import JSON, command, flag, parse
+from ragen_mega.data.launcher import run_ranks
 from ragen_mega.report import hardware
-from tools import bench_control, bench_kernels, benchmark
+from ragen_mega.report.provenance import read_settings
+from tools import bench_kernels, benchmark
 
 FLAGS = (
     flag("--count", "a number", 3),
@@ -157,33 +151,6 @@ def test_cases_of_kernels_are_chosen_by_words_that_are_in_their_names() -> None:
     names = [case.name for case in cases(budget=70.0)]
     jobs = len({*names})
     assert len({*names[:jobs]}) == jobs < len(names), "a budget leaves no job out"
-
-
-def test_control_traffic_is_that_of_the_calls_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Without the barrier that closes each measurement, whose bytes are known here."""
-    carried = [0]
-
-    def carry(num_bytes: int) -> None:
-        carried[0] += num_bytes
-
-    parts = {"nothing": lambda: None, "a hundred": lambda: carry(100)}
-    monkeypatch.setattr(bench_control, "parts", lambda directory: parts)
-    monkeypatch.setattr(bench_control, "_received", lambda: carried[0])
-    monkeypatch.setattr(bench_control.distributed, "barrier", lambda: carry(30))
-    monkeypatch.setattr(bench_control.dist, "all_reduce", lambda *_, **__: None)
-    found = {name: size for name, (size, _) in bench_control.measure(tmp_path).items()}
-    assert found == {"nothing": pytest.approx(0), "a hundred": pytest.approx(100)}
-
-
-def test_growth_of_control_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that sends nothing has none, and one size shows none: neither ends a measurement."""
-    assert bench_control.growth([3, 5], [10.0, 40.0]) == pytest.approx(2)
-    assert math.isnan(bench_control.growth([3, 5], [0.0, 40.0]))
-    monkeypatch.setattr(bench_control, "enter_network", lambda: pytest.fail("it was measured"))
-    with pytest.raises(SystemExit):
-        bench_control.main(["--ranks", "4", "4"])
 
 
 def test_a_report_is_printed_and_written(

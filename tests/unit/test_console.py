@@ -7,10 +7,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from ragen_mega.report.console import COLUMNS, ROWS_BETWEEN_HEADERS, Console, fail
+from ragen_mega.report.terminal import command_line
 
 METRICS = {
     "rollout/success": 0.3125, "rollout/random": 0.212, "rollout/optimum": 0.477,
@@ -210,3 +212,17 @@ def test_control_characters_are_shown_as_text_on_a_terminal(capsys) -> None:
         fail(hostile)
     for said in (output.getvalue(), capsys.readouterr().err):
         assert "a\\x1b]0;title\\x07b\\x9b2Jc" in said and "\\u202ee" in said
+
+
+@pytest.mark.parametrize(("path", "said"), [("on", ""), ("off", "source {}/activate; ")])
+def test_a_command_can_be_typed_whether_or_not_its_environment_is_active(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    (scripts / "activate").touch()
+    (scripts / "ragen-mega").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(scripts / "python"))
+    monkeypatch.setenv("PATH", str(scripts) if path == "on" else "/nowhere")
+    assert command_line("view runs/a") == f"{said.format('bin')}ragen-mega view runs/a"

@@ -19,7 +19,7 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.models.time_plan import Play
+from ragen_mega.planning.time import Play
 from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.storage.rollouts import RolloutStore

@@ -1,21 +1,13 @@
-"""The compiled attention of training against its formula in float64, and the count of an update's
-work against torch's.
-"""
+"""The compiled attention of training against its formula in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.flop_counter import FlopCounterMode
 
-from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.forest import Forest
 from ragen_mega.megatron.cpu.attention import KEYS, QUERIES, forest_attention
-from ragen_mega.megatron.critic import MegatronCritic
-from ragen_mega.megatron.initialize import initialize
-from ragen_mega.models.time_plan import Sizes
-from tools.parity import make_batch, random_model
 
 
 def drawn(*shape: int, scale: float = 1.0) -> Tensor:
@@ -71,19 +63,3 @@ def test_attention_to_keys_that_all_point_away() -> None:
         assert_close(
             found.grad, expected.grad.float(), rtol=0, atol=1e-3 * expected.grad.abs().max()
         )
-
-
-@pytest.mark.parametrize("shared_prefixes", ["on", "off"])
-def test_work_is_what_torch_counts(shared_prefixes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products of an update; attention, which is not torch's, apart."""
-    reference, parallel = random_model("qwen2"), ParallelConfig()
-    hf, train = reference.config, TrainConfig(shared_prefixes=shared_prefixes)
-    critic = MegatronCritic(hf, initialize(parallel), parallel, train, LossConfig())
-    critic.load_weights(reference.state_dict().get)
-    batch, cost = make_batch(reference), Sizes.cost.fget
-    with FlopCounterMode(display=False) as counter:
-        critic.update(batch)
-    monkeypatch.setattr(Sizes, "cost", property(lambda self: cost(self)._replace(per_pair=0)))
-    positions, flops = critic.trainer.count_work(batch)
-    value_head = 6 * positions * hf.hidden_size
-    assert flops + value_head == counter.get_total_flops()

@@ -23,7 +23,7 @@ from ragen_mega import config
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "versions kernels te train bench step reshard step_all bench_all fp8 sgl_train parity engines"
+    "versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines"
     " sglang"
 )
 
@@ -87,7 +87,7 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     assert done.returncode == len(failed)
     for part in failed[1:]:
         assert part["last_line"].startswith(
-            "transformer_engine.pytorch cannot be imported here; see tools/doctor.py"
+            "transformer_engine.pytorch cannot be imported here; see ragen-mega doctor"
         )
     assert "old" not in report
     assert (output / "report.md").read_text().count("| failed") == len(failed)
@@ -164,6 +164,10 @@ def test_every_command_exists_with_its_flags(
     assert server[: len(SERVER)] == SERVER and server[-1] == "--disable-cuda-graph"
     tools, recipes = set(), []
     for program, *arguments in commands:
+        if program == "-m" and arguments[0] == "ragen_mega.commands.launch":
+            assert arguments[1:4] == ["--nproc-per-node", "1", "examples/pretrain_starpo.sh"]
+            recipes.append(config.parse(arguments[4:]))
+            continue
         if program == "-m":
             files = [Path(word) for word in arguments if word.startswith("tests/")]
             assert arguments[0] == "pytest" and files and all((ROOT / f).exists() for f in files)
@@ -171,14 +175,10 @@ def test_every_command_exists_with_its_flags(
             assert arguments[1:3] == ["-o", "addopts="]
             continue
         tools.add(program)
-        if program == "tools/launch.py":
-            assert arguments[:3] == ["--nproc-per-node", "1", "examples/pretrain_starpo.sh"]
-            recipes.append(config.parse(arguments[3:]))
-            continue
         others = runpy.run_path(str(ROOT / program), run_name="tool")["main"](arguments).others
         config.parse(["--rollout-engine", "sglang", *(word for word in others if word != "--")])
     named = set(re.findall(r"tools/\w+\.py", (ROOT / "tools" / "gpu_check.sh").read_text()))
-    assert tools == named - {"tools/doctor.py", "tools/gpu_schedule.py"}
+    assert tools == named - {"tools/gpu_schedule.py"}
     assert [one.rollout.weight_transfer for one in recipes] == ["auto", "auto", "ipc", "file"]
 
 

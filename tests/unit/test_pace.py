@@ -2,9 +2,9 @@
 
 import pytest
 
-from ragen_mega.commands.study_scaling import Speed, whole_run
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.report.pace import Pace, duration
+from ragen_mega.studies.price import run_seconds
 
 STEP, EPISODE, STEPS = 7.0, 0.25, 12
 EVALUATIONS = {4: 40, 8: 40, 12: 320}
@@ -70,8 +70,7 @@ def test_sets_that_are_only_evaluated_are_planned() -> None:
     assert three.planned_evaluations(1) == tripled
 
     def evaluations(config: StarPOConfig) -> float:
-        speed = Speed(None, config, 1, None, {"rollout": 1.0}, 0.0, 1.0)
-        return whole_run(speed) - config.train.num_steps * speed.step
+        return run_seconds(config, {"rollout": 1.0}) - config.train.num_steps
 
     assert evaluations(three) == pytest.approx(3 * evaluations(one))
 

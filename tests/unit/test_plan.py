@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from ragen_mega.commands import plan as tool
 from ragen_mega.config import parse, read_flags
-from ragen_mega.models.layout_search import (
+from ragen_mega.config.cli import RECIPES as FOLDER
+from ragen_mega.models.shape import ModelShape, check_config
+from ragen_mega.planning import answer as tool
+from ragen_mega.planning.layouts import (
     DEFAULT,
     FILL,
     MARGIN,
@@ -19,7 +21,7 @@ from ragen_mega.models.layout_search import (
     layouts,
     ranked,
 )
-from ragen_mega.models.memory_plan import (
+from ragen_mega.planning.memory import (
     GIB,
     Setting,
     check_fits,
@@ -28,12 +30,11 @@ from ragen_mega.models.memory_plan import (
     plan,
     state_of,
 )
-from ragen_mega.models.published import SHAPES, model_config
-from ragen_mega.models.shape import ModelShape, check_config
-from ragen_mega.models.time_plan import default_play, step_seconds
+from ragen_mega.planning.published import SHAPES, model_config
+from ragen_mega.planning.time import default_play, step_seconds
 from tests.support.plan_command import run_plan
 
-RECIPES = sorted(path.stem for path in tool.RECIPES.glob("qwen*.flags"))
+RECIPES = sorted(path.stem for path in FOLDER.glob("qwen*.flags"))
 
 
 def shape_of(name: str) -> ModelShape:
@@ -53,7 +54,7 @@ def test_recipe(name: str) -> None:
     hf = model_config(config.model.load)
     setting = Setting.from_config(config, num_gpus)
     report = tool.examine(ModelShape.of(hf), setting, 80.0)
-    text = (tool.RECIPES / f"{name}.flags").read_text()
+    text = (FOLDER / f"{name}.flags").read_text()
     cut = (
         f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
         f" {report['data_parallel']}"
@@ -64,7 +65,7 @@ def test_recipe(name: str) -> None:
         f"GPUs of 80 GiB, {cut}, rollout TP {engine_tp}; predicted, not yet run on a GPU." in text
     )
     assert f"# Memory: {tool.summary(report)}." in text
-    assert config.parallel.bf16 and read_flags(tool.RECIPES / f"{name}.flags")
+    assert config.parallel.bf16 and read_flags(FOLDER / f"{name}.flags")
     chosen = best(ModelShape.of(hf), config, num_gpus, 80 * GIB)
     assert tool.layout_flags(chosen) == tool.layout_flags(config), "not the best that fits"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from ragen_mega.commands.command_line import read_settings
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.report.provenance import read_settings
 from ragen_mega.run.evaluation import evaluate
 from ragen_mega.storage import run_directory
 from ragen_mega.storage.checkpoints import DirectoryInUse, lock_named, lock_run

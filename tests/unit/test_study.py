@@ -21,14 +21,18 @@ import pytest
 import torch
 
 from ragen_mega.commands import study as tool
-from ragen_mega.commands import study_runs
-from ragen_mega.commands.study_runs import flags_of
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.environments.registry import make
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.memory import GIB, Setting, plan
+from ragen_mega.planning.published import model_config
 from ragen_mega.report.metrics import write_json
-from ragen_mega.report.study import Study, estimate, percent
+from ragen_mega.studies import runs as study_runs
+from ragen_mega.studies.definitions import Study, estimate, percent
+from ragen_mega.studies.runs import flags_of
 from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -96,17 +100,6 @@ def test_wrong_files_are_one_line(tiny: Path, old: str, new: str, said: str) -> 
     [
         ("arms = []", r"has arms = \[\]; it takes at least one table"),
         ("arms = [1]", r"has arms = \[1\]; it takes at least one table"),
-        ("models = []\nlayouts = []\ntarget = 0.5", r"has models = \[\]"),
-        (
-            'layouts = [{name = "b", flags = ""}]\ntarget = 0.5\n'
-            'models = [{name = "a", flags = "", ranks = "2"}]',
-            "one of models has ranks = '2'; it takes a whole number of at least 1",
-        ),
-        (
-            'layouts = [{name = "b", flags = ""}]\ntarget = "high"\n'
-            'models = [{name = "a", flags = ""}]',
-            "has target = 'high'; it takes a rate up to 1",
-        ),
     ],
 )
 def test_wrong_tables_are_one_line(tmp_path: Path, lines: str, said: str) -> None:
@@ -274,7 +267,7 @@ def test_all_code_is_read_once(tiny: Path, tmp_path: Path) -> None:
     study = Study.read(tiny, "small")
     study_runs.code_digest.cache_clear()
     study_runs.claim_folder(tmp_path / "runs", study, "none", mixed=False)
-    study_runs.find_jobs(study, study.arms, range(1), tmp_path / "runs", "none", 1)
+    study_runs.find_jobs(study, range(1), tmp_path / "runs", "none", 1)
     assert study_runs.code_digest.cache_info().misses == 1
 
 
@@ -341,7 +334,7 @@ def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_pat
     study = Study.read(tiny, "small")
 
     def jobs() -> dict[str, Path | None]:
-        found = study_runs.find_jobs(study, study.arms, range(2), tmp_path, "none", 1)
+        found = study_runs.find_jobs(study, range(2), tmp_path, "none", 1)
         return {job.name: job.source for job in found}
 
     first, second = tmp_path / "low-seed0", tmp_path / "low-seed1"
@@ -371,7 +364,7 @@ def test_a_warm_start_is_taken_from_a_study_beside(tiny: Path, tmp_path: Path) -
     (made / "metrics.jsonl").touch()
 
     def sources() -> list[Path | None]:
-        found = study_runs.find_jobs(study, study.arms, range(2), runs / "mine", "none", 1)
+        found = study_runs.find_jobs(study, range(2), runs / "mine", "none", 1)
         return [job.source for job in sorted(found, key=lambda job: job.name)]
 
     second = runs / "mine" / "low-seed1"
@@ -559,7 +552,7 @@ def test_ranks_that_do_not_fit_are_refused_before_anything_runs(
 
 def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
     where = ("--output", folder / "runs", "--reports", folder / "reports", *flags)
-    return [sys.executable, str(ROOT / "tools" / "study.py"), str(tiny), *map(str, where)]
+    return [sys.executable, "-m", PROGRAM, "study", str(tiny), *map(str, where)]
 
 
 @pytest.mark.parametrize("failure", ["bytes", "program", "log"])
@@ -689,3 +682,102 @@ def test_a_stopped_study_goes_on(tiny: Path, tmp_path: Path) -> None:
         assert starts[0].read_bytes() == starts[1].read_bytes()
         taken = json.loads((high / "config.json").read_text())["warm_start"]["warm_start_from"]
         assert taken == str(low)
+
+
+def test_the_pretrained_study_is_the_papers() -> None:
+    """Model, batch, lengths and arms of arXiv:2504.20073, on a GPU that they fit on."""
+    study = Study.read(tool.STUDIES / "pretrained.toml", "paper")
+    games, kinds = ("bandit", "sokoban", "frozen_lake"), ("ppo", "grpo", "starpo-s")
+    assert [arm.name for arm in study.arms] == [f"{g}-{kind}" for g in games for kind in kinds]
+    for arm in study.arms:
+        game, _, kind = arm.name.partition("-")
+        config = parse(study_runs.flags_of(study, arm, "none"))
+        rollout, train, loss = config.rollout, config.train, config.loss
+        assert config.model.load == "Qwen/Qwen2.5-0.5B-Instruct" and config.parallel.bf16
+        assert (rollout.num_groups, rollout.group_size, train.minibatch_size) == (8, 16, 32)
+        assert (train.num_steps, train.updates_per_rollout, train.lr) == (200, 1, 1e-6)
+        assert [*config.environment.shares] == [game] and loss.entropy_coef == 0.001
+        one_shot = game == "bandit"
+        assert rollout.expected_response_length == (500 if one_shot else 400)
+        assert config.environment.expected_turns == (1 if one_shot else 5)
+        assert config.advantage.uses_critic == (kind != "grpo")
+        robust = kind == "starpo-s"
+        assert config.filter.num_kept(8) == (2 if robust else 8)
+        assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.2, 0.28 if robust else 0.2)
+        terms = (config.advantage.kl_reward_coef, loss.kl_coef)
+        assert terms == {"ppo": (0.001, 0), "grpo": (0, 0.001), "starpo-s": (0, 0)}[kind]
+        shape = ModelShape.of(model_config(config.model.load))
+        phases = plan(shape, Setting.from_config(config, 1)).values()
+        assert max(sum(terms.values()) for terms in phases) < 72 * GIB, "of an H100's 80"
+
+
+def test_the_predicted_page_is_what_the_tool_writes(tmp_path: Path) -> None:
+    words = ["pretrained", "--preset", "paper", "--hardware", "H100", "--predict"]
+    tool.main([*words, "--reports", str(tmp_path)])
+    page = (ROOT / "docs" / "results" / "pretrained_predicted.md").read_text()
+    assert (tmp_path / "pretrained_predicted.md").read_text() == page
+
+
+def test_the_price_of_a_study_counts_its_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps, seeds, and evaluations at the rollout's pace: two of 32 episodes, the last of 64."""
+    path = tmp_path / "priced.toml"
+    path.write_text(
+        'title = "t"\nsource = "s"\n[paper]\nrecipe = "qwen2.5_0.5b"\n'
+        'flags = "--num-steps 30 --eval-interval 20 --eval-prompts 32 --eval-samples 2"\n'
+        '[[arms]]\nname = "a"\nflags = ""\n[[arms]]\nname = "b"\nflags = "--filter-value 0.5"\n'
+    )
+    flags = ["--hardware", "H100", "--predict", "--seeds", "4", "--reports", str(tmp_path)]
+    tool.main([str(path), *flags])
+    text = capsys.readouterr().out
+    head, _, *rows = [line.strip("|").split("|") for line in text.splitlines() if line[:1] == "|"]
+    names = [one.strip() for one in head]
+    arms = [
+        dict(zip(names, (cell.split(" (")[0].strip() for cell in row), strict=True)) for row in rows
+    ]
+    hours = []
+    for arm in arms[:-1]:
+        step, rollout = float(arm["step s"]), float(arm["rollout s"])
+        expected = 4 * (30 * step + (32 + 32 + 64) / 128 * rollout) / 3600
+        hours.append(float(arm["GPU-hours"]))
+        assert hours[-1] == pytest.approx(expected, rel=0.01)  # three digits are printed
+        assert float(arm["$"]) == pytest.approx(3 * expected, rel=0.01)
+    assert float(arms[-1]["GPU-hours"]) == pytest.approx(sum(hours), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "add --hardware"),
+        (["--hardware", "H9"], "--hardware must be one of"),
+        (["--hardware", "H100"], "the size of the model is not known"),
+    ],
+)
+def test_a_price_is_refused_in_one_line(
+    flags: list[str], said: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        tool.main([str(tiny), "--predict", *flags])
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_study_may_get_more_arms_and_another_text(tiny: Path, tmp_path: Path) -> None:
+    folder, more = tmp_path / "runs", TINY.replace("nowhere", "somewhere")
+    study_runs.claim_folder(folder, Study.read(tiny), "none", mixed=False)
+    more += '[[arms]]\nname = "more"\nflags = ""\n'
+    tiny.write_text(more)
+    assert not study_runs.claim_folder(folder, Study.read(tiny), "none", mixed=False)
+    tiny.write_text(more.replace("--lr 1e-4", "--lr 2e-4"))
+    with pytest.raises(ValueError, match="other study"):
+        study_runs.claim_folder(folder, Study.read(tiny), "none", mixed=False)
+
+
+def test_a_report_keeps_the_code_of_the_runs(tiny: Path, tmp_path: Path) -> None:
+    study, identity = Study.read(tiny), tmp_path / "runs" / study_runs.IDENTITY
+    study_runs.claim_folder(identity.parent, study, "none", mixed=False)
+    state = json.loads(identity.read_text()) | {"code": "older"}
+    identity.write_text(json.dumps(state))
+    assert study_runs.recorded(identity.parent, study, None, mixed=False)[2] is False
+    assert json.loads(identity.read_text()) == state

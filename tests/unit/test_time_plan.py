@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragen_mega.commands import plan_calibration as calibration
-from ragen_mega.commands import plan_cost
-from ragen_mega.commands import plan_validation as validation
 from ragen_mega.config import parse
 from ragen_mega.data.packing import minibatch_ids
-from ragen_mega.models.hardware import HARDWARE, Constants, Machine, find_hardware
-from ragen_mega.models.memory_plan import GIB, Setting, plan
-from ragen_mega.models.published import model_config
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.models.time_plan import (
+from ragen_mega.planning import calibration, cost, validation
+from ragen_mega.planning.hardware import HARDWARE, Constants, Machine, find_hardware
+from ragen_mega.planning.memory import GIB, Setting, plan
+from ragen_mega.planning.published import model_config
+from ragen_mega.planning.time import (
     BF16,
     Cut,
     Play,
@@ -1007,7 +1005,7 @@ def test_advice_fits_with_what_is_shared() -> None:
 
     def advised(capacity: float) -> list[str]:
         play = default_play(config, 32, sharing=4.0)  # updates take most of the step
-        return [name for name, _ in plan_cost.advice(H100, shape, config, 1, capacity, play)]
+        return [name for name, _ in cost.advice(H100, shape, config, 1, capacity, play)]
 
     assert "--recompute none" in advised(peak(4.0))
     assert peak(1.0) < peak(4.0) and "--recompute none" not in advised(peak(1.0))
@@ -1022,7 +1020,7 @@ def test_utilisation_counts_what_is_computed() -> None:
     config = parse(flags)
     for sharing in (1.0, 8.0):
         play = default_play(config, sharing=sharing)
-        told = plan_cost.cost(H100, shape, config, 8, play, 1.0, (1.0, 1.0, ""))
+        told = cost.cost(H100, shape, config, 8, play, 1.0, (1.0, 1.0, ""))
         layers = 6 * sizes.active + 6 * sizes.num_layers * sizes.num_heads * 128 * play.length
         head = 6 * sizes.head * play.sampled
         flops = 1024 * (layers * play.length / sharing + head)
@@ -1031,7 +1029,7 @@ def test_utilisation_counts_what_is_computed() -> None:
         assert told["update_mfu"] < H100.constants.product
     in_fp8 = replace(config, parallel=replace(config.parallel, fp8="hybrid"))
     for one, name, peak in ((config, "bfloat16", 989.4e12), (in_fp8, "FP8", 1978.9e12)):
-        told = plan_cost.cost(H100, shape, one, 8, play, 1.0, (1.0, 1.0, ""))
+        told = cost.cost(H100, shape, one, 8, play, 1.0, (1.0, 1.0, ""))
         seconds = sum(told["phases_seconds"]["update actor"].values())
         done = 1024 * (layers * play.length / (8.0 if one is config else 1.0) + head)
         assert told["mfu_of"] == name
@@ -1198,16 +1196,16 @@ def test_a_row_may_name_a_file_of_hardware(tmp_path: Path) -> None:
 )
 def test_advice_keeps_to_the_rules(flags: tuple[str, ...]) -> None:
     config = parse(["--bf16", "--rollout-engine", "sglang", *flags])
-    found = plan_cost.changes(config, H100)
+    found = cost.changes(config, H100)
     assert found and len(found) < len(
-        plan_cost.changes(parse(["--bf16", "--rollout-engine", "sglang"]), H100)
+        cost.changes(parse(["--bf16", "--rollout-engine", "sglang"]), H100)
     )
 
 
 def test_full_precision_is_advised_to_be_halved() -> None:
     config = parse(["--rollout-engine", "sglang"])
-    assert plan_cost.changes(config, H100)["--bf16"].parallel.bf16
-    assert "--bf16" not in plan_cost.changes(parse(["--bf16"]), H100)
+    assert cost.changes(config, H100)["--bf16"].parallel.bf16
+    assert "--bf16" not in cost.changes(parse(["--bf16"]), H100)
 
 
 @pytest.mark.parametrize("change", [{"bf16": None}, {"memory": 0}, {"node": 0}, {"nvlink": -1}])

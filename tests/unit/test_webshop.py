@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ragen_mega.commands import webshop_players
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.worlds.webshop.catalogue import (
@@ -368,7 +369,7 @@ def test_the_generated_catalogue_is_a_function_of_its_seed() -> None:
 
 def test_players(tmp_path: Path) -> None:
     out = tmp_path / "players.json"
-    command = [sys.executable, str(ROOT / "tools/webshop_players.py"), "--json", str(out)]
+    command = [sys.executable, "-P", "-m", PROGRAM, "webshop-players", "--json", str(out)]
     command += ["--option", "num_products=400", "--option", "departments=2", "--num-goals", "200"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert shown.startswith("WebShop-compatible, 400 generated products: 200 goals, 9 turns")

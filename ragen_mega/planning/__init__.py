@@ -1,0 +1,1 @@
+"""What a step costs, before anything is rented: memory, seconds and layouts by prediction."""

@@ -1,0 +1,295 @@
+"""The answer of `ragen-mega plan`, as values and as text: which run is planned, whether its layout
+fits, what a step costs.
+"""
+
+import argparse
+import math
+import re
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragen_mega.config import RolloutConfig, StarPOConfig
+from ragen_mega.config.cli import RECIPES, with_recipe
+from ragen_mega.config.flags import read_settings
+from ragen_mega.config.schema import flag_of
+from ragen_mega.models.shape import FAMILIES, ModelShape, cut_error
+from ragen_mega.planning import cost, validation
+from ragen_mega.planning.hardware import Machine, find_machine
+from ragen_mega.planning.layouts import FILL, HOST_GIB, LAYOUT, best, ranked, smallest
+from ragen_mega.planning.memory import GIB, Setting, host_bytes, plan, remedies
+from ragen_mega.planning.published import SHAPES, model_config
+from ragen_mega.planning.time import Play, default_play
+
+
+def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:
+    """Examine whether every phase fits `capacity` GiB: phases in GiB, host memory, and remedies
+    where one does not. Raises ValueError if the model cannot be cut this way.
+    """
+    layout = setting.parallel
+    if error := cut_error(
+        shape, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    ):
+        raise ValueError(error)
+    if shape.num_heads % setting.engine_tp:
+        raise ValueError(
+            f"rollout_tensor_parallel_size ({setting.engine_tp}) must divide the model's attention"
+            f" heads ({shape.num_heads}); lower --rollout-tensor-parallel-size to a divisor"
+        )
+    phases = plan(shape, setting)
+    totals = {phase: sum(terms.values()) / GIB for phase, terms in phases.items()}
+    tight = [phase for phase, total in totals.items() if total > capacity]
+    return {
+        "status": "predicted, not yet run on a GPU",
+        "parameters": shape.num_parameters,
+        "num_gpus": setting.num_ranks,
+        "tensor_parallel": layout.tensor_model_parallel_size,
+        "pipeline_parallel": layout.pipeline_model_parallel_size,
+        "data_parallel": setting.dp,
+        "rollout_tensor_parallel": setting.engine_tp,
+        "recompute": layout.recompute,
+        "offload": layout.offload,
+        "max_tokens": setting.max_tokens,
+        "gpu_memory_gib": capacity,
+        "phases_gib": totals,
+        "terms_gib": {
+            phase: {name: size / GIB for name, size in terms.items()}
+            for phase, terms in phases.items()
+        },
+        "peak_gib": max(totals.values()),
+        "host_gib_per_rank": host_bytes(shape, setting) / GIB,
+        "fits": not tight,
+        "remedies": {phase: remedies(setting, phase) for phase in tight},
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Write the line about memory that a recipe carries."""
+    phases = ", ".join(f"{phase} {total:.1f}" for phase, total in report["phases_gib"].items())
+    return (
+        f"{phases} GiB of {report['gpu_memory_gib']:g}; host {report['host_gib_per_rank']:.1f} GiB"
+        " a GPU"
+    )
+
+
+def described(report: dict[str, Any]) -> str:
+    """Write the plan of memory as text."""
+    lines = [
+        f"{report['parameters'] / 1e9:.2f} billion parameters on {report['num_gpus']} GPUs: TP"
+        f" {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
+        f" {report['data_parallel']}, rollout TP {report['rollout_tensor_parallel']}; GiB on the"
+        f" GPU that needs most ({report['status']})"
+    ]
+    for phase, terms in report["terms_gib"].items():
+        lines.append(f"\n{phase:<26}{report['phases_gib'][phase]:9.2f}")
+        lines += [f"  {name:<24}{size:9.2f}" for name, size in terms.items()]
+    advice = [
+        f"{phase} does not fit: {'; '.join(advice)}" for phase, advice in report["remedies"].items()
+    ]
+    return "\n".join(
+        (
+            *lines,
+            f"\nhost memory a GPU         {report['host_gib_per_rank']:9.2f}",
+            *advice,
+            f"{'fits' if report['fits'] else 'does not fit'}: peak {report['peak_gib']:.2f} of"
+            f" {report['gpu_memory_gib']:g} GiB",
+            f"in one line: {summary(report)}",
+        )
+    )
+
+
+def layout_flags(config: StarPOConfig, given: Collection[str] = ()) -> str:
+    """List the flags that lay a run out so, whatever a recipe before them says; settings in `given`
+    are left out.
+    """
+    flags = []
+    for section, names in LAYOUT.items():
+        for name in names:
+            value, flag_name = getattr(getattr(config, section), name), flag_of(name)
+            if name in given or value is None:
+                continue
+            if isinstance(value, bool):
+                flags.append(flag_name if value else f"--no-{flag_name[2:]}")
+            else:
+                flags.append(f"{flag_name} {value}")
+    return " ".join(flags)
+
+
+def listed(found: Sequence[tuple[float, dict[str, Any]]]) -> str:
+    """Write a line for each layout: predicted seconds of a step, its plan, and its bound."""
+    lines = [
+        "seconds  TP  PP  DP  rollout TP  recompute  offload  tokens   peak GiB  host GiB  bound by"
+    ]
+    for seconds, report in found:
+        lines.append(
+            f"{seconds:<9.1f}{report['tensor_parallel']:<4}{report['pipeline_parallel']:<4}"
+            f"{report['data_parallel']:<4}{report['rollout_tensor_parallel']:<12}"
+            f"{report['recompute']:<11}{report['offload']:<9}{report['max_tokens']:<7}"
+            f"{report['peak_gib']:10.1f}{report['host_gib_per_rank']:10.1f}"
+            f"  {', '.join(report['bound_by'])}"
+        )
+    return "\n".join(lines)
+
+
+def planned_gpus(recipe: str) -> int | None:
+    """Read the number of GPUs in the line `# Plan: 8 GPUs ...` of a recipe."""
+    path = RECIPES / f"{recipe}.flags"
+    text = path.read_text() if path.exists() else ""
+    found = re.search(r"^# Plan: (\d+) GPUs", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def recipe_for(model: str, shape: ModelShape) -> str:
+    """Find the recipe of a named model; of a directory that of the model nearest in size."""
+    name = model.lower().rpartition("/")[2].removesuffix("-instruct").replace("-", "_")
+    if planned_gpus(name) is not None:
+        return name
+    misses = {
+        other: abs(math.log(ModelShape.from_config(values).num_parameters / shape.num_parameters))
+        for other, values in SHAPES.items()
+    }
+    return min(misses, key=misses.__getitem__).lower().replace("-", "_")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run whose step is planned."""
+
+    recipe: str
+    words: Sequence[str]
+    """Flags of training that come after the recipe's."""
+    config: StarPOConfig
+    """Settings of the run, without the layout of the recipe where that is searched."""
+    given: frozenset[str]
+    """Settings that flags of the command line decide, which no search changes."""
+    is_searched: bool
+
+    def flags(self, chosen: StarPOConfig) -> str:
+        """Write the flags of training under which the run is `chosen`."""
+        words = shlex.join(("--recipe", self.recipe, *self.words))
+        return f"{words} {layout_flags(chosen, self.given)}".strip()
+
+
+def read_run(
+    arguments: argparse.Namespace, machine: Machine, shape: ModelShape | None
+) -> PlannedRun:
+    """Read the recipe that is named, else that of the model, and the other flags over it. The
+    layout of the model's recipe was made for other GPUs: it is searched, but for what flags say of
+    it.
+    """
+    words, is_own = list(arguments.others), arguments.recipe is None and shape is not None
+    recipe = recipe_for(arguments.model, shape) if is_own else arguments.recipe or "none"
+    given = {name for section in read_settings(words).values() for name in section}
+    if Path(arguments.model or "", "config.json").is_file() and "load" not in given:
+        words = ["--load", arguments.model, *words]
+    if is_own and not machine.hardware.fp8:
+        words = ["--fp8", "none", *words]
+    settings = read_settings(with_recipe(words, default=recipe))
+    is_apart = settings.get("parallel", {}).get("placement") == "separate"
+    if arguments.search and is_apart:
+        raise ValueError(
+            "--search knows placement colocated, not separate; drop --search, or --placement and"
+            " --rollout-ranks"
+        )
+    sampled = settings.get("rollout", {})
+    if given & {"rollout_engine"} and sampled["rollout_engine"] == "embedded":
+        for name in set(LAYOUT["rollout"]) & sampled.keys() - given:  # of the recipe's server
+            del sampled[name]
+            words += [flag_of(name), str(getattr(RolloutConfig(), name))]
+    is_searched = arguments.search or (is_own and not is_apart)
+    if is_searched:
+        for section in ("parallel", "train"):
+            for name in set(LAYOUT[section]) - given:
+                settings.get(section, {}).pop(name, None)
+    config = StarPOConfig.from_dict(settings)
+    return PlannedRun(recipe, words, config, frozenset(given), is_searched)
+
+
+def searched(
+    shape: ModelShape, run: PlannedRun, machine: Machine, num_gpus: int, capacity: float, play: Play
+) -> tuple[dict[str, Any], str]:
+    """Search the layouts that fit: their seconds and bounds as values, and their list as text."""
+    found, room = [], capacity * GIB
+    for seconds, config in ranked(shape, run.config, num_gpus, room, machine, play, run.given):
+        phases = cost.step_seconds(machine, shape, config, num_gpus, play)
+        setting = Setting.from_config(config, num_gpus, sharing=play.sharing)
+        report = examine(shape, setting, capacity)
+        found.append((seconds, report | {"bound_by": cost.bound(phases)}))
+    layouts = [report | {"predicted_seconds": seconds} for seconds, report in found]
+    return {"layouts": layouts, "fits": bool(found)}, listed(found)
+
+
+def priced(
+    arguments: argparse.Namespace, machine: Machine, shape: ModelShape, config: StarPOConfig,
+    num_gpus: int, capacity: float, play: Play, *, is_searched: bool,
+) -> tuple[dict[str, Any], str]:  # fmt: skip
+    """Price a step under a layout, as values and as text; draw it if asked to."""
+    price = arguments.dollars_per_gpu_hour
+    dollars = machine.hardware.dollars if price is None else price
+    interval = validation.interval("rl, dense")  # the memory plan knows no mixtures
+    result = cost.cost(machine, shape, config, num_gpus, play, dollars, interval)
+    helps = cost.advice(machine, shape, config, num_gpus, capacity, play)
+    if arguments.plot:
+        title = f"{arguments.model or config.model.load} on {num_gpus} {machine.hardware.name}"
+        cost.timeline(result, title, arguments.plot)
+    text = cost.described(result, helps, is_searched=is_searched)
+    return result | {"helps": helps}, text
+
+
+def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Plan the run that the flags of `ragen-mega plan` describe: values for --json, and text."""
+    machine = find_machine(arguments.hardware)
+    shape = ModelShape.of(model_config(arguments.model)) if arguments.model else None
+    run = read_run(arguments, machine, shape)
+    shape = shape or ModelShape.of(model_config(run.config.model.load or ""))
+    num_gpus = arguments.num_gpus or planned_gpus(run.recipe) or 8
+    capacity = arguments.gpu_memory_gb or machine.hardware.gpu_gib
+    play = default_play(
+        run.config,
+        arguments.response_tokens,
+        environment_seconds=arguments.environment_seconds,
+        sharing=arguments.sharing,
+    )
+    lines = [cost.workload_text(cost.workload(run.config, play))]
+    if shape.model_type not in FAMILIES:
+        lines.append(
+            f"a plan only: the trainer does not know models of type {shape.model_type}, but"
+            f" {' and '.join(FAMILIES)}"
+        )
+    result: dict[str, Any] = {"fits": True}
+    chosen: StarPOConfig | None = run.config
+    if arguments.search:
+        result, text = searched(shape, run, machine, num_gpus, capacity, play)
+        lines.append(text)
+    if run.is_searched:
+        room = capacity * GIB
+        chosen = best(shape, run.config, num_gpus, room, machine, play, run.given)
+        title = "best with room to spare"
+        if not chosen and not arguments.search:
+            chosen = smallest(shape, run.config, num_gpus, play.sharing, run.given) or run.config
+            title = (
+                f"no layout fits {FILL:.0%} of {capacity:g} GiB and {HOST_GIB:g} GiB of host memory"
+                " a GPU; the one that needs least of the GPU"
+            )
+        if chosen:
+            flags = run.flags(chosen)
+            result["flags"] = flags
+            lines.append(f"{title}: {flags}")
+    if not arguments.search:
+        trainers = chosen.parallel.num_trainers(num_gpus)
+        setting = Setting.from_config(chosen, trainers, sharing=play.sharing)
+        result |= examine(shape, setting, capacity)
+        lines.append(described(result))
+    if chosen:
+        price, text = priced(
+            arguments, machine, shape, chosen, num_gpus, capacity, play, is_searched=run.is_searched
+        )
+        result, lines = result | {"cost": price}, [*lines, f"\n{text}"]
+        if chosen.rollout.rollout_engine == "embedded" and not machine.hardware.cores:
+            lines.append(
+                "the rollout is that of --rollout-engine sglang: the embedded engine samples on the"
+                " processor, which --hardware does not describe"
+            )
+    return result, "\n".join(lines)

@@ -1,0 +1,166 @@
+"""Search for a layout: those that fit into the GPUs, ordered by the predicted seconds of a step."""
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from ragen_mega.config import StarPOConfig
+from ragen_mega.models.shape import ModelShape, cut_error
+from ragen_mega.planning.hardware import HARDWARE, Machine
+from ragen_mega.planning.memory import GIB, Setting, host_bytes, plan
+from ragen_mega.planning.time import Play, default_play, step_seconds
+
+DEFAULT = Machine(HARDWARE["H100"])
+"""The machine that recipes are made for."""
+FILL = 0.9
+"""Share of a GPU's memory that a chosen layout may use: some terms of the plan are assumed."""
+TOKENS = (16384, 8192, 4096)
+"""Tokens of a microbatch that a layout is tried with."""
+MARGIN = 1.1
+"""Fewer pipeline stages are worth this factor of the predicted seconds."""
+HOST_GIB = 200.0
+"""Host memory per GPU: nodes with eight have 2 TB."""
+LAYOUT = {
+    "parallel": (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
+        "use_distributed_optimizer", "recompute", "offload",
+    ),
+    "train": ("max_tokens_per_microbatch",),
+    "rollout": ("rollout_tensor_parallel_size", "kv_cache_tokens"),
+}  # fmt: skip
+"""Section -> its settings that a search chooses."""
+
+
+def layouts(
+    shape: ModelShape, config: StarPOConfig, num_ranks: int, fixed: Collection[str] = ()
+) -> Iterator[StarPOConfig]:
+    """Lay `config` out in every way into which the model can be cut on these GPUs, whether it fits
+    or not: TP and engine within a node, PP, recomputation, offloading, tokens of a microbatch. What
+    `fixed` names of LAYOUT stays as it is.
+    """
+    now = {
+        name: getattr(getattr(config, section), name)
+        for section, names in LAYOUT.items()
+        for name in names
+        if name in fixed
+    }
+    sizes = [size for size in (1, 2, 4, 8) if num_ranks % size == 0]
+    engines = sizes if config.rollout.rollout_engine == "sglang" else [1]
+    modes = ("none", "rollout", "turns") if config.advantage.uses_critic else ("none", "rollout")
+    room = config.rollout.max_context_length
+    usual = {
+        "pipeline_model_parallel_size": range(1, num_ranks + 1),
+        "tensor_model_parallel_size": sizes,
+        "recompute": ("none", "selective", "full"),
+        "offload": modes,
+        "rollout_tensor_parallel_size": engines,
+        "max_tokens_per_microbatch": [size for size in TOKENS if size >= room] or [room],
+    }
+    tried = [(now[name],) if name in now else values for name, values in usual.items()]
+    kv = config.rollout.kv_cache_tokens
+    for pp, tp, recompute, offload, engine_tp, max_tokens in itertools.product(*tried):
+        if num_ranks % (tp * pp) or cut_error(shape, tp, pp):
+            continue
+        if num_ranks % engine_tp or shape.num_heads % engine_tp:
+            continue
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            sequence_parallel=now.get("sequence_parallel", tp > 1),
+            use_distributed_optimizer=now.get("use_distributed_optimizer", num_ranks > tp * pp),
+            recompute=recompute,
+            offload=offload,
+        )
+        scale = engine_tp / config.rollout.rollout_tensor_parallel_size
+        rollout = replace(
+            config.rollout,
+            rollout_tensor_parallel_size=engine_tp,
+            kv_cache_tokens=now.get("kv_cache_tokens", kv and int(kv * scale)),
+        )
+        train = replace(config.train, max_tokens_per_microbatch=max_tokens)
+        yield replace(config, parallel=parallel, rollout=rollout, train=train)
+
+
+def peak_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Return the bytes of the phase that needs most."""
+    return max(sum(terms.values()) for terms in plan(shape, setting).values())
+
+
+def fits(
+    shape: ModelShape,
+    config: StarPOConfig,
+    num_ranks: int,
+    gpu_bytes: float,
+    sharing: float = 1.0,
+) -> bool:
+    """Return whether every phase fits into `gpu_bytes`, and the host's part into `HOST_GIB` per
+    GPU.
+    """
+    setting = Setting.from_config(config, num_ranks, sharing=sharing)
+    peak = peak_bytes(shape, setting)
+    return peak <= gpu_bytes and host_bytes(shape, setting) <= HOST_GIB * GIB
+
+
+def ranked(
+    shape: ModelShape,
+    config: StarPOConfig,
+    num_ranks: int,
+    gpu_bytes: float,
+    machine: Machine = DEFAULT,
+    play: Play | None = None,
+    fixed: Collection[str] = (),
+) -> Iterator[tuple[float, StarPOConfig]]:
+    """Order the layouts that fit by (predicted seconds of a step, configuration), the fastest
+    first; among equals the one with less model parallelism.
+    """
+    play = play or default_play(config)
+    timed = []
+    for position, candidate in enumerate(layouts(shape, config, num_ranks, fixed)):
+        phases = step_seconds(machine, shape, candidate, num_ranks, play)
+        seconds = sum(sum(terms.values()) for terms in phases.values())
+        timed.append((seconds, position, candidate))
+    for seconds, _, candidate in sorted(timed, key=lambda item: item[:2]):
+        if fits(shape, candidate, num_ranks, gpu_bytes, play.sharing):
+            yield seconds, candidate
+
+
+def best(
+    shape: ModelShape,
+    config: StarPOConfig,
+    num_ranks: int,
+    gpu_bytes: float,
+    machine: Machine = DEFAULT,
+    play: Play | None = None,
+    fixed: Collection[str] = (),
+) -> StarPOConfig | None:
+    """Choose the layout of a recipe: of those that fit into `FILL` of a GPU and are within `MARGIN`
+    of the fastest the one with the fewest pipeline stages, then the fastest. None if none fits.
+    """
+    found: StarPOConfig | None = None
+    limit = None
+    for seconds, candidate in ranked(
+        shape, config, num_ranks, FILL * gpu_bytes, machine, play, fixed
+    ):
+        limit = MARGIN * seconds if limit is None else limit
+        if seconds > limit:
+            break
+        stages = candidate.parallel.pipeline_model_parallel_size
+        if found is None or stages < found.parallel.pipeline_model_parallel_size:
+            found = candidate
+    return found
+
+
+def smallest(
+    shape: ModelShape,
+    config: StarPOConfig,
+    num_ranks: int,
+    sharing: float = 1.0,
+    fixed: Collection[str] = (),
+) -> StarPOConfig | None:
+    """Choose the layout that needs least of a GPU, fitting or not; None if there is none."""
+
+    def peak(candidate: StarPOConfig) -> int:
+        return peak_bytes(shape, Setting.from_config(candidate, num_ranks, sharing=sharing))
+
+    return min(layouts(shape, config, num_ranks, fixed), key=peak, default=None)

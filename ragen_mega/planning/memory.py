@@ -1,0 +1,382 @@
+"""How much memory a layout needs on a rank, computed before anything is built. No torch, no ranks:
+integers.
+
+Parameters, gradients and optimizer state are exact, as megatron-core's buffers lay them out.
+Activations are what its local layers save for the backward pass, within 3% of what autograd holds
+(on a CPU more: short trajectories gather keys into a copy, see `megatron/attention.py`);
+Transformer Engine saves less: no float32 copies in norms, 3 instead of 5 widths in SwiGLU, no
+rotary tables, with FP8 one byte for inputs of linear layers. What CUDA, NCCL and SGLang need
+besides is assumed. Tensor and sequence parallelism: arXiv:2205.05198; in flight under 1F1B:
+arXiv:2104.04473.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ragen_mega.config import ParallelConfig, StarPOConfig
+from ragen_mega.models.shape import ModelShape, trainer_vocab_size
+
+GIB = 2**30
+FP32 = 4
+MOMENTS = 2 * FP32
+"""Adam's two moments of an element."""
+CUDA_CONTEXT = int(1.5 * GIB)
+"""Assumed, for trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
+COMMUNICATOR = 1 * GIB
+"""Assumed: NCCL's buffers per kind of group (TP, PP, DP) with more than one rank."""
+ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
+"""Assumed: SGLang's CUDA graphs, which it keeps while asleep, and its activations."""
+FRAGMENTATION = 0.05
+"""Assumed share of activations that is lost to fragmentation."""
+# of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
+LOGITS_CHUNK = 600 * 2**20
+# weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
+# what their checksum is computed with
+SYNC_BUCKET = (2 * 128 + 256) * 2**20
+ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
+"""Elements to which megatron-core's distributed optimizer pads starts of parameters and ends of
+buckets.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The settings besides the model's shape that decide the memory of a rank."""
+
+    parallel: ParallelConfig
+    num_ranks: int
+    max_tokens: int
+    """Positions of the largest microbatch."""
+    has_critic: bool
+    has_reference: bool
+    engine: str
+    kv_cache_tokens: int
+    """Tokens in the cache of one engine."""
+    engine_tp: int = 1
+    """Ranks that share an engine."""
+    engine_fp8: bool = False
+    """Its linear weights in FP8."""
+    weights_on_host: bool = False
+    """A copy of the engine's weights in host memory."""
+    sharing: float = 1.0
+    """Tokens of trajectories per position that is computed."""
+
+    @classmethod
+    def from_config(cls, config: StarPOConfig, num_ranks: int, *, sharing: float = 1.0) -> Setting:
+        """Read the settings of a run on `num_ranks` GPUs. Raises ValueError if the layout does not
+        fit them.
+        """
+        config.parallel.check_world(num_ranks)
+        rollout = config.rollout
+        num_engines = rollout.num_engines(num_ranks, num_ranks)
+        return cls(
+            parallel=config.parallel,
+            num_ranks=num_ranks,
+            max_tokens=max(config.train.max_tokens_per_microbatch, rollout.max_context_length),
+            has_critic=config.advantage.uses_critic,
+            has_reference=config.needs_reference,
+            engine=rollout.rollout_engine,
+            kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
+            engine_tp=rollout.rollout_tensor_parallel_size,
+            engine_fp8=rollout.rollout_fp8,
+            weights_on_host=rollout.rollout_engine == "sglang"
+            and rollout.weight_transfer == "file",
+            sharing=sharing if config.shares_prefixes else 1.0,
+        )
+
+    @property
+    def dp(self) -> int:
+        layout = self.parallel
+        return self.num_ranks // (
+            layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+        )
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.parallel.bf16 else FP32
+
+
+class ModelState(NamedTuple):
+    """Bytes of one model on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def state_of(
+    shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool, dp_rank: int = 0
+) -> ModelState:
+    """Compute the bytes of a pipeline stage's parameters, float32 gradient buffers and Adam state.
+    Exact.
+    """
+    layout = setting.parallel
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    is_last, is_tied = stage == pp - 1, shape.is_tied and not is_critic
+    vocab = trainer_vocab_size(shape.vocab_size, tp) // tp * shape.hidden_size
+    embedding = [vocab] if stage == 0 else []
+    body = shape.layer_sizes(tp) * (shape.num_layers // pp)
+    body += [shape.hidden_size] if is_last else []
+    head = [vocab] if is_last and (not is_tied or pp > 1) else []
+    if is_critic and is_last:
+        head = [shape.hidden_size]
+    buffers = [([embedding + body + head], setting.itemsize)]
+    if is_tied and pp > 1:  # its two copies have buckets of their own, to be sharded alike
+        buffers = [([embedding, body, head], setting.itemsize)]
+    elif is_critic and is_last and setting.itemsize != FP32:  # the value head is always float32
+        buffers = [([embedding + body], setting.itemsize), ([head], FP32)]
+    parameters = gradients = optimizer = 0
+    for buckets, itemsize in buffers:
+        length = owned = sum(map(sum, buckets))
+        if layout.use_distributed_optimizer:
+            # only the first stage sends its gradients bucket by bucket
+            bucket_size = bucket_elements(setting.dp) if stage == 0 and setting.dp > 1 else None
+            length, owned = _distributed_buffer(buckets, setting.dp, dp_rank, bucket_size)
+        parameters += length * itemsize
+        gradients += length * FP32
+        optimizer += owned * (MOMENTS + (FP32 if itemsize != FP32 else 0))
+    return ModelState(parameters, gradients, optimizer)
+
+
+def bucket_elements(dp: int) -> int:
+    """Return the elements from which megatron-core closes a bucket of gradients that it reduces by
+    itself.
+    """
+    return max(40_000_000, 1_000_000 * dp)
+
+
+def _distributed_buffer(
+    buckets: Sequence[Sequence[int]], dp: int, dp_rank: int, bucket_size: int | None
+) -> tuple[int, int]:
+    """Lay out a contiguous buffer: (its elements with padding, elements of parameters that a
+    data-parallel rank updates), from the sizes of the parameters that may share a bucket.
+
+    As `_ParamAndGradBuffer` of megatron-core lays it out: from the last parameter to the first; a
+    bucket ends with its last parameter, or with the one that brings it to `bucket_size`; each rank
+    owns an equal piece of every bucket.
+    """
+    end = owned = 0
+    for sizes in reversed(buckets):
+        begin, ranges = end, []
+        for position, size in enumerate(reversed(sizes), start=1):
+            start = _padded(end, ALIGN_PARAMETER)
+            end = start + size
+            ranges.append((start, end))
+            is_full = bucket_size is not None and end - begin >= bucket_size
+            if not is_full and position < len(sizes):
+                continue
+            end = _padded(end, math.lcm(dp, ALIGN_BUCKET))
+            piece = (end - begin) // dp
+            low, high = begin + dp_rank * piece, begin + (dp_rank + 1) * piece
+            owned += sum(max(0, min(b, high) - max(a, low)) for a, b in ranges)
+            begin, ranges = end, []
+    return end, owned
+
+
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
+    """Count the bytes per position that one layer saves for the backward pass, by part, without
+    recomputation.
+    """
+    layout, item = setting.parallel, setting.itemsize
+    tp = layout.tensor_model_parallel_size
+    sp = tp if layout.sequence_parallel else 1
+    queries, keys = shape.q_size // tp, shape.kv_size // tp
+    parts = {
+        # twice: the input in float32, the normalised input, its product with the weight, the
+        # inverse root mean square
+        "norms": 2 * (shape.hidden_size * (FP32 + 2 * item) + FP32) // sp,
+        "qkv": (queries + 2 * keys) * item,
+        # rotated queries and keys; cosines and sines of both
+        "rotary": (queries + keys + 4 * shape.head_dim) * item,
+        "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
+        "projection": queries * item,
+        # gate and up, silu(gate), a copy of up, their product
+        "mlp": 5 * shape.ffn_size // tp * item,
+    }
+    if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
+        parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
+    if shape.family.has("self_attention.q_layernorm.weight"):
+        parts["query and key norms"] = (queries + keys) * (FP32 + item) + (
+            shape.num_heads + shape.num_kv_heads
+        ) // tp * FP32
+    return parts
+
+
+def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
+    """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
+    the loss not included.
+    """
+    layout, tokens = setting.parallel, setting.max_tokens
+    pp = layout.pipeline_model_parallel_size
+    sp = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+    parts = layer_activations(shape, setting)
+    one_layer = sum(parts.values())
+    kept = {
+        "none": one_layer,
+        "selective": one_layer - parts["mlp"],
+        "full": shape.hidden_size * setting.itemsize // sp,
+    }[layout.recompute]
+    per_position = kept * (shape.num_layers // pp)
+    if layout.recompute == "full":
+        per_position += shape.head_dim * FP32  # angles of the rotary embedding, for all layers
+    if stage == 0:
+        per_position += 8  # token ids of the embedding
+    if stage == pp - 1:  # the final norm; the loss keeps its output
+        per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // sp
+    return per_position * tokens * (pp - stage)
+
+
+def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
+    """Estimate from above the further bytes that a backward pass needs at a time.
+
+    One layer's recomputed activations and gradients of all of them, the largest gradient of a
+    weight before it is added to its float32 buffer; on the policy's last stage, at another time,
+    the chunked loss of `ragen_kernels`.
+    """
+    layout, item, tokens = setting.parallel, setting.itemsize, setting.max_tokens
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    parts = layer_activations(shape, setting)
+    recomputed = {"none": 0, "selective": parts["mlp"], "full": sum(parts.values())}[
+        layout.recompute
+    ]
+    layer = (recomputed + sum(parts.values())) * tokens + max(shape.layer_sizes(tp)) * item
+    if is_critic or stage != pp - 1:
+        return layer
+    vocab, hidden = trainer_vocab_size(shape.vocab_size, tp) // tp, shape.hidden_size
+    logits = min(LOGITS_CHUNK, tokens * shape.vocab_size * item) // tp
+    # hidden states: gathered, of the rows in the loss, their gradient; the head's gradient in
+    # float32 and as it is returned
+    return max(layer, logits + 3 * tokens * hidden * item + vocab * hidden * (FP32 + item))
+
+
+def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
+    """Count the bytes of (weights, key-value cache) of the engine on a GPU of its group; none for
+    the embedded engine, which uses the CPU.
+    """
+    if setting.engine == "embedded":
+        return 0, 0
+    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+    return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(
+        setting.itemsize, setting.engine_tp
+    )
+
+
+def stage_phases(
+    shape: ModelShape, setting: Setting, stage: int
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """List (phase, term -> bytes) of a rank of a pipeline stage, at the phase's peak."""
+    layout, offload = setting.parallel, setting.parallel.offload
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, setting.dp
+    names = ("actor", "critic") if setting.has_critic else ("actor",)
+    trains = {name: state_of(shape, setting, stage, is_critic=name == "critic") for name in names}
+    weights, kv = engine_bytes(shape, setting)
+    in_fp8 = {}
+    if layout.fp8 != "none":  # Transformer Engine keeps each linear weight as it is and transposed
+        in_fp8["FP8 weights"] = 2 * shape.num_layers // sizes[1] * sum(shape.linear_sizes(sizes[0]))
+    contexts = CUDA_CONTEXT * (2 if weights else 1)
+    base = {"CUDA and NCCL": contexts + COMMUNICATOR * sum(size > 1 for size in sizes)}
+    base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+    for name in trains:
+        present = [name] if offload == "turns" else trains
+        saved = activations(shape, setting, stage)
+        passing = workspace(shape, setting, stage, is_critic=name == "critic")
+        states = {
+            f"{other} {kind}": size
+            for other in present
+            for kind, size in trains[other]._asdict().items()
+        }
+        copies = {what: size * len(present) for what, size in in_fp8.items()}
+        passes = {
+            "activations": saved,
+            "workspace": passing,
+            "fragmentation": int(FRAGMENTATION * (saved + passing)),
+        }
+        yield f"train {name}", base | states | copies | passes
+    if offload == "none":
+        stays = {f"{name} state": sum((*state, *in_fp8.values())) for name, state in trains.items()}
+        sending = {}
+    else:
+        stays, sending = {}, {"actor parameters": trains["actor"].parameters}
+    largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
+    if weights:
+        engine = {"engine weights": weights, "engine workspace": ENGINE_WORKSPACE}
+        yield "sync", base | stays | sending | engine | {"buffers": largest + SYNC_BUCKET}
+        yield "rollout", base | stays | engine | {"key-value cache": kv}
+
+
+def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
+    """Plan phase -> term -> bytes, on the rank that needs most in that phase."""
+    # No stage between the first and the last has more layers or microbatches in flight than the
+    # first, nor a vocabulary.
+    stages = [
+        dict(stage_phases(shape, setting, stage))
+        for stage in {0, setting.parallel.pipeline_model_parallel_size - 1}
+    ]
+    return {
+        phase: max((stage[phase] for stage in stages), key=lambda terms: sum(terms.values()))
+        for phase in stages[0]
+    }
+
+
+def host_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Count the bytes of host memory of the rank that needs most: offloaded tensors, the reference
+    policy, the engine's weights if a copy is kept, and a checkpoint on its way to the disk, which
+    one data-parallel rank writes for all. An export goes tensor by tensor.
+    """
+    layout = setting.parallel
+    whole = replace(setting, parallel=replace(layout, use_distributed_optimizer=False))
+    totals = []
+    for stage in {0, layout.pipeline_model_parallel_size - 1}:
+        total = 0
+        for is_critic in (False, *([True] * setting.has_critic)):
+            state = state_of(shape, setting, stage, is_critic=is_critic)
+            staged = state_of(shape, whole, stage, is_critic=is_critic)
+            total += staged.parameters + staged.optimizer
+            if setting.has_reference and not is_critic:
+                # the actor's own wait here too while the reference computes
+                total += state.parameters * (2 if layout.offload == "none" else 1)
+            if layout.offload != "none":
+                total += state.parameters + state.optimizer
+        totals.append(total)
+    return max(totals) + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
+
+
+def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> None:
+    """Raise ValueError, with remedies, unless every phase fits into `device_bytes`."""
+    for phase, terms in plan(shape, setting).items():
+        if (total := sum(terms.values())) > device_bytes:
+            largest = [
+                f"{name} {size / GIB:.1f}"
+                for name, size in sorted(terms.items(), key=lambda term: -term[1])[:4]
+            ]
+            raise ValueError(
+                f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase"
+                f" {phase} ({', '.join(largest)}); {'; '.join(remedies(setting, phase))}"
+            )
+
+
+def remedies(setting: Setting, phase: str) -> list[str]:
+    """List remedies for a phase that does not fit, the cheapest first."""
+    layout = setting.parallel
+    if not phase.startswith("train"):
+        unload = ["set --offload rollout"] if layout.offload == "none" else []
+        return [*unload, "lower --kv-cache-tokens", "share an engine among more GPUs"]
+    shards_optimizer = layout.use_distributed_optimizer or setting.dp == 1
+    shards_sequence = layout.sequence_parallel or layout.tensor_model_parallel_size == 1
+    advice = {
+        "add --use-distributed-optimizer": not shards_optimizer,
+        "set --recompute full": layout.recompute != "full",
+        "add --sequence-parallel": not shards_sequence,
+        "lower --max-tokens-per-microbatch": True,
+        "set --offload turns": setting.has_critic and layout.offload != "turns",
+        "raise --tensor-model-parallel-size or --pipeline-model-parallel-size": True,
+    }
+    return [remedy for remedy, helps in advice.items() if helps]

@@ -1,0 +1,1 @@
+"""Arms and seeds side by side: what a study varies, its runs, and the tables of their results."""

@@ -1,0 +1,354 @@
+"""Runs of a study: their commands, which of them are to do, and doing these side by side."""
+
+import hashlib
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config.recorded import read_recorded
+from ragen_mega.data.launcher import PROGRAM, ranks_command
+from ragen_mega.data.packing import count_minibatches
+from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
+from ragen_mega.report.provenance import provenance
+from ragen_mega.studies.definitions import Arm, Study
+
+IDENTITY = "study.json"
+BESIDE = ("commands", "planning", "studies")
+"""Folders of the package that change no result of a run."""
+
+
+def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
+    """List the flags of one arm's training, without seed and name."""
+    flags = ["--recipe", study.recipe, *study.flags, *arm.flags]
+    if match == "none":
+        return flags
+    amount = {"steps": optimizer_steps, "tokens": trajectories}[match]
+    first = parse(["--recipe", study.recipe, *study.flags, *study.arms[0].flags])
+    wanted = amount(first) * first.train.num_steps
+    return [*flags, "--num-steps", str(max(1, round(wanted / amount(parse(flags)))))]
+
+
+def check_ranks(study: Study, match: str, ranks: int) -> None:
+    """Raise ValueError, with the arm's name, for a layout that does not fit an arm's ranks."""
+    for arm in study.arms:
+        try:
+            parse(flags_of(study, arm, match)).parallel.num_trainers(ranks)
+        except ValueError as error:
+            raise ValueError(f"arm {arm.name}: {error}; or give --ranks") from None
+
+
+def trajectories(config: StarPOConfig) -> float:
+    """Count the trajectories sampled in a step."""
+    return config.rollout.num_groups * config.rollout.group_size
+
+
+def optimizer_steps(config: StarPOConfig) -> float:
+    """Count the optimizer steps in a step of StarPO, if no group is constant. Raises ValueError if
+    the filter keeps no fixed number of groups.
+    """
+    kept = config.filter.num_kept(config.rollout.num_groups)
+    if kept is None:
+        raise ValueError(
+            "--match steps needs to know how much the filter keeps, and"
+            f" {config.filter.filter_strategy} decides by what is played; use --match tokens or"
+            " none"
+        )
+    minibatches = count_minibatches(
+        int(kept) * config.rollout.group_size, config.train.minibatch_size
+    )
+    return minibatches * config.train.updates_per_rollout
+
+
+@cache
+def code_digest() -> str:
+    """Compute the digest of all code and data that a run depends on, committed or not, as this
+    process found them: one digest claims a folder and is compared with others.
+    """
+    digest = hashlib.sha256()
+    for package in ("ragen_mega", "ragen_kernels"):
+        root = Path(find_spec(package).origin).parent
+        for path in sorted(root.rglob("*")):
+            place = path.relative_to(root)
+            if path.suffix in (".py", ".flags", ".jsonl") and place.parts[0] not in BESIDE:
+                digest.update(f"{package}/{place}".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool, ranks: int = 1) -> bool:
+    """Record in the folder the code and study of its runs and the ranks of each; returns whether
+    there are several. Raises ValueError if it holds runs of others and `mixed` does not accept
+    that.
+    """
+    known = {"code": code_digest(), "study": asdict(study), "match": match, "ranks": ranks}
+    now = json.loads(json.dumps(known | {"place": provenance(), "is_mixed": False}))
+    path = folder / IDENTITY
+    if path.exists():
+        before = {"ranks": ranks} | json.loads(path.read_text())  # an old record says none
+        differing = _differences(before, now)
+        now["is_mixed"] = before["is_mixed"] or bool(differing)
+        if differing and not mixed:
+            raise ValueError(
+                f"{folder} holds results of other {' and '.join(differing)}; give what it has,"
+                " delete it or take another --output for new ones, or add --mixed to go on with"
+                " both"
+            )
+        arms = now["study"]["arms"]  # one that is gone for now has left its runs here
+        names = {arm["name"] for arm in arms}
+        arms += [arm for arm in before["study"]["arms"] if arm["name"] not in names]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, now)
+    return now["is_mixed"]
+
+
+def recorded(
+    folder: Path, study: Study, match: str | None, *, mixed: bool
+) -> tuple[Study, str, bool]:
+    """Read the study and `match` with which the folder's runs were made, further flags included,
+    and whether they are several. Nothing is run, so that the code may be newer than the runs, and
+    their record stays as it is.
+
+    Raises ValueError if there is no record, or one of another study or `match` (None: any) and
+    `mixed` does not accept that.
+    """
+    path = folder / IDENTITY
+    if not path.exists():
+        raise ValueError(
+            f"{folder} holds no study: it has no {IDENTITY}; run the study first, or give the"
+            " --output and --preset of its runs"
+        )
+    record = json.loads(path.read_text())
+    known = {"study": asdict(study), "match": match or record["match"]}
+    now = record | json.loads(json.dumps(known))
+    flags = record["study"]["flags"]
+    if flags[: len(study.flags)] == now["study"]["flags"]:  # the others were given by --flags
+        now["study"]["flags"] = flags
+    differing = _differences(record, now)
+    if differing and not mixed:
+        raise ValueError(
+            f"{folder} holds results of other {' and '.join(differing)}; give the --preset,"
+            " --match and --flags of its runs (the last two may be left out), or add --mixed to"
+            " report them all the same"
+        )
+    is_mixed = record["is_mixed"] or bool(differing)
+    return replace(study, flags=tuple(flags)), record["match"], is_mixed
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List why runs of two records cannot be compared, each with both values. A study may get
+    another text, and arms more.
+    """
+    old, new = before["study"], now["study"]
+    pairs = {key: (before.get(key), now.get(key)) for key in ("code", "match", "ranks")}
+    pairs |= {f"study {key}": (old[key], new[key]) for key in ("preset", "recipe", "flags")}
+    arms = {arm["name"]: arm["flags"] for arm in old["arms"]}
+    for arm in new["arms"]:
+        pairs[f"study arm {arm['name']}"] = (arms.get(arm["name"], arm["flags"]), arm["flags"])
+
+    def shown(value: Any) -> str:
+        return (shlex.join(value) or "no flags") if isinstance(value, list) else str(value)
+
+    return [f"{key} ({shown(a)}, not {shown(b)})" for key, (a, b) in pairs.items() if a != b]
+
+
+def found_seeds(study: Study, folder: Path) -> list[int]:
+    """List the seeds that any arm has a run of in this folder, in ascending order."""
+    named = (
+        run.name.removeprefix(f"{arm.name}-seed")
+        for arm in study.arms
+        for run in folder.glob(f"{arm.name}-seed*/")
+    )
+    return sorted({int(seed) for seed in named if seed.isdecimal()})
+
+
+def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:
+    """Write the command that begins or goes on with one run."""
+    name = ("--output", folder, "--name", f"{arm.name}-seed{seed}", "--seed", seed, "--resume")
+    return ranks_command(ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run to begin or to go on with."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    source: Path | None
+    """Another run whose warm start it takes if that is there by then."""
+
+    def words(self) -> list[str]:
+        """Return the command as it is to be run now."""
+        if self.source is None or not has_warm_start(self.source):
+            return [*self.command]
+        return [*self.command, "--warm-start-from", str(self.source)]
+
+
+def has_warm_start(run: Path) -> bool:
+    """Return whether a run has made its warm start, which it has before it writes metrics."""
+    return (run / METRICS_FILE).exists()
+
+
+def find_jobs(
+    study: Study, seeds: Sequence[int], folder: Path, match: str, ranks: int
+) -> list[Job]:
+    """List the runs that have not finished: first those that make a warm start, then those that can
+    take it from one of them or from another study of the same code beside `folder`; of either kind
+    whole comparisons first.
+    """
+    jobs: list[Job] = []
+    makers = warm_starts_beside(folder)
+    for seed in seeds:
+        for arm in study.arms:
+            run = folder / f"{arm.name}-seed{seed}"
+            config = parse([*flags_of(study, arm, match), "--seed", str(seed)])
+            maker = run  # a loaded model is its own start
+            if config.model.load is None:
+                maker = makers.setdefault(warm_start_key(config), run)
+            if not (run / SUMMARY_FILE).exists():
+                command = training(study, arm, seed, folder, match, ranks)
+                source = None if maker == run else maker
+                jobs.append(Job(run.name, command, folder / f"{run.name}.log", source))
+    return sorted(jobs, key=lambda job: job.source is not None)
+
+
+def warm_starts_beside(folder: Path) -> dict[str, Path]:
+    """Map a key to a run that has made this warm start, over studies of the same code in the same
+    place; which runs of a mixed study are of that code is not known.
+    """
+    found: dict[str, Path] = {}
+    code = code_digest()
+    for path in sorted(folder.parent.glob(f"*/{IDENTITY}")):
+        record = json.loads(path.read_text())
+        if path.parent == folder or record["code"] != code or record["is_mixed"]:
+            continue
+        for run in filter(has_warm_start, sorted(path.parent.iterdir())):
+            config = StarPOConfig.from_dict(read_recorded(run))
+            if config.model.load is None:
+                found.setdefault(warm_start_key(config), run)
+    return found
+
+
+def warm_start_key(config: StarPOConfig) -> str:
+    """Make a key that is equal for runs with the same warm start."""
+    settings, train, environment = config.to_dict(), config.train, config.environment
+    world = settings["environment"] | {"eval_environments": None, "environment_timeout": None}
+    world["environment_options"] = {name: environment.options(name) for name in environment.shares}
+    start = settings["warm_start"] | {
+        "warm_start_from": None,
+        "warm_start_seed": config.seed_of_warm_start,
+    }
+    of_critic = [settings["advantage"], settings["loss"]] if config.warm_starts_critic else None
+    optimizer = [train.clip_grad, train.adam_beta1, train.max_tokens_per_microbatch]
+    parts = [settings["model"], world, settings["parallel"], start, optimizer, of_critic]
+    return json.dumps(parts, sort_keys=True)
+
+
+_POLL_SECONDS = 0.05
+
+
+class Terminated(KeyboardInterrupt):
+    """A stop by SIGTERM: as Ctrl-C, with another exit code."""
+
+
+class Runner:
+    """A queue of jobs of which some run at a time."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in jobs:
+            self._waiting.put(job)
+        self._total = len(jobs)
+        self._running: dict[str, subprocess.Popen] = {}
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._started = time.monotonic()
+        self.done = 0
+        self.failed: list[str] = []
+
+    def run(self, at_a_time: int) -> None:
+        """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
+        raises KeyboardInterrupt, `Terminated` on SIGTERM. They get every further one as well: the
+        second ends them without a checkpoint, even those that hang.
+        """
+        signal.signal(signal.SIGTERM, _terminate)
+        # Not by joining threads: one whose join is interrupted counts as ended.
+        with ThreadPoolExecutor(at_a_time) as pool:
+            try:  # a signal may come as soon as the first run has begun
+                workers = [pool.submit(self._work) for _ in range(at_a_time)]
+                wait(workers)
+            except KeyboardInterrupt:
+                while self._running or not self._is_stopped:
+                    with suppress(KeyboardInterrupt):
+                        self._stop()
+                        while self._running:
+                            time.sleep(_POLL_SECONDS)
+                raise
+        for worker in workers:
+            worker.result()
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            for process in self._running.values():
+                process.terminate()
+
+    def _work(self) -> None:
+        # Not as many as there are cores: sums would depend on --jobs in their last bits.
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        while not self._waiting.empty():
+            try:
+                job = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            with self._lock:
+                if self._is_stopped:
+                    return
+                try:
+                    with job.log.open("a") as file:
+                        output = {"stdout": file, "stderr": subprocess.STDOUT}
+                        alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
+                        process = subprocess.Popen(job.words(), env=environment, **output, **alone)
+                except OSError as error:  # e.g. a full disk; the other runs may still be possible
+                    self._close(job.name, f"failed: it could not be started ({error})")
+                    continue
+                self._running[job.name] = process
+            status = process.wait()
+            with self._lock:
+                del self._running[job.name]
+                if self._is_stopped:
+                    return
+                self._close(job.name, f"failed ({status}): {_told(job.log)}" if status else None)
+
+    def _close(self, name: str, failure: str | None) -> None:
+        """Count a run that is over; `failure` says why it failed, if it did. The lock is held."""
+        self.done += 1
+        if failure:
+            self.failed.append(name)
+            print(f"{name} {failure}", flush=True)
+        left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
+        print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _told(log: Path) -> str:
+    """Read the last line of a log, whatever bytes a run or a library has written to it."""
+    last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+    return f"{last}; all of it in {log}"
