@@ -22,7 +22,8 @@ from ragen_mega.data import distributed
 from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import PackedForest, is_compiled, layer_spec, leaves_out
-from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
+from ragen_mega.models.cuts import trainer_vocab_size
+from ragen_mega.models.shape import ModelShape, check_config, cut_error
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -66,11 +67,9 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         ffn_hidden_size=shape.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=shape.family.has("self_attention.q_layernorm.weight"),
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.family.has("self_attention.linear_qkv.bias"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -95,6 +94,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         bias_activation_fusion=implementation == "transformer_engine",
         # not Transformer Engine's but `layers.swiglu`; see `layers.is_compiled`
         use_te_activation_func=cpu.is_active() and not parallel.bf16,
+        **shape.family.overrides,
+        **dict(shape.further),
         **precision.layer_fields(parallel, implementation),
         **_RECOMPUTE[parallel.recompute],
     )

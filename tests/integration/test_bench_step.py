@@ -42,8 +42,9 @@ def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
     shape = write_shape(tmp_path / "tiny")
     done = bench(
         "--model", shape, "--num-groups", "4", "--group-size", "2", "--response-length", RESPONSE,
-        "--keep", "0.25", "--rollout-engine", "embedded", "--json", tmp_path / "out.json",
-        "--output", tmp_path / "runs", "--", "--max-context-length", "1000",
+        "--keep", "0.25", "--steps", "4", "--rollout-engine", "embedded",
+        "--json", tmp_path / "out.json", "--output", tmp_path / "runs",
+        "--", "--max-context-length", "1000",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "out.json").read_text())

@@ -103,7 +103,7 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
         )
         starpo(run)
         record(run, tmp_path / "trained.pt")
-        run.close()
+        run.shutdown()
 
     on_two_ranks(train_a_step)
     trained = torch.load(tmp_path / "trained.pt")
@@ -141,7 +141,7 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
             )
         )
         record(run, tmp_path / "loaded.pt")
-        run.close()
+        run.shutdown()
         # megatron-core's own loader finds every key, shape and piece.
         state = checkpoint._sharded_parameters(run.policy.trainer)
         expected = {name: part.data.clone() for name, part in state.items()}
