@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen_mega.report.metrics import read_metrics
 from ragen_mega.storage.rollouts import RolloutStore
-from tools import bench_step
-from tools.random_models import model_config, write_checkpoint
+from tools.benchmarks import bench_step
+from tools.benchmarks.random_models import model_config, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
@@ -34,7 +34,7 @@ def write_shape(directory: Path, **changes: object) -> Path:
 
 
 def bench(*flags: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "bench_step.py"), *map(str, flags)]
+    command = [sys.executable, str(ROOT / "tools/benchmarks" / "bench_step.py"), *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 

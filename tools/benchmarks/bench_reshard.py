@@ -1,7 +1,7 @@
 """Time a weight sync, trainer shards -> rollout engine, at the shapes of Qwen2.5 0.5B to 72B,
 against the bound of its links.
 
-    python tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 2 \\
+    python tools/benchmarks/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2 --json reshard.json
 
 It starts TP x PP processes over gloo (over NCCL, one device each, where CUDA is available; that has
@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from benchmark import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
+from harness import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
 from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig
