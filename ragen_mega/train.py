@@ -81,8 +81,8 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
 
 
 def sample(sampler: Sampler) -> None:
-    """What ranks do that only sample: one rollout after another, each under the weights that the
-    trainers have sent for it, until these end.
+    """Sample one rollout after another, each under the weights that the trainers have sent for it,
+    until the trainers end.
     """
     with sampler.awake():
         for order in sampler.orders():

@@ -81,7 +81,7 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a run is spread over processes."""
+    """Distribution of a run over processes."""
 
     name: str
     flags: tuple[str, ...]
@@ -119,8 +119,8 @@ def sglang_layouts(python: Path) -> tuple[Layout, ...]:
 
 
 def identity(checkpoint: Path) -> tuple[str, int]:
-    """What tells a checkpoint from one written anew under the same name: renaming the directory
-    sets its change time.
+    """Return the identity of a checkpoint, which differs from that of one written anew under the
+    same name: renaming the directory sets its change time.
     """
     return checkpoint.name, checkpoint.stat().st_ctime_ns
 
@@ -158,7 +158,7 @@ class Victim:
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def phase(self) -> str:
-        """What the run is doing, judged by its files."""
+        """Name the phase of the run, judged by its files."""
         said = self.said()
         if not (EVALUATED.search(said) or RESUMED.search(said)):
             return "setup"
@@ -229,7 +229,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was done to a run in one round, and how it coped."""
+    """Disturbances of a run in one round, and their outcome."""
 
     layout: str
     target: str | None  # phase in which a rank was to be killed, or `server`
@@ -382,7 +382,7 @@ def play_round(
 
 
 def compare(run: Victim, undisturbed: Victim) -> list[str]:
-    """How a finished run differs from one of the same flags that was left alone."""
+    """List the differences of a finished run from an undisturbed one of the same flags."""
     steps = [row["step"] for row in run.rows()]
     if steps != list(range(NUM_STEPS)):
         return [f"logged steps {steps}"]
@@ -390,7 +390,7 @@ def compare(run: Victim, undisturbed: Victim) -> list[str]:
 
 
 def differing_bits(run: Victim, undisturbed: Victim) -> Iterator[str]:
-    """How metrics and the tensors of the last checkpoint differ."""
+    """Yield the differences in metrics and in the tensors of the last checkpoint."""
     for row, expected in zip(run.rows(), undisturbed.rows(), strict=True):
         if keys := [key for key in expected if row.get(key) != expected[key]]:
             yield f"step {row['step']} differs from the undisturbed run's in {', '.join(keys[:3])}"
@@ -405,8 +405,8 @@ def differing_bits(run: Victim, undisturbed: Victim) -> Iterator[str]:
 
 
 def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
-    """How the tasks that were trained on differ - group, initial state and outcomes of the
-    trajectories - or the logged metrics from those of the rollouts on the disk.
+    """Yield the differences in the tasks that were trained on - group, initial state and outcomes
+    of the trajectories - or in the logged metrics from those of the rollouts on the disk.
     """
     for row, *trained in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
         ours, theirs = (

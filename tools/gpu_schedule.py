@@ -64,7 +64,7 @@ PARTS = (
     Part("engines", 40),
     Part("sglang", 280),
 )
-"""In the order of their worth."""
+"""Parts in the order of their worth."""
 
 
 class Clock:

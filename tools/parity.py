@@ -54,7 +54,7 @@ LOSS = LossConfig(
     min_entropy=4.1,
 )
 ENTERING = ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
-"""What the loss of a token depends on besides its logits and its label."""
+"""Inputs of a token's loss besides its logits and its label."""
 
 
 @dataclass(frozen=True)
@@ -284,14 +284,14 @@ def run_layout(layout: Layout, directory: Path) -> None:
 
 
 def launch(layout: Layout, directory: Path) -> dict[Key, Tensor]:
-    """What `layout` computes, on ranks of its own."""
+    """Compute `layout` on ranks of its own, and return the result."""
     flags = ("--worker", layout.name, "--directory", directory)
     run_ranks(layout.num_processes, Path(__file__), *flags)
     return read_result(layout, directory)
 
 
 def read_result(layout: Layout, directory: Path) -> dict[Key, Tensor]:
-    """What `run_layout` has written."""
+    """Read the result that `run_layout` has written."""
     return {Key(*key): value for key, value in torch.load(directory / layout.name).items()}
 
 
@@ -330,8 +330,8 @@ def largest(*differences: float) -> float:
 
 
 def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
-    """Those asked for, else all; on GPUs each process needs its own, since NCCL does not allow two
-    on one. Raises ValueError if one that was asked for needs more.
+    """Select the requested layouts, else all; on GPUs each process needs its own, since NCCL does
+    not allow two on one. Raises ValueError if a requested layout needs more.
     """
     too_large = [name for name in asked or LAYOUTS if 0 < num_gpus < LAYOUTS[name].num_processes]
     if asked and too_large:

@@ -126,7 +126,7 @@ def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
 
 
 def build_model(seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """In float32, with weights that `dtype` holds exactly."""
+    """Build a float32 model with weights that `dtype` holds exactly."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(CONFIG).to(dtype).float().eval()
 
@@ -157,7 +157,7 @@ async def mean_difference(engine: SGLangEngine, model: PreTrainedModel) -> float
 
 
 def free_gib() -> float:
-    """Of the whole device; 0 without one."""
+    """Return the free memory of the whole device, in GiB; 0 without one."""
     return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0.0
 
 

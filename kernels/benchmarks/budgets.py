@@ -52,7 +52,7 @@ class Budget:
     is_wide: bool = True  # rows are read by 16-byte loads, without exchange between lanes
 
     def violations(self, report: KernelReport) -> list[str]:
-        """What a kernel exceeds, in words; empty when it is within the budget."""
+        """List the limits that a kernel exceeds, in words; empty when it is within the budget."""
         shuffles = sum(loop.shuffles for loop in report.streams)
         checks = {
             "registers": (report.registers, self.registers),

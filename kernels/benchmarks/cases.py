@@ -107,7 +107,7 @@ def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int
 def torch_logprob_entropy(
     logits: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """As a torch user writes it; in float64, the ground truth."""
+    """Compute both as a torch user writes them; in float64, the ground truth."""
     all_logprobs = torch.log_softmax(logits.to(dtype), dim=1)
     logprobs = all_logprobs.gather(1, labels[:, None]).squeeze(1)
     return logprobs, -(all_logprobs.exp() * all_logprobs).sum(dim=1)

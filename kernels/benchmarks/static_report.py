@@ -1,4 +1,5 @@
-"""What the machine code of every kernel uses on sm_90, as a report and its page. Needs no GPU."""
+"""Resources of the machine code of every kernel on sm_90, as a report and its page. Needs no GPU.
+"""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +59,7 @@ def report() -> dict[str, Any]:
 
 
 def preamble(report: Mapping[str, Any]) -> str:
-    """What stands above the table; `report` has date and versions too."""
+    """Write the text above the table; `report` has date and versions too."""
     versions = {"triton": report["versions"]["triton"], "ptxas": report["ptxas"]}
     return PREAMBLE.format(date=report["date"][:10], **versions)
 

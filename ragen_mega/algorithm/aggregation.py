@@ -1,4 +1,4 @@
-"""How much each sampled token weighs in the loss, for any split of a minibatch into ranks and
+"""Weights of the sampled tokens in the loss, for any split of a minibatch into ranks and
 microbatches.
 
 Aggregation: token-mean, DAPO arXiv:2503.14476 Eq. 8; seq-mean-token-mean, GRPO arXiv:2402.03300 Eq.

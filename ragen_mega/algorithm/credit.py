@@ -20,7 +20,7 @@ from ragen_mega.data.types import TokenBatch, Trajectory, move
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditInputs:
-    """What an advantage estimator sees: S trajectories in T positions (see `TokenBatch`).
+    """Inputs of an advantage estimator: S trajectories in T positions (see `TokenBatch`).
 
     Attributes:
         batch: mask, turns, offsets, group ids, log-probabilities; values for an estimator with a

@@ -20,7 +20,7 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory, TrajectoryGroup
 
 SIGNALS = ("reward_std", "entropy", "grad_norm", "success_rate")
-"""What `EchoTrapMonitor.observe` understands: in-group reward std, token-mean policy entropy in
+"""Signals that `EchoTrapMonitor.observe` accepts: in-group reward std, token-mean policy entropy in
 nats, gradient norm before clipping, success rate in [0, 1].
 """
 
@@ -57,7 +57,8 @@ def _first_responses(group: TrajectoryGroup) -> list[Sequence[int]]:
 
 
 def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """How alike the first responses to different prompts are, judged by one trajectory of each.
+    """Measure the similarity of the first responses to different prompts, by one trajectory of each
+    prompt.
 
     distinct_openings: share of distinct ones among their first 16 tokens. ngram_overlap:
     probability that a 4-gram of one prompt's response is in that of another prompt too. Both are
@@ -256,8 +257,8 @@ class EchoTrapMonitor:
 
 
 COLLAPSE_SIGNALS = ("success_rate", "entropy", "reward_std", "grad_norm", "distinct_openings")
-"""What `CollapseDetector.observe` reads: success rate, entropy in nats, in-group reward std and
-distinct openings of everything that was sampled; the gradient norm before clipping.
+"""Signals that `CollapseDetector.observe` accepts: success rate, entropy in nats, in-group reward
+std and distinct openings of all sampled groups; the gradient norm before clipping.
 """
 
 
@@ -382,8 +383,9 @@ class CollapseDetector:
 def probes(
     groups: Sequence[TrajectoryGroup], *, max_groups: int = 8, max_members: int = 4
 ) -> list[TrajectoryGroup]:
-    """What `diagnose` looks at: up to `max_members` trajectories, each cut behind its first
-    response, from each of up to `max_groups` evenly spaced groups. Those of probes are the same.
+    """Select the trajectories that `diagnose` reads: up to `max_members` of each of up to
+    `max_groups` evenly spaced groups, each cut behind its first response. Probes are their own
+    probes.
     """
     step = max(1, math.ceil(len(groups) / max_groups))
     members = [

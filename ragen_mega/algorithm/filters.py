@@ -137,9 +137,9 @@ def percentile_range(returns: Returns, *, value: tuple[float, float], keep_zero:
 
 
 def within_group(returns: Returns, *, value: float, keep_zero: bool) -> list[list[int]]:
-    """Of every group the max(2, floor(value N)) trajectories whose returns spread most: its lowest
-    and its highest (the control of RAGEN-2, which trains on as many trajectories as a filter of
-    groups, from all of them).
+    """Keep the max(2, floor(value N)) trajectories of every group whose returns spread most: its
+    lowest and its highest (the control of RAGEN-2, which trains on as many trajectories as a filter
+    of groups, from all groups).
     """
     return [_widest(group, max(2, math.floor(value * len(group) + ROUNDING))) for group in returns]
 
@@ -221,8 +221,8 @@ def _kept_of_one(
     value: float | tuple[float, float] | None,
     keep_zero: bool,
 ) -> list[tuple[int, TrajectoryGroup]]:
-    """What a filter keeps of the groups of one environment, with their indices; constant ones may
-    be among them.
+    """Return the groups of one environment that a filter keeps, with their indices; constant groups
+    may be among them.
     """
     found = find_filter(strategy)
     returns = [group.total_rewards for group in groups]

@@ -1,4 +1,4 @@
-"""What a trajectory earns: a weighted sum of named rewards, the environment's own by default.
+"""Rewards of a trajectory: a weighted sum of named rewards, the environment's own by default.
 
 A reward is a pure function of a trajectory as it was played,
 
@@ -39,7 +39,7 @@ _ROUNDING = 1e-9
 
 
 def environment(trajectory: Trajectory) -> list[float]:
-    """What each turn earned in the environment, its format penalty included."""
+    """Return the environment's reward of each turn, its format penalty included."""
     return [turn.reward for turn in trajectory.turns]
 
 
@@ -98,7 +98,7 @@ def grounded_thought(trajectory: Trajectory) -> list[float]:
 
 
 def turn_discounted(trajectory: Trajectory) -> list[float]:
-    """What turn k earned in the environment times 0.95^k: an earlier success earns more."""
+    """Return the environment's reward of turn k times 0.95^k: an earlier success earns more."""
     return [TURN_DISCOUNT**k * turn.reward for k, turn in enumerate(trajectory.turns)]
 
 
@@ -160,10 +160,10 @@ def shape_rewards(
 
 
 def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
-    """How often a solved trajectory earned more than an unsolved one of its environment, ties
-    counting half (the area under the ROC curve); None unless there are both. 1: every success
-    earned more than every failure; 0.5: the reward does not distinguish them; below: failures earn
-    more.
+    """Return the share of pairs in which a solved trajectory earned more than an unsolved one of
+    its environment, ties counting half (the area under the ROC curve); None without such a pair. 1:
+    every success earned more than every failure; 0.5: the reward does not distinguish them; below:
+    failures earn more.
     """
     pairs = [
         (good > bad) + (good == bad) / 2

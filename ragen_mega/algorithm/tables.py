@@ -1,4 +1,5 @@
-"""What users can extend: tables of named advantage estimators, group filters, rewards, metrics.
+"""Tables of the parts that users can extend: named advantage estimators, group filters, rewards,
+metrics.
 
 An entry is built in, an import path (`my_module:my_thing`, also of a file in the working
 directory), an entry point of the table's group, or added by `register`. Nothing here imports torch,

@@ -123,7 +123,7 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
 
 
 def _how(result: Baselines) -> str:
-    """How the rate of the random player was found."""
+    """Name the method that found the rate of the random player."""
     if result.is_exact:
         return "exact"
     is_played = result.optimum is None  # else a solver has sampled it

@@ -42,8 +42,8 @@ JSON = flag("--json", "write the result here", type=target, metavar="OUT")
 
 
 def report_folder(pages: str, beside: Path) -> Path:
-    """Where a report goes unless told: to these pages of the repository where that is the working
-    directory, anywhere else beside what it is about.
+    """Return the folder of a report: these pages of the repository if it is the working directory,
+    else the folder `beside` the subject of the report.
     """
     from ragen_mega.report.provenance import REPOSITORY
 

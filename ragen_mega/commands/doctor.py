@@ -1,5 +1,5 @@
-"""What is installed against what was tested, which fused parts are active, and what to install for
-a target.
+"""Compare the installed packages with the tested ones, list the active fused parts, and say which
+packages a target needs.
 
     ragen-mega doctor [--for cpu|h100] [--sglang-python PATH] [--json]
 
@@ -35,9 +35,9 @@ REQUIRED = (
     "gymnasium",
     "rich",
 )
-"""What training needs on every machine."""
+"""Packages that training needs on every machine."""
 ON_H100 = ("triton", "transformer-engine")
-"""What it needs there in addition."""
+"""Packages that training on an H100 needs in addition."""
 SGLANG = "0.5.17"
 ASK_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"
 ASK_SGLANG = (

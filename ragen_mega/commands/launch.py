@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
 _SECONDS_TO_END = 10.0
-"""What ranks have after a second signal."""
+"""Time that ranks have to end after a second signal."""
 _SECONDS_OF_SILENCE = 1.0
 """After which the launcher says that it waits for them."""
 _SECONDS_TO_CLEAN = 5.0
-"""What processes of killed ranks have to notice their end, and to remove their files."""
+"""Time that processes of killed ranks have to notice their end, and to remove their files."""
 _end: float | None = None
 """When ranks are killed, after a second signal."""
 _has_told = False

@@ -155,7 +155,7 @@ def check_ranks(start: Mapping[str, Any]) -> int:
 
 
 def read_row(path: Path, step: int) -> dict[str, Any]:
-    """What the run logged for the step."""
+    """Read the metrics that the run logged for the step."""
     rows = {row["step"]: row for row in read_metrics(path)} if path.exists() else {}
     if step not in rows:
         raise ValueError(

@@ -38,7 +38,7 @@ SIGNALS = {
 }
 """Stability signals that are plotted, with their labels."""
 STYLES = (":", "--", "-.")
-"""Of the players' lines."""
+"""Line styles of the players."""
 
 
 def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def markdown(
 
 
 def warnings(runs: Sequence[dict[str, Any]]) -> str:
-    """What the runs warned of, a line each; empty if nothing."""
+    """List the warnings of the runs, a line each; an empty text without a warning."""
     lines = [
         f"- {run['name']}, step {event['step']}: {event['text']}"
         for run in runs

@@ -39,9 +39,7 @@ class ParsedResponse:
     has_invalid_action: bool = False
     """At least one of the first `max_actions` actions was unknown and dropped."""
     problem: str = ""
-    """What was wrong with the answer, as a parser or the reader of tool calls says it to the
-    policy.
-    """
+    """Problem of the answer, as a parser or the reader of tool calls explains it to the policy."""
 
     @property
     def is_action_valid(self) -> bool:

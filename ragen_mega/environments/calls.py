@@ -21,7 +21,7 @@ MAX_OBSERVATION = 1_000_000
 MAX_REWARD = 1e30
 """Largest size of a reward; sums of larger ones are not finite in float32."""
 ROLES = ("system", "user", "tool", "assistant")
-"""Of messages that an environment may give."""
+"""Roles of messages that an environment may give."""
 _starting = threading.Lock()
 
 

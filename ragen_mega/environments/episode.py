@@ -73,8 +73,8 @@ class EpisodeConfig:
     format in the system message, turns as in compact; compact: state and budget only.
     """
     system_prompt: str | None = None
-    """What the policy is told before the task, in the system message; an empty text: nothing. None:
-    `SYSTEM_PROMPT` where the style is full, nothing elsewhere.
+    """System message before the task; an empty text leaves it out. None: `SYSTEM_PROMPT` where the
+    style is full, no system message elsewhere.
     """
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class EpisodeConfig:
             )
 
     def budget(self, environment: Any) -> Budget:
-        """How much a trajectory of this environment may do. Free text is one step per turn. If
+        """Return the limits of a trajectory of this environment. Free text is one step per turn. If
         neither the flags nor the environment limit the actions, an environment that sets its own
         turns or has no `actions` may use all of its turns.
         """
@@ -103,7 +103,8 @@ class EpisodeConfig:
         return Budget(**limits)
 
     def penalty(self, environment: Any) -> float:
-        """What a malformed answer costs. Raises ValueError unless it is finite and <= 0."""
+        """Return the penalty of a malformed answer. Raises ValueError unless it is finite and <= 0.
+        """
         own = self._setting("format_penalty", environment)
         penalty = FORMAT_PENALTY if own is None else own
         if not isinstance(penalty, Real) or not math.isfinite(penalty) or penalty > 0:
@@ -125,7 +126,7 @@ class TurnResult:
     reward: float
     """Sum of the rewards of the executed actions, plus the format penalty if it applies."""
     messages: tuple[Message, ...]
-    """What the policy sees next; empty when the episode is over."""
+    """Messages that the policy sees next; empty when the episode is over."""
     terminated: bool
     truncated: bool
     info: dict[str, Any]
@@ -211,9 +212,9 @@ class Episode:
         return list(self._opening)
 
     def beginning(self, messages: Sequence[Message]) -> list[Message]:
-        """What the policy sees if its context begins with the `messages` of a turn: the task comes
-        before them, as in the first turn. For an environment that speaks in messages, its first
-        messages are the task.
+        """Return the context of a policy that begins with the `messages` of a turn: the task comes
+        before them, as in the first turn. The task of an environment that speaks in messages is its
+        first messages.
         """
         if self._opening is not None:
             return [*self._opening, *messages]
@@ -301,8 +302,8 @@ class Episode:
     def _next_messages(
         self, results: Sequence[StepResult], reward: float, problem: str
     ) -> tuple[Message, ...]:
-        """What the environment said: the messages of all steps of the turn, or the latest text;
-        `problem` is what was wrong with a tool call.
+        """Return the environment's answer: the messages of all steps of the turn, or the latest
+        text; `problem` is the problem of a tool call.
         """
         told = [one.observation for one in results if not isinstance(one.observation, str)]
         if told and not isinstance(self.observation, str):

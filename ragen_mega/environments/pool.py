@@ -45,7 +45,8 @@ class EnvironmentFailed(Exception):
 
 
 def guarded(function: Callable[[], T]) -> T:
-    """What `function` returns. Raises EnvironmentFailed, whatever it raises but Ctrl-C."""
+    """Call `function` and return its result. Raises EnvironmentFailed for any exception but Ctrl-C.
+    """
     try:
         return function()
     except (KeyboardInterrupt, GeneratorExit):  # of the process, not of the environment
@@ -92,9 +93,9 @@ class Worker:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """What `function` will return, for the event loop of the caller, which fails with
-        EnvironmentFailed if it raises or takes too long. After a timeout the thread is still busy,
-        and only `end` may be called.
+        """Call `function` in the thread and return a future of the caller's event loop. The future
+        fails with EnvironmentFailed if `function` raises or takes too long. After a timeout the
+        thread is still busy, and only `end` may be called.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
@@ -112,7 +113,9 @@ class Worker:
         return answer
 
     def wait(self, function: Callable[[], T]) -> T:
-        """As `call`, for callers that have no event loop."""
+        """Call `function` in the thread and wait for its result, for callers that have no event
+        loop.
+        """
         answer: Future[T] = Future()
         self._calls.put(lambda: _settle(answer, *_outcome(function)))
         try:
@@ -121,7 +124,7 @@ class Worker:
             raise self._too_late() from None
 
     def build(self, name: str, function: Callable[[], T]) -> T:
-        """As `wait`, for a function that builds environment `name`. Nothing that it starts in this
+        """Wait for a `function` that builds environment `name`. Nothing that it starts in this
         thread can delay the exit of the process. If it fails, ends the thread and raises
         ValueError, in one line.
         """
@@ -151,7 +154,7 @@ class Worker:
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, EnvironmentFailed | None]:
-    """What `function` returns, or how it fails."""
+    """Call `function` and return its result or its failure."""
     try:
         return guarded(function), None
     except EnvironmentFailed as error:

@@ -30,7 +30,7 @@ Observation = str | Sequence[Message]
 `Message`, a (role, content) pair or a mapping with these two keys is accepted.
 """
 Action = str | dict[str, Any]
-"""What one `step` takes: the name of an action, a text, or an object that a parser returned."""
+"""Argument of one `step`: the name of an action, a text, or an object that a parser returned."""
 
 
 STEP_INFO = ("success", "is_action_valid", "is_action_effective")
@@ -89,7 +89,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much a trajectory may do."""
+    """Limits of a trajectory."""
 
     max_turns: int = 5
     max_actions_per_turn: int = 5

@@ -30,7 +30,7 @@ from ragen_mega.environments.random_player import is_drawn, random_steps, write_
 from ragen_mega.environments.registry import make
 
 EPISODES_PER_PROMPT = 32
-"""Of the random player in environments without a solver."""
+"""Number of episodes that the random player plays per prompt in environments without a solver."""
 _RESETS = 5  # of an environment that fails now and then
 MAX_SECONDS = 10.0
 """If measuring the random player takes longer, its rate is unknown."""
@@ -108,8 +108,9 @@ def baselines(
 
 
 def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list[Action]:
-    """What an optimal player does next, given the true state and a budget of `actions_left`
-    actions; empty if the episode is over. Raises ValueError for an environment without a solver.
+    """Return the next actions of an optimal player, given the true state and a budget of
+    `actions_left` actions; empty if the episode is over. Raises ValueError for an environment
+    without a solver.
     """
     return find_solver(environment).optimal_actions(environment, actions_left)
 
@@ -154,8 +155,8 @@ def _prompt(prompt: int | Board | Prompt | Sequence[str]) -> Prompt:
 def _solve(
     name: str, worker: Worker, episode: Episode, solver: Solver, prompt: Prompt
 ) -> References:
-    """What the solver says from one initial state. Raises ValueError if it fails, or if `reset`
-    does several times.
+    """Solve the episode from one initial state. Raises ValueError if the solver fails, or if
+    `reset` fails several times.
     """
     environment, (seed, rows) = episode.environment, prompt
     for attempt in range(1, _RESETS + 1):

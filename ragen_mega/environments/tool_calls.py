@@ -83,7 +83,9 @@ def _checked(call: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _problem(value: Any, schema: Any, parts: Mapping[str, Any], place: str) -> str | None:
-    """What is wrong with a value under a schema, which may refer to `parts`; None if nothing is."""
+    """Describe the first violation of a schema, which may refer to `parts`, by a value; None
+    without one.
+    """
     if schema is True or not isinstance(schema, Mapping):
         return None
     if "$ref" in schema:

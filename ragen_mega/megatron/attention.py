@@ -50,14 +50,14 @@ class Call(NamedTuple):
 
     runs: int
     queries: int
-    """Of each run, with padding."""
+    """Number of queries of each run, with padding."""
     keys: int
-    """Of each run, with padding."""
+    """Number of keys of each run, with padding."""
     mask: Tensor | None  # [runs, 1, queries, keys] float32, None: causal
 
 
 class Schedule(NamedTuple):
-    """How the attention of a forest is computed, on its device."""
+    """Order of the attention calls of a forest, on its device."""
 
     calls: list[Call]
     queries: Tensor | None

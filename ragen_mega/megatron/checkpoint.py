@@ -216,7 +216,7 @@ def _write_adam(
 
 
 def _count_steps(trainer: Trainer) -> int:
-    """How many optimizer steps were taken. Collective."""
+    """Count the optimizer steps that were taken. This call is collective."""
     counts = [
         int(counter["step"])
         for optimizer in trainer.optimizers

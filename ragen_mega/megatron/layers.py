@@ -62,8 +62,9 @@ class PackedForest(PackedSeqParams):
 
     @cached_property
     def chains(self) -> tuple[PackedSeqParams, Tensor | None]:
-        """How Transformer Engine computes it: every chain is a sequence of queries, whose keys are
-        its whole path. With the nodes of all paths, None where they are the nodes in order.
+        """Return the chains as Transformer Engine computes them: every chain is a sequence of
+        queries, whose keys are its whole path. The tensor lists the nodes of all paths; None if
+        they are all nodes in order.
         """
         chains, device = self.forest.chains, self.cu_seqlens_q.device
         lengths = [[chain.length for chain in chains], [len(chain.path) for chain in chains]]

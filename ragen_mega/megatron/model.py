@@ -158,8 +158,8 @@ class QwenModel(GPTModel):
         return whole(output, group=self.tp_group).squeeze(1)
 
     def vocab_arguments(self) -> dict[str, Any]:
-        """Where this rank's rows of the vocabulary start, how many ids are real, and the group that
-        holds the other rows.
+        """Return the first row of the vocabulary on this rank, the number of real ids, and the
+        group that holds the other rows.
         """
         rows = self.vocab_size // self.tp_group.size()
         group = self.tp_group if self.tp_group.size() > 1 else None

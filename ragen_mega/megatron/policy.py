@@ -117,8 +117,8 @@ class MegatronPolicy:
             yield from export_shards(self.module, self.groups, part, traffic=self._traffic)
 
     def sync_metrics(self) -> dict[str, float]:
-        """What the last export moved, how fast, and as a share of the speed of plain collectives
-        here.
+        """Report the size and the speed of the last export, and its share of the speed of plain
+        collectives on this machine.
         """
         if self._link_speed is None and self._traffic.moved_bytes:
             self._link_speed = measure_bound(reshard_plan(self.module, self.groups))

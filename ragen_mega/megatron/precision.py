@@ -31,13 +31,13 @@ from ragen_mega.megatron import cpu
 Implementation = Literal["local", "transformer_engine"]
 
 MIN_TRANSFORMER_ENGINE = "2.9"
-"""What megatron-core 0.16.1 asks for; 2.11.0 is the version whose source was read."""
+"""Version that megatron-core 0.16.1 requires; 2.11.0 is the version whose source was read."""
 _INSTALL = "pip install --no-build-isolation -e '.[h100]'"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What an FP8 recipe requires of shapes and of the machine."""
+    """Requirements of an FP8 recipe on shapes and on the machine."""
 
     alignment: int
     """Rows and columns of every matrix are multiples of this, since each is an operand in a layer's
@@ -61,7 +61,7 @@ RECIPES = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process has to compute with."""
+    """Hardware and libraries that this process computes with."""
 
     capability: tuple[int, int] | None
     """Compute capability of the CUDA device, None without one."""

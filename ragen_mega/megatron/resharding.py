@@ -166,7 +166,7 @@ def check_same_on_all_ranks(digest: str) -> None:
 
 @dataclass(slots=True)
 class Traffic:
-    """What the syncs since its creation moved, on this rank."""
+    """Traffic of all syncs since its creation, on this rank."""
 
     pp_bytes: int = 0
     """Sent or received in broadcasts over pipeline stages: one shard per sync, nothing without
@@ -179,7 +179,7 @@ class Traffic:
     shard_bytes: int = 0
     """This tensor-parallel rank's part of the weights that went through, moved or not."""
     seconds: float = 0.0
-    """In flattening and collectives, without what the receiver does with the weights."""
+    """Time in flattening and collectives, without the receiver's work with the weights."""
 
     @property
     def moved_bytes(self) -> int:

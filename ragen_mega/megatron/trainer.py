@@ -223,7 +223,7 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """That of the layers."""
+        """Learning rate of the layers."""
         return self.optimizer.param_groups[0]["lr"]
 
     @property

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks divide a parameter, in the trainer and in SGLang: one class for each
+"""Cuts of a parameter over tensor-parallel ranks, in the trainer and in SGLang: one class for each
 way, from which loader, exporter, resharding, checkpoints, plans and the optimizer are derived.
 
 Megatron's layout: q, k and v are fused per key-value group ([q of the group, k, v], group by

@@ -90,7 +90,7 @@ def content_digest(path: Path) -> str:
 
 
 def _read_config(flag: str, path: Path) -> dict:
-    """What config.json says of a model of a known family."""
+    """Read the config.json of a model of a known family."""
     try:
         values = json.loads((path / "config.json").read_text())
         model_type = values.get("model_type")

@@ -22,7 +22,7 @@ class Weight:
     `decoder.layers.<number>.`.
     """
     cut: Cut
-    """How tensor-parallel ranks divide it."""
+    """Cut of the weight over tensor-parallel ranks."""
     tensors: Mapping[str, tuple[str | int, ...]]
     """Hugging Face name (inside a layer without `model.layers.<number>.`) -> shape: numbers, or
     names of sizes in `ModelShape`.

@@ -27,7 +27,7 @@ _TOKENIZER = ("tokenizer.json", "vocab.json", "tokenizer.model")
 """One of these holds the vocabulary."""
 
 _WRONG_TYPE = (LookupError, TypeError, AttributeError)
-"""What transformers raises where it computes with an entry of a wrong type."""
+"""Errors that transformers raises for a computation with an entry of a wrong type."""
 
 
 def load_config(directory: str) -> PretrainedConfig:

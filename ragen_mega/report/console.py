@@ -1,4 +1,4 @@
-"""What a person sees of a run: how far it is, one row per step, a table of evaluated sets, one-line
+"""Console output of a run: its progress, one row per step, a table of evaluated sets, one-line
 errors.
 """
 
@@ -97,7 +97,7 @@ class Advance:
     name: str
     total: int | None
     max_turns: int = 1
-    """Of an episode, where episodes are played."""
+    """Most turns of an episode, where episodes are played."""
     done: float = 0
     note: str = ""
     num_turns: int = 0

@@ -1,4 +1,4 @@
-"""Where numbers were made: the processor or GPU of this machine, and the versions of the
+"""Origin of measured numbers: the processor or GPU of this machine, and the versions of the
 libraries that compute.
 """
 

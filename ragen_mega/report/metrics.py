@@ -333,7 +333,7 @@ def _flat(settings: Settings) -> dict[str, Any]:
 
 
 def _shown(cell: Any) -> str:
-    """As text in a table of Markdown, whatever it holds."""
+    """Escape a value for a Markdown cell."""
     return html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>")
 
 

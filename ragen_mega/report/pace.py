@@ -1,5 +1,4 @@
-"""How long a run will still take, from its latest steps and the time that an evaluation takes
-per episode.
+"""Remaining time of a run, from its latest steps and the time that an evaluation takes per episode.
 """
 
 import statistics

@@ -1,5 +1,5 @@
-"""Where the numbers of a run come from: command, code, versions, machine and layout of every start,
-in its config.json; and the settings and layout that a step was trained under.
+"""Provenance of a run: command, code, versions, machine and layout of every start, in its
+config.json; and the settings and layout that a step was trained under.
 """
 
 import datetime

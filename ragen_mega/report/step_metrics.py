@@ -38,8 +38,9 @@ def filter_metrics(
     kept: Sequence[TrajectoryGroup],
     num_played: int | None = None,
 ) -> dict[str, float]:
-    """How many groups the filter kept, of several environments also by their names, and how many
-    could not have taught anything. Of `num_played` groups (None: these) `groups` have two samples.
+    """Count the groups that the filter kept, of several environments also by their names, and the
+    groups that could not have taught anything. `num_played` is the number of groups before
+    `groups`, which have two samples, were selected (None: the same).
     """
     metrics = {
         "kept_groups": float(len(kept)),

@@ -1,5 +1,5 @@
-"""What is kept of a step for people to read: a few groups, token by token, in one compressed JSON
-file that a browser can open directly.
+"""Traces of a step for people to read: a few groups, token by token, in one compressed JSON file
+that a browser can open directly.
 
     <run>/traces/step_00000012.json.gz              what was trained on, or not
     <run>/traces/eval_00000030_frozen_lake.json.gz  the same initial states at every evaluation
@@ -72,8 +72,8 @@ class TraceWriter:
         kept: Sequence[TrajectoryGroup] = (),
         batch: TokenBatch | None = None,
     ) -> None:
-        """What a step played: `groups`, of which it was trained on those of `kept`, packed in this
-        order in `batch`. Raises OSError.
+        """Write the trace of a step: it played `groups` and trained on the groups `kept`, packed in
+        this order in `batch`. Raises OSError.
         """
         trained = (id(one) for group in kept for one in group.trajectories)
         rows = {identity: row for row, identity in enumerate(trained)}
@@ -84,8 +84,8 @@ class TraceWriter:
     def write_evaluation(
         self, step: int, name: str, groups: Sequence[TrajectoryGroup], boards: Sequence[Board]
     ) -> None:
-        """How environment `name` was played after `step` steps, each group from its board
-        (None: from its seed). Raises OSError.
+        """Write the trace of an evaluation of environment `name` after `step` steps, each group
+        from its board (None: from its seed). Raises OSError.
         """
         file = f"eval_{step:08d}_{name.replace('/', '.')}"
         self._write(file, step, groups, boards, self._config.evaluation_options)
@@ -155,7 +155,7 @@ class TraceWriter:
     def _pictures(
         self, trajectories: Sequence[Trajectory], board: Board, options: Mapping[str, Any]
     ) -> list[list[str]]:
-        """Of each trajectory of a group."""
+        """Draw the pictures of each trajectory of a group."""
         name, drawn = trajectories[0].environment, None
         if name not in self._undrawn:
             timeout = self._config.environment_timeout
@@ -202,10 +202,11 @@ def pictures(
     timeout: float = 0.0,
     say: Callable[[str], None],
 ) -> list[list[str]] | None:
-    """What `render()` of the environment gives at the start and after each turn of every trajectory
-    of a group: text, or SVG; None from an environment without pictures, or that cannot be built
-    within `timeout` seconds (0: no limit). The trajectories are replayed for it, so only instant
-    environments have them. `say` is told why what has a `render` is not drawn.
+    """Draw every trajectory of a group at its start and after each turn, as `render()` of the
+    environment does it: text, or SVG. The result is None for an environment without pictures, or
+    one that cannot be built within `timeout` seconds (0: no limit). The trajectories are replayed
+    for it, so only instant environments have pictures. `say` receives the reason why an environment
+    with a `render` is not drawn.
     """
     name = trajectories[0].environment
     try:

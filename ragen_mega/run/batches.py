@@ -1,5 +1,5 @@
-"""What a step trains on: the trajectories that were kept, packed, with what they had for
-log-probabilities, and their minibatches.
+"""Batch of a training step: the kept trajectories, packed, with the log-probabilities that they
+had, and their minibatches.
 """
 
 from collections.abc import Iterator, Sequence

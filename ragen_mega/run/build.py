@@ -180,8 +180,8 @@ def build_run(
 def build_sampling(
     config: StarPOConfig, base: Path, name: str | None
 ) -> tuple[RolloutEngine, ChatRenderer, PretrainedConfig]:
-    """What a rank that only samples does so with, in the run of this name; `base` holds tokenizer
-    and configuration of the model.
+    """Build the engine, the renderer and the configuration of a rank that only samples, in the run
+    of this name; `base` holds tokenizer and configuration of the model.
     """
     config = replace(config, logging=replace(config.logging, name=name))
     hf = load_config(str(base))

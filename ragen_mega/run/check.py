@@ -139,7 +139,9 @@ def _check_warm_start(config: StarPOConfig) -> None:
 
 
 def _shape_of_warm_start(settings: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal for a warm start to be of use, from settings as config.json has them."""
+    """Select the settings that must be equal for a warm start to be of use, from settings as
+    config.json has them.
+    """
     model, world = settings["model"], settings["environment"]
     names = parse_shares(world["environments"])
     options = json.loads(world["environment_options"])

@@ -1,5 +1,5 @@
-"""What a run does when training goes wrong: updates skipped for a non-finite loss or gradient,
-steps of which the filter kept no group, success that collapses, groups of different tasks.
+"""Guards of a run: updates skipped for a non-finite loss or gradient, steps of which the filter
+kept no group, success that collapses, groups of different tasks.
 
 The first two are reported and counted, and too many in a row end the run; a collapse can be undone.
 """
@@ -33,7 +33,7 @@ class UpdateGuard:
         self, directory: Path | None, *, max_consecutive: int, report: Callable[[str], None]
     ) -> None:
         self.directory = directory
-        """Where bad batches go; None keeps none."""
+        """Folder of bad batches; None keeps none."""
         self.max_consecutive = max_consecutive
         self.consecutive: dict[str, int] = {}
         """Model -> bad updates since its last good one."""
@@ -104,7 +104,7 @@ class CollapseGuard:
 
     @property
     def lr_factor(self) -> float:
-        """What learning rates are multiplied by, after the rollbacks so far."""
+        """Factor of the learning rates, after the rollbacks so far."""
         return self.config.guard_lr**self.rollbacks
 
     @property
@@ -183,7 +183,7 @@ class StartGuard:
         self._quoted: set[str] = set()  # environments of whose markers it was said
 
     def check_markers(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """What is to be said, once, of environments whose texts hold markers of chat templates."""
+        """Warn, once, of environments whose texts hold markers of chat templates."""
         found = {
             one.environment
             for group in groups
@@ -199,9 +199,9 @@ class StartGuard:
         ]
 
     def check(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """What is to be said of the groups of a step, whose tokens this rank has: the first prompt
-        of a group, which follows from its seed, differs between members. Differences that outcome
-        seeds alone explain are the world's intention.
+        """Warn of groups of a step, whose tokens this rank has, if their members differ in the
+        first prompt, which follows from the seed. Differences that outcome seeds alone explain are
+        the world's intention.
         """
         said = []
         for group in groups:

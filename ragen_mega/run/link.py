@@ -31,7 +31,7 @@ TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
 _ADDRESS, _ALARM = "link", "alarm"
 _KEY_FILE = ".link-"
-"""What the name of a key's file begins with."""
+"""Prefix of the name of a key's file."""
 _NUM_RANDOM, _NUM_PROOF = 32, 32
 """Bytes of a challenge, and of its answer."""
 _SECONDS_TO_MEET = 300.0
@@ -46,8 +46,8 @@ class LinkLost(ConnectionError):
 
 
 class Alarm:
-    """Where any rank leaves what ended it, for the first rank of the other part: it may have failed
-    alone, while those of its part wait for it.
+    """Mailbox for the error that ended any rank, read by the first rank of the other part: the rank
+    may have failed alone, while the ranks of its part wait for it.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -209,7 +209,7 @@ def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _proof(key: bytes, part: str, challenges: bytes) -> bytes:
-    """What only a part of this job can answer to the challenges of both ends."""
+    """Compute the answer that only a part of this job can give to the challenges of both ends."""
     return hmac.digest(key, part.encode() + challenges, "sha256")
 
 

@@ -248,7 +248,7 @@ def _reach_next(address: str, through: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one node says of itself."""
+    """Facts that one node reports."""
 
     host: str
     num_ranks: int
@@ -281,7 +281,7 @@ def check_agreement(config: StarPOConfig) -> None:
 
 
 def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
-    """What this node says of itself."""
+    """Collect the facts of this node."""
     packages = [Path(module.__path__[0]) for module in (ragen_mega, ragen_kernels)]
 
     def is_ours(file: Path) -> bool:
@@ -312,8 +312,8 @@ def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
 
 
 def disagreement(nodes: Sequence[Facts]) -> str | None:
-    """What the first node that differs from node 0 differs in, with the remedy; None if all agree.
-    Modules that only one of two nodes has loaded do not count.
+    """Describe the difference of the first node that differs from node 0, with the remedy; None if
+    all agree. Modules that only one of two nodes has loaded do not count.
     """
     first = nodes[0]
     for index, other in enumerate(nodes[1:], start=1):

@@ -36,7 +36,7 @@ _SIGNS = (
     "can't allocate memory",
     "cannot allocate memory",
 )
-"""What torch, CUDA, SGLang and the operating system say when memory has run out."""
+"""Texts by which torch, CUDA, SGLang and the operating system report that memory has run out."""
 
 
 _LEGAL = {
@@ -51,7 +51,7 @@ class OutOfMemory(EngineError):
 
 
 class Placement(Protocol):
-    """What the loop asks for, wherever engines and trainer run."""
+    """Interface of the loop to engines and trainer, wherever they run."""
 
     def add(self, name: str, memory: Offloadable) -> None:
         """Manage the memory of a model."""

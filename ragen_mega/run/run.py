@@ -487,8 +487,8 @@ class Run:
             )
 
     def _stage(self, directory: Path) -> Callable[[], Path]:
-        """What a checkpoint copies at once and writes later: trainers, and what is still to be
-        sampled under earlier weights.
+        """Copy the state of a checkpoint and return the function that writes it: trainers, and the
+        samples that are still to come under earlier weights.
         """
         write = checkpoint.stage(directory, trainers=self.trainers)
         samplers = self.rollouts.samplers

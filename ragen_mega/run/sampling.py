@@ -31,8 +31,8 @@ Origin = dict[str, Any]
 
 
 def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) -> Origin:
-    """What the rollout of these tasks depends on, under weights with this digest; two with the same
-    origin are the same.
+    """Describe the inputs of the rollout of these tasks, under weights with this digest; two
+    rollouts with the same origin are the same.
     """
     values = config.to_dict()
     played = [

@@ -56,7 +56,7 @@ class Begin:
     base: str
     """The directory of tokenizer and model configuration."""
     name: str | None
-    """Of the run, if it has one of its own."""
+    """Name of the run, if it has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Order:
     version: int
     """The steps that its weights have been trained for."""
     weights: bytes | None
-    """As safetensors; None: those of the last order."""
+    """Weights as safetensors; None stands for the weights of the last order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class End:
 
 
 class Part(NamedTuple):
-    """What a rank knows of its part of the job, and has to do with the other."""
+    """Role of a rank in its part of the job, and its connection to the other part."""
 
     samples: bool
     """Whether it only samples."""
@@ -243,7 +243,7 @@ class Samplers:
         return {WEIGHTS.format(version): self._weights[version] for version in missing}
 
     def state_dict(self) -> dict[str, str]:
-        """What a checkpoint says of them: version -> digest of its weights."""
+        """Return the record of the weights for a checkpoint: version -> digest of its weights."""
         return {str(version): digest for version, digest in self._digests.items()}
 
     def load_state_dict(self, step: int, directory: Path, state: Mapping[str, str]) -> None:
@@ -316,7 +316,9 @@ class Samplers:
         return True
 
     def _write(self, delivery: bytes, origin: Origin) -> None:
-        """In the thread that writes: a copy of its own, whatever becomes of the other."""
+        """Write a delivery on the writer thread; it is unpickled again because the loop mutates its
+        copy.
+        """
         message = pickle.loads(delivery)
         self._keep(message.rollout, origin, in_groups(expand(message.trajectories)))
 
@@ -337,7 +339,7 @@ class Sampler:
         """
         self.stop = StopSignal()
         self.summary: dict[str, Any] = {}
-        """Of the run; only trainers have one."""
+        """Summary of the run; only trainers have one."""
         self._config, self._prepare = config, prepare
         self._link, self._alarm = part.link, part.alarm
         self._notes: list[str] = []

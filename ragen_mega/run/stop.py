@@ -1,5 +1,5 @@
-"""How a run is stopped: ranks agree on whether a signal has come in where they synchronize anyway,
-and the loss of another rank becomes a one-line error.
+"""Stopping a run: ranks agree on the arrival of a signal where they synchronize anyway, and the
+loss of another rank becomes a one-line error.
 """
 
 import errno
@@ -20,7 +20,8 @@ from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.storage.integrity import describe_error
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What stops a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time limit.
+"""Signals that stop a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time
+limit.
 """
 RANK_LOST = (
     "another rank of this job has ended or does not answer; --resume goes on from the last"

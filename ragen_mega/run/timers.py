@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and how many tokens it buys."""
+"""Timers of the phases of a step, and its throughput in tokens."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +16,9 @@ class Timers:
     def __init__(self) -> None:
         self.totals = Metrics()
         self.sampled_tokens = 0
-        """Of this step's rollout; 0 where it was not sampled but read from the disk."""
+        """Number of tokens in this step's rollout; 0 if the rollout was read from the disk."""
         self.sampling_seconds: float | None = None
-        """What other ranks took for that, where others did it."""
+        """Time that other ranks took for sampling, if they did it."""
         self.trained_tokens = 0
         """Positions that the updates of this step went through."""
         self._seconds: dict[str, float] = {}
@@ -60,7 +60,7 @@ class Timers:
             self._spans.append((name, begin, time.monotonic() - start))
 
     def take_spans(self) -> list[Span]:
-        """What was done since this was last asked."""
+        """Return the spans since the last call."""
         spans, self._spans = self._spans, []
         return spans
 

@@ -46,7 +46,7 @@ FORMAT = 2
 _NAME = re.compile(r"step_(\d{8})")
 _FIXED = ("parallel.bf16", "advantage.advantage_estimator")
 _SECONDS_TO_GATHER = 600.0
-"""How long rank 0 waits for the files of the others after its own is written."""
+"""Time that rank 0 waits for the files of the others after its own is written."""
 _NOTHING_OF = "no file of rank"
 
 T = TypeVar("T")
@@ -210,7 +210,7 @@ class CheckpointWriter:
         self.config = config
         self.models = models
         self.saved_step: int | None = None
-        """Of the newest checkpoint that this process wrote or read."""
+        """Step of the newest checkpoint that this process wrote or read."""
         self._saving = 0
         self._own: set[str] = set()  # names of checkpoints that this process wrote
         self._thread: threading.Thread | None = None
@@ -392,7 +392,9 @@ def _published(directory: Path) -> list[Path]:
 
 
 def _marker(directory: Path, rank: int) -> Path:
-    """In it is what this rank's file is, or why there is none."""
+    """Return the path of the file that holds the facts of this rank's file, or the reason why there
+    is none.
+    """
     return directory / f".written_{rank:05d}"
 
 

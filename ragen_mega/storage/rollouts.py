@@ -58,7 +58,7 @@ class RolloutStore:
         write_sealed(self._path(step), tensors, facts)
 
     def read(self, step: int) -> StoredRollout:
-        """What was written for a step. Raises ValueError if the file is damaged and
+        """Read the rollout of a step. Raises ValueError if the file is damaged and
         FileNotFoundError if there is none.
         """
         path = self._path(step)

@@ -177,6 +177,8 @@ def recover(directory: Path) -> bool:
 
 
 def _aside(directory: Path) -> Path:
-    """Where a run is that is to be overwritten: beside it, also where `directory` is a link."""
+    """Return the path of a run that is to be overwritten: beside `directory`, also where that is a
+    link.
+    """
     directory = directory.resolve()
     return directory.with_name(f".{directory.name}.overwritten")

@@ -44,17 +44,17 @@ NUM_PLAYERS = 64
 
 @dataclass(slots=True)
 class ScriptedEpisode:
-    """What was said in an episode, up to where its environment failed, if it did."""
+    """Record of an episode, up to the failure of its environment, if it failed."""
 
     seed: int
     messages: list[Message] = field(default_factory=list)
     """The first messages; none if the environment could not begin."""
     initial_state: Observation = ""
-    """What the environment showed first, by which boards are told apart."""
+    """First observation of the environment, which distinguishes boards."""
     begun: Episode | None = None
     """The episode as it began: what its prompts are made of."""
     turns: list[tuple[str, TurnResult]] = field(default_factory=list)
-    """What the player said, and what it led to."""
+    """Responses of the player, each with its result."""
     error: str | None = None
 
 

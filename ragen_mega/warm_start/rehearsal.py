@@ -115,7 +115,7 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
 
 
 def _unread(name: str, played: Sequence[ScriptedEpisode]) -> str | None:
-    """What is said of an environment that cannot read the answers of scripted play."""
+    """Describe the failure of an environment to read the answers of scripted play."""
     turns = [turn for episode in played for turn in episode.turns if ERROR not in turn[1].info]
     bad = [turn for turn in turns if not turn[1].info["is_format_valid"]]
     if len(bad) <= (1 - MIN_READ) * len(turns):
@@ -133,7 +133,9 @@ def _unread(name: str, played: Sequence[ScriptedEpisode]) -> str | None:
 def _made_up(
     config: StarPOConfig, renderer: ChatRenderer, name: str, played: Sequence[ScriptedEpisode]
 ) -> list[TrajectoryGroup]:
-    """As many groups of as many trajectories as a step has: scripted episodes, over and over."""
+    """Make the groups of a step, with as many trajectories each, of scripted episodes, over and
+    over.
+    """
     room, window = config.rollout.max_context_length, config.rollout.context_window
     held = [
         as_trajectory(episode, renderer, name, max_context=room, window=window)
@@ -203,7 +205,9 @@ def _answer_note(
 
 
 def _budget_note(played: Sequence[ScriptedEpisode]) -> str | None:
-    """Where no scripted episode ends by itself, and no solver says that better play does."""
+    """Describe an environment in which no scripted episode ends by itself, and for which no solver
+    says that better play does.
+    """
     first = played[0].begun
     ends = {episode.turns[-1][1].info.get(TRUNCATED_BY) for episode in played}
     if ends != {"budget"} or getattr(first.environment, "solver", None):

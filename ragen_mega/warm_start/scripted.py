@@ -23,8 +23,8 @@ _BRACKETS = str.maketrans("<>", "()")  # a repeated tag would end the thought
 def scripted_response(
     episode: Episode, generator: np.random.Generator, *, skill: float = 0.0
 ) -> str:
-    """What the scripted player says in this turn, after a forced `<think>` where the episode asks
-    for thoughts.
+    """Write the scripted player's response in this turn, after a forced `<think>` where the episode
+    asks for thoughts.
 
     Each action is the optimal one with probability `skill`, else uniformly random.
     """

@@ -61,8 +61,8 @@ def is_complete(directory: Path) -> bool:
 
 
 def find_warm_start(config: StarPOConfig) -> Start | None:
-    """What `warm_start` made in an earlier process of this run, or in the run whose warm start is
-    taken; None if there is none.
+    """Find the result of `warm_start` in an earlier process of this run, or in the run whose warm
+    start is taken; None without one.
     """
     critic = config.run_directory / WARM_START_CRITIC if config.warm_starts_critic else None
     start = Start(config.run_directory / WARM_START, critic)

@@ -167,7 +167,9 @@ def run_case(
 
 
 def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
-    """Those that --cases names, by default all. Raises ValueError for a word that names none."""
+    """Select the cases that --cases names, by default all. Raises ValueError for a word that names
+    none.
+    """
     device = arguments.device
     compiled = None if arguments.no_compile else torch.compile
     sizes = "cpu" if arguments.small else device

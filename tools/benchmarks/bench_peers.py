@@ -79,7 +79,7 @@ class Side:
         self._replies = os.fdopen(reading)
 
     def reply(self) -> dict[str, float]:
-        """What it says next. Raises ValueError if it ended instead."""
+        """Read the next reply of the process. Raises ValueError if it ended instead."""
         if line := self._replies.readline():
             return json.loads(line)
         said = self.log.read_text(errors="replace").splitlines()  # it goes with the scratch folder

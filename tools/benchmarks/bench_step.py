@@ -106,7 +106,7 @@ def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float)
 
 
 def run_name(keep: float) -> str:
-    """Of the run directory."""
+    """Name the run directory."""
     return f"keep_{100 * keep:g}"
 
 
@@ -182,8 +182,8 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def summarize(
     model: str, keep: float, rows: Sequence[Mapping[str, Any]], gaps: Sequence[float]
 ) -> dict[str, Any]:
-    """What a run took per step; the first steps do not count. `gaps` are the wall-clock seconds of
-    all but the first.
+    """Summarize the time of a run per step; the first steps do not count. `gaps` are the wall-clock
+    seconds of all steps but the first.
     """
     counted, gaps, median = rows[WARMUP:], gaps[WARMUP - 1 :], statistics.median
     seconds, num_trajectories = median(gaps), counted[0]["rollout/num_trajectories"]

@@ -1,5 +1,5 @@
-"""What FP8 costs and brings here: drift of log-probabilities against bfloat16, and the shapes from
-which a recipe pays.
+"""Measure the costs and gains of FP8 on this machine: drift of log-probabilities against bfloat16,
+and the shapes from which a recipe pays.
 
     python tools/benchmarks/fp8_report.py --json fp8.json --markdown fp8.md
     python tools/benchmarks/fp8_report.py --load MODEL --recipes tensorwise blockwise

@@ -1,4 +1,4 @@
-"""What tools/gpu_check.sh will measure on one GPU, predicted from the plan and from rooflines:
+"""Predict the measurements of tools/gpu_check.sh on one GPU, from the plan and from rooflines:
 
     python tools/benchmarks/gpu_predict.py > docs/benchmarks/gpu_day_predicted.md
 
@@ -112,7 +112,9 @@ def steps(machine: Machine, keep: float) -> Figures:
 
 
 def memory(machine: Machine, shape: ModelShape, config: StarPOConfig, run: str) -> Figures:
-    """What is free as soon as the server has the weights, and while it sleeps between updates."""
+    """Predict the free memory as soon as the server has the weights, and while it sleeps between
+    updates.
+    """
     phases = plan(shape, Setting.from_config(config, 1))
     passing = ("activations", "workspace", "fragmentation")
     asleep = sum(size for name, size in phases["train actor"].items() if name not in passing)

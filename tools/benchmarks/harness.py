@@ -35,9 +35,9 @@ OUTPUTS = (
 def interleave(
     jobs: Mapping[str, Callable[[], T]], repetitions: int, *, warmups: int = 0
 ) -> dict[str, list[T]]:
-    """What every job returned in each repetition. They take turns, so that other load on
-    the machine affects all alike; the first `warmups` turns do not count. Raises ValueError, before
-    any turn, for no repetition.
+    """Return the results of every job in each repetition. The jobs take turns, so that other load
+    on the machine affects all alike; the first `warmups` turns do not count. Raises ValueError,
+    before any turn, for no repetition.
     """
     if repetitions < 1:
         raise ValueError(f"a benchmark needs at least 1 repetition that counts, not {repetitions}")

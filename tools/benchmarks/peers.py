@@ -37,7 +37,7 @@ REWARDS.register("tokens_mod_7", lambda trajectory: float(sum(trajectory.tokens)
 
 @dataclass(frozen=True)
 class Settings:
-    """What both sides train with."""
+    """Settings that both sides train with."""
 
     model: str
     output: str
@@ -241,8 +241,9 @@ def first_prompt(renderer: ChatRenderer, task: Task) -> tuple[Any, list[int]]:
 def play_turns(
     model: Any, renderer: ChatRenderer, tasks: Sequence[Task], max_tokens: int
 ) -> dict[str, Any]:
-    """What a `rollout_func` of TRL returns. All prompts of a turn are one left-padded batch for
-    `generate`, as in TRL's examples; what the environment says is masked by `env_mask`.
+    """Play all turns and return the dictionary of a `rollout_func` of TRL. All prompts of a turn
+    are one left-padded batch for `generate`, as in TRL's examples; `env_mask` masks the
+    environment's text.
     """
     playing = [(row, *first_prompt(renderer, task)) for row, task in enumerate(tasks)]
     prompts = [context for _, _, context in playing]

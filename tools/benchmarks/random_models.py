@@ -21,7 +21,9 @@ NUM_EPISODES = 60
 NUM_MERGES = 2000
 """More than the texts yield, so that every word of a prompt is one token, as with Qwen's own."""
 STOP = 256.0
-"""How far, times an activation of order 1, the logits of stop tokens lie below all others."""
+"""Distance of the logits of stop tokens below all others, as a multiple of an activation of order
+1.
+"""
 
 
 def write_checkpoint(

@@ -1,4 +1,4 @@
-"""What the site has besides docs/: the READMEs, flags, metrics and the code of every formula, made
+"""Pages of the site besides docs/: the READMEs, flags, metrics and the code of every formula, made
 when it is built; and the files elsewhere in the repository that pages link to.
 """
 

@@ -37,8 +37,8 @@ class _Layer:
 
 
 class Workspace:
-    """Where a pass over T tokens puts what it computes: tensors for the matrix products, and the
-    same memory as arrays for what is compiled.
+    """Buffers for the results of a pass over T tokens: tensors for the matrix products, and the
+    same memory as arrays for the compiled kernels.
 
     Steps of one size share it: on a small model allocations and views take as long as the
     arithmetic.

@@ -24,7 +24,9 @@ _MIN_COPIED = 16
 computes it.
 """
 _MAX_PREFILL_TOKENS = 1024
-"""Of one pass; bounds its memory, and longer passes are hardly faster."""
+"""Most tokens of one prefill pass; the limit bounds its memory, and longer passes are hardly
+faster.
+"""
 
 
 class Prefill(NamedTuple):
@@ -45,8 +47,8 @@ class _Suffix(NamedTuple):
 
 
 class _Rows:
-    """What is known about every slot; the first index is the slot. Tokens live at their position in
-    the trajectory.
+    """State of every slot; the first index is the slot. Tokens live at their position in the
+    trajectory.
 
     Arrays, not tensors: a step touches a few numbers per row, and small tensor operations cost
     several times as much.
@@ -149,8 +151,8 @@ class SlotTable:
         return finished
 
     def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
-        """What to compute now, and the requests that wait because another's row will hold their
-        prefix.
+        """Return the suffixes to compute, and the requests that wait because the row of another
+        request will hold their prefix.
         """
         suffixes, deferred = [], []
         ids, length, sealed = self._rows.ids, self._rows.length, self._rows.sealed

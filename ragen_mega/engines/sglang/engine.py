@@ -44,7 +44,7 @@ _FLUSH_SECONDS = 600
 
 
 class _Stage(enum.IntEnum):
-    """What the server holds in device memory."""
+    """Contents of the device memory of the server."""
 
     ASLEEP = 0
     AWAKE = 1  # room for weights

@@ -26,7 +26,7 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""What the config.json of such a model says."""
+"""Entry `quantization_config` in the config.json of an FP8 model."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST = 1e-12  # lower bound of a scale, for blocks of zeros
 

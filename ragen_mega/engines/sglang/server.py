@@ -315,7 +315,7 @@ class SGLangServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the root of the server's process tree."""
+        """Process id of the root of the server's process tree."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> JSONClient:

@@ -21,16 +21,16 @@ from ragen_mega.data.checksums import check_names, checksum
 LOADER = f"{__name__}.load"
 """The name by which SGLang finds it."""
 ALIGNMENT = 16
-"""In bytes."""
+"""Alignment of a parameter in a bucket, in bytes."""
 
 
 class Place(NamedTuple):
-    """Where a run of a parameter's elements lies in the bytes of a bucket."""
+    """Position of a run of a parameter's elements in the bytes of a bucket."""
 
     offset: int
     dtype: str
     shape: list[int]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
     """The first of the elements, in the flattened parameter."""
     count: int
@@ -60,15 +60,15 @@ class Place(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a bucket must hold, written as a JSON file."""
+    """Required contents of a bucket, written as a JSON file."""
 
     places: list[tuple[str, Place]]
     """By SGLang's names."""
     num_bytes: int
     checksum: int
-    """Of these bytes."""
+    """Checksum of these bytes."""
     all_names: list[str] | None
-    """In the last bucket, the names of the whole set."""
+    """Names of the whole set, in the last bucket only."""
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(self._asdict()))

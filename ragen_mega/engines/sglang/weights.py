@@ -52,7 +52,7 @@ class Message(NamedTuple):
     """One rank's part of a bucket, as SGLang takes it."""
 
     file: Path
-    """What `weight_loader` reads; its report is written beside it."""
+    """Path of the file that `weight_loader` reads; its report is written beside it."""
     payload: str
     """The file's name and a tensor, serialized."""
     is_last: bool
@@ -66,7 +66,7 @@ class Bucket:
     memory: Tensor  # [bytes] uint8
     places: list[tuple[str, Place]] = field(default_factory=list)
     num_bytes: int = 0
-    """In use."""
+    """Number of bytes in use."""
 
     @property
     def is_full(self) -> bool:
@@ -228,7 +228,9 @@ class WeightTransfer(ABC):
 
     @abstractmethod
     def _pickle(self, bucket: Bucket) -> bytes:
-        """What SGLang is sent: [(file, memory, or an empty tensor where the file is enough)]."""
+        """Pickle the message to SGLang: [(file, memory, or an empty tensor where the file is
+        enough)].
+        """
 
 
 class FileTransfer(WeightTransfer):
@@ -259,12 +261,14 @@ class IpcTransfer(WeightTransfer):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As any transfer."""
+        """Start a transfer without buffers."""
         super().__init__(*arguments, **options)
         self._buffers: list[Tensor] = []  # the one in use last
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
-        """As for any transfer; at the end the buffers' device memory is free again."""
+        """Receive the weights as every transfer does, and free the device memory of the buffers at
+        the end.
+        """
         yield from super().receive(weights)
         self._buffers.clear()
         if torch.cuda.is_available():

@@ -26,7 +26,7 @@ _COLORED = re.compile(r"(?:\x1b\[(?!0m)[\d;]+m)+(.*?)(?:\x1b\[0m)+")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What Gymnasium does not tell about one of its environments."""
+    """Facts about an environment of Gymnasium that Gymnasium does not expose."""
 
     instruction: str
     actions: tuple[str, ...]

@@ -23,7 +23,7 @@ _PATIENCE = 30.0  # seconds
 _LONGEST_PAUSE = 5.0  # seconds
 _MAX_NUMBERS = 64  # actions of a bounded number
 _TROUBLES = (OSError, RuntimeError, TimeoutError, ValueError)
-"""What openenv-core raises if a server is gone, refuses, times out or answers nonsense."""
+"""Errors that openenv-core raises if a server is gone, refuses, times out or answers nonsense."""
 _INVALID = "(code: VALIDATION_ERROR)"
 
 
@@ -157,8 +157,8 @@ class OpenEnvWorld:
 
 @cache
 def _get(url: str) -> dict[str, Any]:
-    """What a server says about itself. Cached, so that a new session can be made while the server
-    is down. Raises ValueError if it does not answer.
+    """Read a server's description of itself. The answer is cached, so that a new session can be
+    made while the server is down. Raises ValueError if the server does not answer.
     """
     try:
         is_local = urlsplit(url).hostname in _LOCAL  # bypass proxies

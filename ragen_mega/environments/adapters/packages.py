@@ -1,4 +1,4 @@
-"""What the adapters share: importing optional packages, and isolating packages that draw from the
+"""Helpers of all adapters: importing optional packages, and isolating packages that draw from the
 global random generators.
 """
 

@@ -313,7 +313,9 @@ def _listed(reference: Any) -> list[Any]:
 
 
 def _cut(text: str, after: str | None) -> str:
-    """What follows the last `after` on its line; the whole text if that is empty."""
+    """Return the text behind the last `after`, up to the end of its line; the whole text if `after`
+    is empty.
+    """
     if not after:
         return text.strip()
     _, found, rest = text.rpartition(after)

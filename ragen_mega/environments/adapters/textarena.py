@@ -61,7 +61,7 @@ class TextArenaGame:
         )
 
     def _said(self) -> str:
-        """What the game has said since the last call, without the player's own words."""
+        """Return the messages of the game since the last call, without the player's own words."""
         _, messages = self._game.get_observation()
         return "\n".join(
             text.strip() for _, text, kind in messages if kind is not self._player

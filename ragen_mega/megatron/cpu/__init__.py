@@ -105,7 +105,7 @@ def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def stepping(optimizers: Iterable[MegatronOptimizer]) -> contextlib.AbstractContextManager[Any]:
-    """What a step of the optimizers needs: in float32 nothing, or each of its operations would pass
+    """Return the context of an optimizer step: nothing in float32, where every operation would pass
     through Python once more.
     """
     if all(isinstance(one, FP32Optimizer) for one in optimizers):

@@ -1,4 +1,4 @@
-"""What the viewer's page shows of a run, as JSON values; traces stay compressed files."""
+"""Data of a run for the viewer's page, as JSON values; traces stay compressed files."""
 
 import gzip
 from collections.abc import Sequence

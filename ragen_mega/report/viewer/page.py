@@ -25,7 +25,7 @@ _POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; connect-src 'self';"
     " img-src data: blob:; style-src 'unsafe-inline'; script-src "
 )
-"""What a browser may load for the page, besides the hashes of its scripts."""
+"""Content security policy of the page, without the hashes of its scripts."""
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 """Names under which a live page is asked for; another one is a foreign page's, by its own DNS."""
 
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(*answer)
 
     def _answer(self) -> tuple[bytes, str]:
-        """What is asked for, and its content type."""
+        """Return the requested content and its type."""
         match unquote(urlsplit(self.path).path).strip("/").split("/"):
             case [""]:
                 return _page(None, []).encode(), "text/html; charset=utf-8"

@@ -10,7 +10,7 @@ __version__ = "3.6.0"
 
 
 def _decorate(*arguments: Any, **options: Any) -> Any:
-    """As a decorator, with or without options, changes nothing."""
+    """Act as a decorator, with or without options, that changes nothing."""
     if len(arguments) == 1 and callable(arguments[0]) and not options:
         return arguments[0]
     return lambda function: function

@@ -24,7 +24,9 @@ class Lake:
     holes: frozenset[Cell]
 
     def neighbour(self, cell: Cell, action: str) -> Cell:
-        """Where a move leads if it does not slip; at the edge of the map the player stays."""
+        """Return the cell that a move leads to if it does not slip; at the edge of the map the
+        player stays.
+        """
         dr, dc = DIRECTIONS[action]
         return min(max(cell[0] + dr, 0), self.size - 1), min(max(cell[1] + dc, 0), self.size - 1)
 

@@ -50,8 +50,8 @@ _AHEAD = {
     "farther": "off",
     "farther brink": "off",
 }
-"""What is said of a cell ahead: less than of the one behind, because the more pairs there are, the
-rarer each is, and preferences are learned from many noisy returns.
+"""Words for a cell ahead. They distinguish less than the words for a cell behind, because the more
+pairs there are, the rarer each pair is, and preferences are learned from many noisy returns.
 """
 
 

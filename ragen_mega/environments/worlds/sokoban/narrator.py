@@ -8,8 +8,9 @@ from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """Where to stand for a push toward the target, what each move does, and which action is chosen,
-    by its effect first; after `then` the same of the state that it leads to, for a further action.
+    """Describe the place for a push toward the target, the effect of each move, and the chosen
+    action, by its effect first; after `then` describe the state that it leads to in the same way,
+    for a further action.
 
     A move leads into a wall, is stuck (the box cannot move), pushes the box closer to or away from
     the nearest target, or takes the player nearer to or farther from a place to stand. What the

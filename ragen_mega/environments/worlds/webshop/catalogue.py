@@ -35,9 +35,9 @@ class Product:
     options: dict[str, tuple[str, ...]]
     """Option name -> values, in lower case."""
     price: float
-    """What it costs, in dollars."""
+    """Price in dollars."""
     price_text: str
-    """What the pages say: one price or `$a to $b`."""
+    """Price as the pages show it: one price or `$a to $b`."""
 
 
 class Request(NamedTuple):
@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What an episode asks for; `asin` names a product that fulfils it."""
+    """Task of an episode; `asin` names a product that fulfils it."""
 
     asin: str
     title: str

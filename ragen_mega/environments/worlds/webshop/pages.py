@@ -34,7 +34,7 @@ class Page:
 
     @property
     def clickable(self) -> list[str]:
-        """What `click[...]` takes, as the page spells it."""
+        """Return the arguments that `click[...]` accepts, as the page spells them."""
         asins = [product.asin for product in self.products]
         return [*self.buttons, *asins, *(self.option_names or {})]
 

@@ -76,7 +76,7 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
 
 
 def rule_actions(shopper: Any, actions_left: int) -> list[str]:
-    """What WebShop's rule does next."""
+    """Return the next action of WebShop's rule."""
     page = shopper.page
     if page.kind == "start":
         return [f"search[{shopper.goal.instruction}]"]

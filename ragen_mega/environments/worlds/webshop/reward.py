@@ -1,4 +1,4 @@
-"""How well a purchase fits a goal, from 0 to 1.
+"""Reward of a purchase for a goal, from 0 to 1.
 
 Source: WebShop (arXiv:2207.01206, section 3), in the form of its released code:
 r = r_type * (attributes + options + [price <= limit]) / (|attributes| + |options| + 1).

@@ -45,7 +45,7 @@ class Shop:
     ) -> None:
         """`asin_parts`: texts that all identifiers consist of, if there are such."""
         self.label = label
-        """How results on this shop are to be labelled."""
+        """Label of results on this shop."""
         self.products = {product.asin: product for product, _ in entries}
         self._asins = asin_parts or tuple(self.products)
         self.engine = SearchEngine([product for product, _ in entries])

@@ -98,7 +98,7 @@ class WebShop:
         return StepResult(self.page.text, paid, is_done, False, info)
 
     def random_answer(self, generator: random.Random) -> str:
-        """What the random shopper does on the open page."""
+        """Draw the random shopper's action on the open page."""
         return random_action(self, generator)
 
     @property
